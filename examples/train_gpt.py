@@ -1,0 +1,355 @@
+"""Train a small GPT over bytes with sharded parameters, first eagerly, then compiled, and compare the two runs.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+    python examples/train_gpt.py --steps 20            # one process
+
+Both runs start from the same weights and see the same batches. Rank 0 prints a table and writes a picture of both loss
+curves; the exit status is 1 if the curves disagree.
+"""
+
+import argparse
+import ctypes
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig
+from torch import Tensor
+
+from fsdp_compile import fully_shard
+
+TOLERANCE = {False: (1e-3, 2e-2), True: (2e-2, 5e-2)}  # bf16 -> relative, over the first 20 steps and at the end
+WARM_UP = 3  # steps left out of the median
+
+# --- what to run ------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; every refusal says what was found and what to do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--data", type=Path, metavar="FILE", help="train on this file's bytes (default: the text of Python's own help)")
+    option("--steps", type=int, default=60, help="steps of each run (default: %(default)s)")
+    option("--batch", type=int, default=4, help="sequences per rank and step (default: %(default)s)")
+    option("--lr", type=float, default=5e-4, help="AdamW's learning rate (default: %(default)s)")
+    option("--seed", type=int, default=0, help="of the weights and of the batches (default: %(default)s)")
+    option("--eager-only", action="store_true", help="leave out the compiled run")
+    option("--compile-only", action="store_true", help="leave out the eager run")
+    option("--backend", default="inductor", help="torch.compile's backend (default: %(default)s)")
+    option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where each rank has a GPU")
+    option("--bf16", action="store_true", help=bf16_help())
+    option("--checkpointing", action="store_true", help="recompute each block's activations in backward")
+    option("--out", type=Path, default=Path("train_gpt.png"), metavar="PNG", help="picture (default: %(default)s)")
+    args = parser.parse_args()
+    check(args)
+    return args
+
+
+def bf16_help() -> str:
+    """Say which tolerance holds with and without rounding to bfloat16."""
+    (early, end), (early16, end16) = TOLERANCE[False], TOLERANCE[True]
+    return (
+        f"compute in bfloat16 (autocast); losses may then differ by {early16:.0%}% in the first 20 steps and {end16:.0%}% "
+        f"at the end (mean of the last 5), instead of {early:.1%}% and {end:.0%}%"
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse, before any process group exists, what cannot run."""
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if args.steps < 1 or args.batch < 1:
+        refuse(f"--steps and --batch must be at least 1, got --steps {args.steps} --batch {args.batch}")
+    if args.eager_only and args.compile_only:
+        refuse("--eager-only with --compile-only leaves nothing to run; give at most one of them")
+    if args.data and not args.data.is_file():
+        refuse(f"--data {args.data}: no such file")
+    if args.device == "cuda" and gpus < ranks:
+        refuse(f"--device cuda: {ranks} ranks on this machine need a GPU each, found {gpus}; try --device cpu")
+    if not args.out.absolute().parent.is_dir():
+        refuse(f"--out {args.out}: its folder does not exist")
+
+
+def refuse(message: str, status: int = 2) -> None:
+    """End the program on every rank; rank 0 says why."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train_gpt.py: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+# --- where to run -----------------------------------------------------------------------------------------------------
+
+
+def start(choice: str) -> torch.device:
+    """Join the process group that torchrun announced, or make one of a single rank, and return this rank's device."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in alone.items() if "RANK" not in os.environ else ():
+        os.environ[name] = value
+    if choice == "cpu" or torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+# --- what to learn ----------------------------------------------------------------------------------------------------
+
+
+def load_text(path: Path | None, context: int) -> Tensor:
+    """Bytes of a file, or of the help texts that every Python carries, as a tensor of tokens."""
+    from pydoc_data.topics import topics
+
+    text = path.read_bytes() if path else "\n".join(topics.values()).encode()
+    if len(text) <= context:
+        refuse(f"--data {path}: {len(text)} bytes; a sequence and its targets need at least {context + 1}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)  # (bytes,)
+
+
+def batches(text: Tensor, args: argparse.Namespace, context: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's part of each step's batch; all ranks draw the same positions, so that the whole batch is known."""
+    generator = torch.Generator().manual_seed(args.seed)
+    mine = slice(dist.get_rank() * args.batch, (dist.get_rank() + 1) * args.batch)
+    for _ in range(args.steps):
+        at = torch.randint(len(text) - context, (dist.get_world_size() * args.batch, 1), generator=generator)
+        window = text[at[mine] + torch.arange(context + 1)].long().to(device)  # (batch, context + 1)
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one run of training left behind on this rank."""
+
+    losses: list[float]  # (steps,) mean over ranks
+    seconds: list[float]  # (steps,)
+    tokens: int  # per step, all ranks
+    peak: float  # MB
+
+    @property
+    def step(self) -> float:
+        """Median seconds of a step, without the first few where there are enough."""
+        return statistics.median(self.seconds[WARM_UP:] or self.seconds)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the median step, all ranks together."""
+        return self.tokens / self.step
+
+
+def train(compiled: bool, text: Tensor, args: argparse.Namespace, device: torch.device) -> Run:
+    """One run from fresh weights. Only the step is timed: not the batch, the loss over ranks or the progress line."""
+    memory = PeakMemory(device)
+    config = GPTConfig(checkpointing=args.checkpointing)
+    step = training_step(build(config, args, device, compiled), args, device)
+    tokens = dist.get_world_size() * args.batch * config.context
+    run, label = Run([], [], tokens, 0.0), "compiled" if compiled else "eager"
+    for x, y in batches(text, args, config.context, device):
+        if not run.losses:
+            progress(label, run, args.steps)
+        loss, seconds = timed(step, x, y)
+        run.seconds.append(seconds)
+        run.losses.append(mean_over_ranks(loss))
+        if len(run.losses) == 1:
+            memory.forget()
+        progress(label, run, args.steps)
+    run.peak = memory.stop()
+    return run
+
+
+def build(config: GPTConfig, args: argparse.Namespace, device: torch.device, compiled: bool) -> tuple:
+    """The model, sharded in place, perhaps compiled, and its optimizer. These four lines are all that a user writes."""
+    torch.manual_seed(args.seed)  # every rank starts from the same weights
+    model = fully_shard(GPT(config).to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    return torch.compile(model, backend=args.backend) if compiled else model, optimizer
+
+
+def training_step(built: tuple, args: argparse.Namespace, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Forward, backward and update; returns this rank's loss once the device has finished."""
+    model, optimizer = built
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            loss = model(x, y)  # ()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return loss.detach()
+
+    return step
+
+
+def timed(step: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """Run a step; return its loss and the wall time it took."""
+    begin = time.perf_counter()
+    loss = step(x, y)
+    return loss, time.perf_counter() - begin
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """Average a scalar; it also makes the ranks start the next step together."""
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def progress(label: str, run: Run, steps: int) -> None:
+    """Redraw one line on rank 0's terminal; write nothing where stderr is no terminal."""
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
+        return
+    done, bar = len(run.losses), "#" * (30 * len(run.losses) // steps)
+    said = f"loss {run.losses[-1]:.3f}  {run.tokens / run.seconds[-1]:8,.0f} tokens/s" if done else "first step ..."
+    print(f"\r{label:>8} [{bar:<30}] {done}/{steps}  {said:<32}", end="\n" * (done == steps), file=sys.stderr, flush=True)
+
+
+class PeakMemory:
+    """Peak memory of this process since `forget`: CUDA's allocator knows; on a CPU a thread samples the resident set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda, self.done, self.peak = device.type == "cuda", threading.Event(), 0
+        give_back_memory()
+        self.before = 0 if self.cuda else resident_bytes()
+        self.sampler = threading.Thread(target=self._sample, daemon=True)
+        if not self.cuda:
+            self.sampler.start()
+
+    def _sample(self) -> None:
+        while not self.done.wait(0.01):
+            self.peak = max(self.peak, resident_bytes())
+
+    def forget(self) -> None:
+        """Start again: what the first step took (compiling, say) is not counted, what it left behind is."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.peak = 0
+
+    def stop(self) -> float:
+        """The peak in MB; on a CPU less what the process held before."""
+        self.done.set()
+        if self.cuda:
+            return torch.cuda.max_memory_allocated() / 1e6
+        self.sampler.join()
+        return (max(self.peak, resident_bytes()) - self.before) / 1e6
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, read from /proc; 0 where there is none."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def give_back_memory() -> None:
+    """Return an earlier run's freed memory to the system, so that the next run's growth is its own."""
+    gc.collect()
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def table(runs: dict[str, Run], device: torch.device) -> str:
+    """One column per run, one row per figure, all of rank 0."""
+    memory = "peak memory, MB (allocated)" if device.type == "cuda" else "peak memory, MB (growth of resident set)"
+    rows: dict[str, Callable[[str, Run], str]] = {
+        "": lambda name, run: name,
+        "compile, s (first step less median)": lambda name, run: f"{run.seconds[0] - run.step:.1f}" if name == "compiled" else "-",
+        "median step, ms": lambda name, run: f"{1e3 * run.step:.1f}",
+        "tokens/s, all ranks": lambda name, run: f"{run.speed:,.0f}",
+        memory: lambda name, run: f"{run.peak:,.0f}",
+        "final loss": lambda name, run: f"{run.losses[-1]:.4f}",
+    }
+    width = max(map(len, rows))
+    return "\n".join(
+        f"{title:<{width}}" + "".join(f"{cell(name, run):>12}" for name, run in runs.items()) for title, cell in rows.items()
+    )
+
+
+def draw(runs: dict[str, Run], path: Path) -> None:
+    """Loss curves on the left, throughputs on the right."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(2, 1), layout="constrained")
+    draw_losses(left, runs)
+    draw_speeds(right, runs)
+    figure.savefig(path, dpi=150)
+
+
+LOOK = {  # wide and pale below, thin and dark above: both are seen where they coincide
+    "eager": {"color": "#f4a259", "linewidth": 5, "alpha": 0.8},
+    "compiled": {"color": "#1f4e79", "linewidth": 1.5},
+}
+
+
+def draw_losses(axes, runs: dict[str, Run]) -> None:
+    """One line per run over the steps."""
+    for name, run in runs.items():
+        axes.plot(range(1, len(run.losses) + 1), run.losses, label=name, marker="." * (len(run.losses) == 1), **LOOK[name])
+    axes.set(title="Training loss", xlabel="step", ylabel="cross-entropy per byte, nats")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_speeds(axes, runs: dict[str, Run]) -> None:
+    """One bar per run, its figure above it."""
+    bars = axes.bar(list(runs), [run.speed for run in runs.values()], width=0.55, color=[LOOK[name]["color"] for name in runs])
+    axes.bar_label(bars, [f"{run.speed:,.0f}" for run in runs.values()], padding=3)
+    axes.set(title="Throughput", ylabel="tokens/s, all ranks (median step)")
+    axes.margins(x=0.3, y=0.12)
+
+
+def disagreement(eager: Run, compiled: Run, bf16: bool) -> str | None:
+    """Say where the curves part, or None: rounding may move a loss by the tolerance, a wrong gradient moves it more."""
+    early, end = TOLERANCE[bf16]
+    pairs = list(zip(eager.losses, compiled.losses, strict=True))
+    for step, (a, b) in enumerate(pairs[:20], 1):
+        if not abs(a - b) <= early * abs(a):  # false for nan too
+            return f"step {step}: eager loss {a:.6f}, compiled {b:.6f}, more than {early:.1%} apart"
+    a, b = (statistics.mean(losses[-5:]) for losses in zip(*pairs, strict=True))
+    if not abs(a - b) <= end * abs(a):
+        return f"mean of the last 5 losses: eager {a:.6f}, compiled {b:.6f}, more than {end:.0%} apart"
+    return None
+
+
+def report(runs: dict[str, Run], args: argparse.Namespace, device: torch.device) -> str | None:
+    """Print the table and write the picture on rank 0; return the disagreement on all."""
+    if dist.get_rank() == 0:
+        print(table(runs, device))
+        draw(runs, args.out)
+        print(f"wrote {args.out}")
+    return disagreement(runs["eager"], runs["compiled"], args.bf16) if len(runs) == 2 else None
+
+
+def main() -> None:
+    """Run, compare, report."""
+    args = parse_arguments()
+    text = load_text(args.data, GPTConfig().context)
+    device = start(args.device)
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks on {device.type}, {args.steps} steps, {args.batch} x {GPTConfig().context} bytes a rank")
+    kinds = {"eager": not args.compile_only, "compiled": not args.eager_only}
+    runs = {name: train(name == "compiled", text, args, device) for name, wanted in kinds.items() if wanted}
+    parted = report(runs, args, device)
+    if os.environ.get("DUMP"): print([f"{a:.5f} {abs(a-b)/a:.1e}" for a,b in zip(runs["eager"].losses, runs["compiled"].losses)])
+    dist.destroy_process_group()
+    if parted:
+        refuse(f"the loss curves disagree at {parted}", status=1)
+
+
+if __name__ == "__main__":
+    main()

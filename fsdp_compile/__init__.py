@@ -1,0 +1,13 @@
+"""`torch.compile(fully_shard(model))`: fully sharded data parallelism on flat parameters, eager or compiled.
+
+fully_shard     shard a model's parameters in place
+CompileConfig   what to choose about compilation, for `torch.compile(model, backend="fsdp_compile", options={...})`
+"""
+
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_compile.api import FSDPModule, fully_shard
+from fsdp_compile.config import CompileConfig
+
+__all__ = ["CompileConfig", "FSDPModule", "ModuleWrapPolicy", "ShardingStrategy", "fully_shard"]

@@ -1,0 +1,202 @@
+"""`fully_shard`: check the arguments, choose units, shard their parameters, swap classes."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile.eager import sharded_forward
+from fsdp_compile.lookup import add_lookups, add_mixin
+from fsdp_compile.passes.inductor import install
+from fsdp_compile.unit import Unit, unit_of
+from fsdp_compile.wrap import AutoWrapPolicy, choose_units
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+NamedParams = list[tuple[str, nn.Parameter]]
+
+_STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+
+class FSDPModule:
+    """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
+
+    @staticmethod
+    def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the swapped class: `forward` with the module's units gathered around it."""
+
+        def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return sharded_forward(self, forward, args, kwargs)
+
+        return gathered_forward
+
+
+def fully_shard(
+    model: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    auto_wrap_policy: AutoWrapPolicy = "auto",
+) -> ModuleT:
+    """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
+
+    Parameters keep their identity and become 1-D views into this rank's shard, shape `[n]` with n >= 0 (full shape under
+    NO_SHARD); during forward and backward, module code finds them in full shape. Gradients arrive on the sharded
+    parameters as the mean over the group, in the same 1-D shape. An optimizer may be made before or after this call.
+
+    All ranks must call this with the same model and arguments and equal initial values.
+
+    Args:
+        model: module with at least one parameter; all of one floating dtype and on one device per unit. Submodules that
+            are sharded already keep their units.
+        mesh: 1-D device mesh to shard over. At most one of `mesh` and `process_group`; neither: the whole world.
+        process_group: group to shard over.
+        sharding_strategy: FULL_SHARD frees full parameters between forward and backward, SHARD_GRAD_OP keeps them,
+            NO_SHARD copies parameters on every rank and averages gradients. A group of one rank means NO_SHARD.
+        auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None: `model`
+            is one unit; or a `ModuleWrapPolicy` or callable as `torch.distributed.fsdp` takes it.
+
+    Raises:
+        RuntimeError: no process group is initialised.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument or a parameter cannot be sharded; the message says which and what to do. Nothing has been
+            changed then.
+    """
+    group = _resolve_group(mesh, process_group)
+    shards = _resolve_strategy(sharding_strategy, group)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    modules = choose_units(model, auto_wrap_policy, lambda module: isinstance(module, FSDPModule))
+    planned = _plan_units(model, modules)
+    for module, params in planned:  # all checks are done: from here on nothing fails
+        reshard = sharding_strategy is ShardingStrategy.FULL_SHARD
+        _make_unit(module, Unit(params, group, shards, reshard) if params else None)
+    _connect(model)
+    install()
+    return model
+
+
+def _resolve_group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if mesh is not None and process_group is not None:
+        raise ValueError(
+            f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "process_group: expected an initialised default group, found none; "
+            "call torch.distributed.init_process_group(...) before fully_shard"
+        )
+    if mesh is not None:
+        return _group_of_mesh(mesh)
+    if process_group is None:
+        return dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {process_group!r}")
+    return process_group
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a torch.distributed.DeviceMesh, found {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension to shard over, found {mesh.ndim} in {mesh}; pass mesh['name']")
+    return mesh.get_group()
+
+
+def _resolve_strategy(strategy: ShardingStrategy, group: dist.ProcessGroup) -> int:
+    """Into how many parts parameters are split."""
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(
+            f"sharding_strategy: expected a torch.distributed.fsdp.ShardingStrategy, found {type(strategy).__name__}"
+        )
+    if strategy not in _STRATEGIES:
+        names = ", ".join(known.name for known in _STRATEGIES)
+        raise ValueError(f"sharding_strategy: expected one of {names}, found {strategy.name}, not supported yet")
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 1
+    if group.size() == 1:
+        warnings.warn(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD", UserWarning, stacklevel=3)
+    return group.size()
+
+
+def _plan_units(model: nn.Module, modules: list[nn.Module]) -> list[tuple[nn.Module, NamedParams]]:
+    """For each unit module the parameters that it takes; every check of the parameters is made here."""
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"model: expected a module with parameters, found none in {type(model).__name__}")
+    if isinstance(model, FSDPModule):
+        raise ValueError(f"model: {type(model).__name__} is sharded already; call fully_shard once per module")
+    taken: set[nn.Parameter] = set()
+    planned = []
+    for module in modules:
+        params = [(n, p) for n, p in module.named_parameters() if p not in taken and unit_of(p) is None]
+        taken.update(param for _, param in params)
+        _check_params(params, _path_of(module, model))
+        planned.append((module, params))
+    return planned
+
+
+def _path_of(module: nn.Module, model: nn.Module) -> str:
+    return next(name for name, found in model.named_modules() if found is module)
+
+
+def _check_params(params: NamedParams, path: str) -> None:
+    for name, param in params:
+        full_name = f"{path}.{name}" if path else name
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameter {full_name}: expected a floating dtype, found {param.dtype}; register it as a buffer"
+            )
+        if param.dim() == 0:
+            raise ValueError(
+                f"parameter {full_name}: expected at least one dimension, found a scalar; make it a 1-D tensor of shape [1]"
+            )
+        _check_equal("dtype", full_name, param.dtype, params[0], "cast the module to one dtype or make it its own unit")
+        _check_equal("device", full_name, param.device, params[0], "move the module to one device before fully_shard")
+
+
+def _check_equal(what: str, name: str, found: Any, first: tuple[str, nn.Parameter], remedy: str) -> None:
+    expected = getattr(first[1], what)
+    if found != expected:
+        raise ValueError(f"parameter {name}: expected {what} {expected}, as {first[0]} of this unit has, "
+                         f"found {found}; {remedy}")  # fmt: skip
+
+
+def _make_unit(module: nn.Module, unit: Unit | None) -> None:
+    module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
+    add_mixin(module, FSDPModule)
+
+
+def _connect(model: nn.Module) -> None:
+    """Let all modules find their parameters, and gather units that are used in several places around all of these."""
+    users: dict[Unit, list[nn.Module]] = {}
+    for module in model.modules():
+        found = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
+        managed = {name: at for name, at in found.items() if at}
+        known = {lookup.name for lookup in getattr(type(module), "_fsdp_lookups", ())}
+        if managed.keys() - known:
+            add_lookups(module, {name: at for name, at in managed.items() if name not in known})
+        for unit, _ in managed.values():
+            users.setdefault(unit, []).append(module)
+    for scope in list(_scopes(model)):
+        for unit in scope._fsdp_scope:  # type: ignore[union-attr]
+            unit.is_root = scope is model
+            _widen(unit, scope, users.get(unit, []), model)
+
+
+def _scopes(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _widen(unit: Unit, scope: nn.Module, users: list[nn.Module], model: nn.Module) -> None:
+    """Move `unit` to the innermost sharded module that encloses all its users: tied parameters are gathered once."""
+    if set(users) <= set(scope.modules()):
+        return
+    enclosing = [m for m in _scopes(model) if set(users) <= set(m.modules())]
+    innermost = min(enclosing, key=lambda m: sum(1 for _ in m.modules()))
+    scope.__dict__["_fsdp_scope"] = tuple(u for u in scope._fsdp_scope if u is not unit)  # type: ignore[union-attr]
+    innermost.__dict__["_fsdp_scope"] = (*innermost._fsdp_scope, unit)  # type: ignore[misc]

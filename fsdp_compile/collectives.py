@@ -1,0 +1,37 @@
+"""The collectives, by name: nothing else in the package names one.
+
+Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, so a step that
+runs eagerly and one that is compiled put the same calls on the wire.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives  # noqa: F401  (registers the operators and their fake bodies)
+
+_c10d = torch.ops._c10d_functional
+
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_REDUCE = _c10d.all_reduce.default
+WAIT = _c10d.wait_tensor.default
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+
+def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
+    """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * group_size]` of the same dtype."""
+    return WAIT(ALL_GATHER(shard, group_size, group))
+
+
+def all_gather_into(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
+    """All-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`, in place."""
+    WAIT(_c10d.all_gather_into_tensor_out(shard, group_size, group, out=full))
+
+
+def reduce_scatter(full: Tensor, group_size: int, group: str) -> Tensor:
+    """Average `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
+    return WAIT(REDUCE_SCATTER(full, "avg", group_size, group))
+
+
+def all_reduce(full: Tensor, group: str) -> Tensor:
+    """Average `full`, any shape, over the group; return a new tensor of that shape."""
+    return WAIT(ALL_REDUCE(full, "avg", group))

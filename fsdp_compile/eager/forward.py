@@ -1,0 +1,60 @@
+"""The forward of a sharded module: gather, run the module's own forward, free.
+
+Under Dynamo only the marker operators and the look-up of views are traced; freeing and gathering again are decided by the
+graph passes. `torch.compiler.is_compiling()` below is the one place where the two ways part.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
+from fsdp_compile.eager.torch_private import current_backward
+from fsdp_compile.unit import Unit
+
+
+def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp_scope` gathered.
+
+    A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is used
+    as it is. If forward raises, the units are closed and the module stays usable.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(module, forward, args, kwargs)
+    closed = [unit for unit in module._fsdp_scope if not _is_open(unit)]  # type: ignore[union-attr]
+    if current_backward() != -1:
+        for unit in closed:
+            open_for_recomputation(unit)
+        return forward(module, *args, **kwargs)
+    opened = [Gathered(unit) for unit in closed]
+    try:
+        output = forward(module, *args, **kwargs)
+    finally:
+        for gathered in opened:
+            gathered.unit.views = None
+    for gathered in opened:
+        gathered.end_forward(output)
+    return output
+
+
+def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    opened = []
+    for unit in module._fsdp_scope:  # type: ignore[union-attr]
+        if unit.views is None:
+            unit.views = unit.unshard()
+            opened.append(unit)
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        for unit in opened:
+            unit.views = None
+
+
+def _is_open(unit: Unit) -> bool:
+    """Whether the unit's views are good to use: set by a forward under way, or by the backward pass now running.
+
+    Views left behind by a backward pass that failed belong to none of these, and are gathered anew.
+    """
+    return unit.views is not None and unit.views_backward in (-1, current_backward())

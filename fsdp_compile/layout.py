@@ -1,0 +1,263 @@
+"""Where each parameter of a unit lies in its flat buffer, and which part of it each rank stores.
+
+Integers only: no tensors, no process group. Every number counts elements, never bytes. Below, a (3), b (2x2) and c (5)
+are laid out for two ranks on a grid of 4 elements; a dot is padding:
+
+    element    0       4       8         12
+    buffer   | a a a . b b b b c c c c c . |      c ends at 13; one more element makes 14 divisible by two ranks
+    rank 0   | a a a . b b b |                    b lies in both shards: 3 elements here,
+    rank 1                   | b c c c c c . |    the last one there
+
+A layout holds nothing that depends on the rank; what one rank stores is asked of it (`record`, `shard_range`).
+Ids such as E-FLAT-15 name statements of the eager runtime specification.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from operator import index as as_int
+from typing import NamedTuple
+
+DEFAULT_ALIGNMENT = 16
+"""Grid on which parameters start, in elements. Inductor takes a slice of a buffer as aligned for writing only at
+multiples of 16 elements, whatever the dtype; for one-byte elements this is still 16 bytes."""
+
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_PARAMETER = f"(?:{_NUMBER}(?:x{_NUMBER})*)?@{_NUMBER}"
+_TEXT = re.compile(f"({_PARAMETER}(?:,{_PARAMETER})*)[|]({_NUMBER})/({_NUMBER})%({_NUMBER})")
+
+
+def alignment_of(itemsize: int, minimum_bytes: int = 16) -> int:
+    """The grid of multiples of `minimum_bytes`, counted in elements of `itemsize` bytes (E-FLAT-13).
+
+    At least 1, for elements as wide as that or wider. ValueError if `itemsize` is below 1.
+    """
+    _at_least_one("itemsize", itemsize)
+    return max(1, minimum_bytes // itemsize)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """The part of one parameter that one rank stores, in elements (E-SHARD-5). Never empty."""
+
+    offset: int  # where the part starts in the rank's shard
+    numel: int
+    first: int  # index of its first element in the flattened parameter
+    last: int  # and of its last, inclusive
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of the full buffer, in elements: one parameter or one gap of padding (E-FLAT-4). Never empty."""
+
+    offset: int
+    numel: int
+    parameter: int | None  # index into the layout's shapes; None for padding
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether no parameter owns these elements (E-FLAT-18)."""
+        return self.parameter is None
+
+
+class ShardSummary(NamedTuple):
+    """The parameters present on one rank, in layout order, as four tuples of equal length (E-SHARD-8)."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the full parameters
+    numels: tuple[int, ...]  # of the full parameters
+    ranges: tuple[tuple[int, int], ...]  # (first, last), inclusive, in the flattened parameter
+
+
+@dataclass(frozen=True)
+class FlatParamLayout:
+    """Places of a unit's parameters in one 1-D buffer that divides evenly among the ranks. All numbers in elements.
+
+    Equality and hash leave the names out: blocks of equal shapes have equal layouts, hence equal graphs.
+    Constructing one proves it: ValueError, with the parameter and the numbers, unless parameters start on the grid,
+    follow each other without overlap and end within `numel`, which divides by `world_size`. `build` chooses the places.
+    """
+
+    names: tuple[str, ...] = field(compare=False)  # for people; unique
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]  # where each parameter starts in the full buffer
+    numel: int  # of the full buffer, padding included
+    world_size: int
+    alignment: int = DEFAULT_ALIGNMENT
+
+    def __post_init__(self) -> None:
+        self._check_description()
+        self._check_places()
+
+    def _check_description(self) -> None:
+        """What is asked for makes sense (E-FLAT-9)."""
+        _at_least_one("world_size", self.world_size)
+        _at_least_one("alignment", self.alignment)
+        if not len(self.names) == len(self.shapes) == len(self.offsets):
+            lengths = f"{len(self.names)} names, {len(self.shapes)} shapes and {len(self.offsets)} offsets"
+            raise ValueError(f"a layout needs one name, shape and offset per parameter, found {lengths}")
+        if not self.names:
+            raise ValueError("a layout needs at least one parameter, found none")
+        seen: set[str] = set()
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if name in seen:
+                raise ValueError(f"parameter {name!r} occurs twice; list a shared parameter once, under its first name")
+            seen.add(name)
+            if any(dim < 0 for dim in shape):
+                raise ValueError(f"parameter {name!r} has a negative dimension in its shape {shape}")
+
+    def _check_places(self) -> None:
+        """Parameters lie on the grid, one after the other, within a buffer that the ranks can share."""
+        end = 0  # of the parameters so far
+        for name, offset, numel in zip(self.names, self.offsets, self.numels, strict=True):
+            if offset % self.alignment:
+                raise ValueError(f"parameter {name!r} starts at {offset}, off the grid of {self.alignment} elements")
+            if offset < end:
+                raise ValueError(f"parameter {name!r} starts at {offset}, but what comes before it ends at {end}")
+            end = offset + numel
+            if end > self.numel:
+                raise ValueError(f"parameter {name!r} ends at {end}, beyond the buffer's {self.numel} elements")
+        if self.numel % self.world_size:
+            raise ValueError(f"{self.numel} elements do not divide among world_size={self.world_size} ranks")
+
+    @classmethod
+    def build(
+        cls,
+        parameters: Iterable[tuple[str, Sequence[int]]],
+        world_size: int,
+        alignment: int = DEFAULT_ALIGNMENT,
+        shard_alignment: int = 1,
+    ) -> "FlatParamLayout":
+        """Lay out `(name, shape)` pairs in the order given, with the least padding.
+
+        Padding goes before each parameter that would start off the grid of `alignment` elements (E-FLAT-15), and at the
+        end until the buffer divides into `world_size` shards of a multiple of `shard_alignment` elements (E-FLAT-16).
+        An `alignment` of 1 pads nowhere but at the end. ValueError for an empty list, a repeated name, a negative
+        dimension, or a `world_size`, `alignment` or `shard_alignment` below 1.
+        """
+        _at_least_one("world_size", world_size)
+        _at_least_one("alignment", alignment)
+        _at_least_one("shard_alignment", shard_alignment)
+        names, shapes, offsets = [], [], []
+        end = 0
+        for name, dims in parameters:
+            shape = tuple(map(as_int, dims))
+            offset = _round_up(end, alignment)
+            end = offset + math.prod(shape)
+            names.append(name)
+            shapes.append(shape)
+            offsets.append(offset)
+        numel = _round_up(end, world_size * shard_alignment)
+        return cls(tuple(names), tuple(shapes), tuple(offsets), numel, world_size, alignment)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, the same on every rank (E-SHARD-1)."""
+        return self.numel // self.world_size
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter; 1 for a 0-d shape (E-FLAT-11)."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The buffer as runs in order, covering each of its elements once (E-FLAT-4).
+
+        Zero-element parameters have none. Padding that meets padding is one run.
+        """
+        runs: list[Segment] = []
+        end = 0
+        for parameter, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            if numel:
+                runs += [Segment(end, offset - end, None), Segment(offset, numel, parameter)]
+                end = offset + numel
+        runs.append(Segment(end, self.numel - end, None))
+        return tuple(run for run in runs if run.numel)
+
+    @property
+    def padding_mask(self) -> tuple[bool, ...]:
+        """For each segment, whether it is padding (E-FLAT-18)."""
+        return tuple(segment.is_padding for segment in self.segments)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the buffer that no parameter owns."""
+        return self.numel - sum(self.numels)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Half-open range of the full buffer that `rank` stores (E-SHARD-1). ValueError for a rank not in the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this layout")
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def record(self, index: int, rank: int) -> ShardRecord | None:
+        """The part of parameter `index` that `rank` stores, or None where it stores nothing of it (E-SHARD-6).
+
+        Zero-element parameters are absent from every rank (E-SHARD-9). ValueError for a rank not in the world,
+        IndexError for a parameter not in the layout.
+        """
+        start, stop = self.shard_range(rank)
+        origin = self.offsets[index]
+        low, high = max(start, origin), min(stop, origin + self.numels[index])
+        if low >= high:
+            return None
+        return ShardRecord(offset=low - start, numel=high - low, first=low - origin, last=high - origin - 1)
+
+    def records(self, rank: int) -> tuple[ShardRecord | None, ...]:
+        """`record` of every parameter on `rank`. ValueError for a rank not in the world."""
+        return tuple(self.record(index, rank) for index in range(len(self.shapes)))
+
+    def shard_summary(self, rank: int) -> ShardSummary:
+        """Names, full shapes, full sizes and stored ranges of the parameters present on `rank` (E-SHARD-8).
+
+        ValueError for a rank not in the world.
+        """
+        present = [(index, record) for index, record in enumerate(self.records(rank)) if record]
+        return ShardSummary(
+            names=tuple(self.names[index] for index, _ in present),
+            shapes=tuple(self.shapes[index] for index, _ in present),
+            numels=tuple(self.numels[index] for index, _ in present),
+            ranges=tuple((record.first, record.last) for _, record in present),
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """The layout as a constant for compilers: all that decides a graph, so neither names nor a rank.
+
+        Grammar: `shape@offset,...|numel/world_size%alignment`, dimensions joined by `x`, nothing for a 0-d shape, as in
+        `64x96@0,96@6144,@6240|6272/4%16`. Equal layouts, and only those, have equal texts. `parse` reads it back.
+        """
+        pairs = zip(self.shapes, self.offsets, strict=True)
+        places = ",".join(f"{'x'.join(map(str, shape))}@{offset}" for shape, offset in pairs)
+        return f"{places}|{self.numel}/{self.world_size}%{self.alignment}"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)  # read at every run of an op; layouts are immutable
+    def parse(text: str) -> "FlatParamLayout":
+        """The layout that wrote `text`, its parameters now named "0", "1" and so on.
+
+        ValueError quotes a text that is malformed or describes no valid layout.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a layout; expected shape@offset,...|numel/world_size%alignment")
+        places = [place.split("@") for place in match[1].split(",")]
+        try:
+            names = tuple(map(str, range(len(places))))
+            shapes = tuple(tuple(int(dim) for dim in shape.split("x") if dim) for shape, _ in places)
+            offsets = tuple(int(offset) for _, offset in places)
+            return FlatParamLayout(names, shapes, offsets, int(match[2]), int(match[3]), int(match[4]))
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not a valid layout: {error}") from error
+
+
+def _at_least_one(what: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{what} must be at least 1, found {value}")
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,79 @@
+"""Look-up, not installation: module code finds its full weights through properties of a swapped class.
+
+The class of a module that owns managed parameters is replaced by a subclass with one property per parameter. It returns
+the unit's full view while the unit is gathered, else the sharded parameter. Nothing is set or restored per step.
+
+Classes are cached by (original class, where each parameter is found, forward), so equal modules of equal blocks share one
+class and one compiled graph. All that belongs to an instance, its units, lives in the instance.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fsdp_compile.unit import Unit
+
+
+class Lookup(NamedTuple):
+    """Where a module finds one parameter: `module._fsdp_units[slot].views[index]`."""
+
+    name: str
+    slot: int
+    index: int
+
+
+MakeForward = Callable[[type[nn.Module]], Callable[..., Any]]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before its class was swapped."""
+    return getattr(type(module), "_fsdp_original", type(module))
+
+
+def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]]) -> None:
+    """Let `module` find the named parameters in the given units at the given indices."""
+    units = list(module.__dict__.get("_fsdp_units", ()))
+    lookups = list(getattr(type(module), "_fsdp_lookups", ()))
+    for name, (unit, index) in found.items():
+        if unit not in units:
+            units.append(unit)
+        lookups.append(Lookup(name, units.index(unit), index))
+    module.__dict__["_fsdp_units"] = tuple(units)
+    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", None))
+
+
+def add_mixin(module: nn.Module, mixin: type) -> None:
+    """Make `module` an instance of `mixin` as well; the mixin's `forward` wraps the original one."""
+    _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin)
+
+
+def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type | None) -> None:
+    module.__class__ = _swapped_class(original_class(module), lookups, mixin)
+
+
+@functools.cache
+def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: type | None) -> type[nn.Module]:
+    namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
+    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
+    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    if mixin is None:
+        return type(original.__name__, (original,), namespace)
+    namespace["forward"] = mixin.wrap_forward(original.forward)  # type: ignore[attr-defined]
+    return type("FSDP" + original.__name__, (mixin, original), namespace)
+
+
+def _property(lookup: Lookup) -> property:
+    name, slot, index = lookup
+
+    def find(module: nn.Module) -> Any:
+        views = module._fsdp_units[slot].views  # type: ignore[index,union-attr]
+        if views is not None:
+            return views[index]
+        try:
+            return module._parameters[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    return property(find)

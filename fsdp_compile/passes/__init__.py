@@ -1,0 +1,25 @@
+"""All that sees a graph, in pipeline order.
+
+pipeline.py             Pass, the type of all passes, and the pipeline that Inductor calls
+insert_collectives.py   markers become functional collectives with separate waits
+reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
+pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
+reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
+inductor.py             the hook-up: default path and backend
+tags.py views.py text.py torch_private.py   what passes share: tags, looking through views, printing, private torch state
+"""
+
+from fsdp_compile.passes.insert_collectives import insert_collectives
+from fsdp_compile.passes.pack_grads import pack_in_place
+from fsdp_compile.passes.pipeline import Pass
+from fsdp_compile.passes.reorder import pin, reorder
+from fsdp_compile.passes.reshard import check_saved, reshard
+
+PASSES = (
+    Pass("insert_collectives", "joint", insert_collectives),
+    Pass("reshard", "joint", reshard),
+    Pass("check_saved", "post_grad", check_saved),
+    Pass("pack_in_place", "post_grad", pack_in_place),
+    Pass("reorder", "post_grad", reorder),
+    Pass("pin", "post_grad", pin),
+)

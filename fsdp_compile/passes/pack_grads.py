@@ -1,0 +1,103 @@
+"""Packing without copies: the kernel that computes a gradient writes it into its window of the reduce-scatter's input.
+
+Two halves. The pass rewrites a pack's inputs into nodes whose output Inductor may place freely. The lowering places them:
+the packed buffer is a concatenation kernel, and a gradient's own buffer becomes a strided window of it.
+
+    mm(..., out=window)           GEMMs write in place, also where the gradient is a transposed or reshaped product
+    fused kernel(..., window)     so do reductions and pointwise kernels
+    copy kernel                   only for what Inductor does not allocate: graph inputs, and outputs of library kernels
+                                  that allocate for themselves (convolution_backward)
+"""
+
+from functools import cache
+
+import sympy
+import torch
+from torch import fx
+
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.layout import FlatParamLayout
+from fsdp_compile.ops import PACK_GRADS
+from fsdp_compile.passes.views import SAME_ORDER
+
+aten = torch.ops.aten
+
+
+def pack_in_place(graph: fx.Graph, config: CompileConfig) -> None:
+    """Make each gradient of a pack a node that can write straight into the packed buffer."""
+    register_pack_lowering()
+    for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
+        grads = pack.args[0]
+        pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in grads])
+    graph.eliminate_dead_code()
+
+
+def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
+    """Peel views that keep the elements' order; turn a transposed product around: (a b)^T = b^T a^T."""
+    while grad.target in SAME_ORDER:
+        grad = grad.args[0]  # type: ignore[assignment]
+    return _transposed_product(graph, grad) or grad
+
+
+def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
+    if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]
+        return None
+    product = grad.args[0]
+    assert isinstance(product, fx.Node)
+    if product.target is not aten.mm.default or len(product.users) > 1:
+        return None
+    with graph.inserting_before(product):
+        left, right = (_transposed(graph, factor) for factor in reversed(product.args))  # type: ignore[arg-type]
+        turned = graph.call_function(aten.mm.default, (left, right))
+    turned.meta = dict(grad.meta)
+    turned.meta["val"] = grad.meta["val"].contiguous()
+    return turned
+
+
+def _transposed(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
+    node = graph.call_function(aten.permute.default, (matrix, [1, 0]))
+    node.meta["val"] = matrix.meta["val"].permute(1, 0)
+    return node
+
+
+@cache
+def register_pack_lowering() -> None:
+    """Teach Inductor to lower `fsdp_flat::pack_grads`; once per process, at first use, as Inductor is slow to import."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(PACK_GRADS, type_promotion_kind=None)(_lower_pack)
+
+
+def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR in and out; checked on torch 2.11 and 2.13
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    parsed = FlatParamLayout.parse(layout)
+    first = next(grad for grad in grads if grad is not None)
+    kind = {"device": first.get_device(), "dtype": first.get_dtype()}
+    one = sympy.Integer(1)
+    packed = ir.ConcatKernel(
+        name=None, layout=ir.FixedLayout(**kind, size=[sympy.Integer(parsed.numel)], stride=[one]), inputs=[]
+    )
+    box = ir.StorageBox(packed)
+    for segment in parsed.segments:
+        grad = None if segment.parameter is None else grads[segment.parameter]
+        piece = grad if grad is not None else _zeros(ir, kind, segment.numel)
+        size = list(piece.get_size())
+        window = ir.FixedLayout(
+            **kind, size=size, stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset)
+        )
+        packed.inputs.append(ir.ConcatKernel.realize_into(piece, ir.ReinterpretView(data=box, layout=window)))
+    packed.name = V.graph.register_buffer(packed)
+    packed.inputs = ir.ConcatKernel.unwrap_storage(packed.inputs)
+    V.graph.register_operation(packed)
+    return ir.TensorBox(box)
+
+
+def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]
+    """Padding, and parameters without a gradient: what is sent must be finite."""
+    from torch._inductor.virtualized import ops
+
+    return ir.Pointwise.create(
+        **kind, inner_fn=lambda index: ops.constant(0, kind["dtype"]), ranges=[sympy.Integer(numel)]
+    )

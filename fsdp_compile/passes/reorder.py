@@ -1,0 +1,100 @@
+"""Order: gather one unit ahead, reduce as soon as packed; then pin that order against Inductor's scheduler.
+
+    compute     | unit 0      | unit 1      | unit 2      |          forward, and backward in reverse
+    gathers      g0 g1          g2            g3                     unit i+1 starts where unit i is waited for
+    reduces                 r0            r1            r2           right after the last gradient of the unit
+
+A unit counts from the first node that really reads its parameters, not from where its gather stood in the trace.
+"""
+
+import torch
+from torch import fx
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+from torch.utils.flop_counter import flop_registry
+
+from fsdp_compile.collectives import STARTS, WAIT
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.ops import PACK_GRADS
+from fsdp_compile.passes.tags import tagged
+from fsdp_compile.passes.views import readers
+
+
+def reorder(graph: fx.Graph, config: CompileConfig) -> None:
+    """Place gathers, packs, reduces and all waits."""
+    _place_gathers(graph)
+    _place_reduces(graph, config.reduces_in_flight)
+
+
+def _place_gathers(graph: fx.Graph) -> None:
+    """Wait and views go before the first reader; each gather starts where the one before it is waited for."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    uses = []
+    for wait in tagged(graph, "wait"):
+        views, others = readers(wait)
+        first = min(others, key=lambda reader: place[reader])
+        uses.append((place[first], wait, sorted(views, key=lambda view: place[view]), first))
+    previous: fx.Node | None = None
+    for _, wait, views, first in sorted(uses, key=lambda use: use[0]):
+        for node in (wait, *views):
+            first.prepend(node)
+        anchor = previous if previous is not None else _first_compute(graph)
+        gather = wait.args[0]
+        if gather is not anchor:
+            anchor.prepend(gather)  # type: ignore[arg-type]
+        previous = wait
+
+
+def _first_compute(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
+    """Pack and reduce right after the last gradient; wait `in_flight` reduces later, the rest at the end.
+
+    A reduce-scatter's input, a unit's full gradients, lives until the wait: waiting only at the end would keep the full
+    gradients of the whole model.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    packs = sorted(tagged(graph, "pack"), key=lambda pack: _ready(pack, place))
+    started: list[fx.Node] = []
+    for pack in packs:
+        max(pack.all_input_nodes, key=lambda grad: place[grad]).append(pack)
+        for start in [user for user in pack.users if user.target in STARTS]:
+            pack.append(start)
+            started.append(start)
+    for index, start in enumerate(started):
+        later = index + in_flight if in_flight is not None else len(started)
+        where = started[later] if later < len(started) else graph.output_node()
+        for wait in [user for user in start.users if user.target is WAIT]:
+            where.prepend(wait)
+
+
+def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:
+    return max(place[grad] for grad in pack.all_input_nodes)
+
+
+def pin(graph: fx.Graph, config: CompileConfig) -> None:
+    """Chain collectives, waits and the matrix products between them by control dependencies.
+
+    Inductor's memory pass moves each gather next to its wait otherwise, and horizontal fusion may tie two units' gradients
+    into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain (wrapped, it
+    would get a buffer of its own); the place of its reduce-scatter holds it early enough.
+    """
+    if not tagged(graph, "gather", "reduce"):
+        return
+    events = [node for node in graph.nodes if _is_event(node)]
+    preserve_node_ordering(
+        graph, {after: OrderedSet([before]) for before, after in zip(events, events[1:], strict=False)}
+    )
+
+
+def _is_event(node: fx.Node) -> bool:
+    if node.target in STARTS or node.target is WAIT:
+        return True
+    return _is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether the node does the kind of work that hides communication: it is in torch's flop counter."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry

@@ -1,0 +1,66 @@
+"""Reshard after forward in a joint graph, and proof that it happened.
+
+The partitioner decides what the forward saves. A gather that is tagged for recomputation is issued again in backward, and
+nothing that is only a view of it can be saved, so that what stays is the shard, alive anyway.
+"""
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.tags import Tag, get_tag, tagged
+from fsdp_compile.passes.views import is_view
+
+# Private compiler state enters through the one module for it.
+from fsdp_compile.passes.torch_private import saved_for_backward
+
+
+def reshard(graph: fx.Graph, config: CompileConfig) -> None:
+    """Tag every gather: recomputed in backward if its unit reshards after forward, else saved.
+
+    No `ac_graph_id`: with one, a gather inside a checkpoint region and used by a later one would be saved after all.
+    """
+    for node in tagged(graph, "gather", "wait", "view"):
+        tag = get_tag(node)
+        assert tag is not None
+        node.meta.pop("ac_graph_id", None)
+        if tag.reshard:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        elif tag.kind == "wait":
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def check_saved(graph: fx.Graph, config: CompileConfig) -> None:
+    """Raise if the forward saves a gathered buffer, or a view of one, that its unit frees after forward (I4).
+
+    Raises:
+        RuntimeError: naming the unit, the node and its size.
+    """
+    for node in saved_for_backward(graph):
+        tag = _gathered_beneath(node)
+        if tag is not None and tag.reshard:
+            value = node.meta["val"]
+            raise RuntimeError(
+                f"unit {tag.path or 'root'}: {node.name}, a view of its gathered parameters of shape "
+                f"{tuple(value.shape)}, would be kept from forward to backward, although the unit reshards after forward. "
+                f"This is a defect of the passes; until it is mended, shard that module with SHARD_GRAD_OP"
+            )
+
+
+def _gathered_beneath(node: fx.Node) -> Tag | None:
+    for origin in _origins(node):
+        tag = get_tag(origin)
+        if tag is not None and tag.kind in ("gather", "wait"):
+            return tag
+    return None
+
+
+def _origins(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and what it is a view of."""
+    while True:
+        yield node
+        if not is_view(node):
+            return
+        node = node.args[0]  # type: ignore[assignment]

@@ -1,0 +1,58 @@
+"""Tags: what a graph node is to us. Passes match tags and our own operators, never node names or shapes of graphs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+_KEY = "fsdp_compile"
+
+Kind = Literal["gather", "wait", "view", "pack", "reduce", "wait_reduce"]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a node does for which unit.
+
+    Attributes:
+        kind: gather (all-gather), wait (for a gather), view (of one parameter), pack, reduce (reduce-scatter or
+            all-reduce), wait_reduce.
+        unit: number of the unit in order of its first gather in the traced forward.
+        path: where the unit's module is in the model, for people.
+        reshard: whether the unit's gathered buffer is freed between forward and backward.
+    """
+
+    kind: Kind
+    unit: int
+    path: str
+    reshard: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path or 'root'}"
+
+
+def set_tag(node: fx.Node, tag: Tag) -> None:
+    """Attach `tag` to `node`; it survives partitioning."""
+    node.meta[_KEY] = tag
+
+
+def get_tag(node: fx.Node) -> Tag | None:
+    """The tag of `node`, or None."""
+    return node.meta.get(_KEY)
+
+
+def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
+    """The nodes with a tag of one of `kinds`, in graph order."""
+    return [n for n in graph.nodes if (tag := get_tag(n)) is not None and tag.kind in kinds]
+
+
+def has_tags(graph: fx.Graph) -> bool:
+    """Whether any node carries a tag."""
+    return any(get_tag(node) for node in graph.nodes)
+
+
+def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:
+    """Whether the graph has our markers or tags; all other graphs are left untouched."""
+    targets = set(markers)
+    return has_tags(graph) or any(node.target in targets for node in graph.nodes)

@@ -1,0 +1,47 @@
+"""Looking through views in a graph."""
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Views that keep the elements' logical order: a flattened result is the flattened input.
+SAME_ORDER = frozenset(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.alias.default,
+        aten.detach.default,
+    )
+)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` is a view of its first argument."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target in SAME_ORDER:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    alias = schema.arguments[0].alias_info if schema and schema.arguments else None
+    return alias is not None and not alias.is_write
+
+
+def readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The views of `node`, views of views included, and the other nodes that read it or them; each once."""
+    views: dict[fx.Node, None] = {}
+    others: dict[fx.Node, None] = {}
+    work = [node]
+    while work:
+        for user in work.pop().users:
+            if is_view(user):
+                views[user] = None
+                work.append(user)
+            else:
+                others[user] = None
+    return list(views), list(others)

@@ -1,0 +1,156 @@
+"""A unit: parameters that are gathered together, their layout, this rank's shard, and the tie between them.
+
+    nn.Parameter a   nn.Parameter b ...     what the optimizer holds: 1-D views into the shard (autograd leaves)
+          \\             /
+           join (applied once)              backward: hands each parameter its slice of the reduced gradient
+                |
+             handle                         the whole shard; the one input that a traced graph has for this unit
+                |
+        unshard (once per forward)          backward: pack the gradients and reduce them
+           /        \\
+      full view   full view ...             what module code finds under `self.weight`
+"""
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile.layout import FlatParamLayout, ShardRecord
+from fsdp_compile.ops import UNSHARD, alias
+
+
+class _Join(torch.autograd.Function):
+    """Ties the sharded parameters to the handle: forward passes the shard on, backward hands out its slices.
+
+    It lives outside every traced graph and keeps rank-dependent offsets there, so the graph is the same on all ranks.
+    Note on lifetime: handle -> this node -> parameters is a chain of C++ references that Python's garbage collector does
+    not see, so nothing here, nor any parameter, may refer strongly to the unit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, slices: "Slices", *params: nn.Parameter) -> Tensor:
+        ctx.slices, ctx.params = slices, params
+        return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # grad: [shard_numel]
+        pairs = zip(ctx.params, ctx.slices, strict=True)
+        return (None, None, *[_local(grad, s) if s and p.requires_grad else None for p, s in pairs])
+
+
+Slices = tuple[tuple[int, int, tuple[int, ...]] | None, ...]  # (offset in the shard, elements, shape), None: not here
+
+
+def _local(flat: Tensor, part: tuple[int, int, tuple[int, ...]]) -> Tensor:
+    offset, numel, shape = part
+    return flat.narrow(0, offset, numel).view(shape)
+
+
+class Unit:
+    """Parameters that are gathered together, reduced together and freed together.
+
+    Args:
+        params: `(name, parameter)` pairs of one dtype and one device, full shape, in layout order. Each parameter keeps
+            its identity; its data becomes a 1-D view into the local shard (full shape when `shards == 1`).
+        group: the process group that the unit communicates over.
+        shards: into how many parts the flat parameter is split: the size of `group`, or 1 for NO_SHARD.
+        reshard_after_forward: whether the gathered buffer is freed between forward and backward.
+
+    Attributes:
+        shard: this rank's slice of the flat parameter, 1-D `[layout.shard_numel]`.
+        handle: `shard` as a differentiable tensor.
+        views: the full views while a forward or backward of this unit runs, else None.
+        views_backward: the number of the backward pass that set `views`; -1: a forward did.
+        awaiting_backward: the eager forwards of this unit whose backward is still to come.
+        is_root: whether no other unit encloses this one (the eager runtime keeps such a unit between forward and backward).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        shards: int,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.layout = FlatParamLayout.build([(n, tuple(p.shape)) for n, p in params], shards, shard_alignment=16)
+        self.params = [param for _, param in params]
+        self.group = group
+        self.rank = dist.get_rank(group) if shards > 1 else 0
+        self.reshard_after_forward = reshard_after_forward and shards > 1
+        self.unshard_args = (self.layout.text, group.group_name, group.size(), self.reshard_after_forward)
+        self.views: list[Tensor] | None = None
+        self.views_backward = -1
+        self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.is_root = True
+        self._adopt(self._copy_to_shard())
+
+    @property
+    def records(self) -> tuple[ShardRecord | None, ...]:
+        """For each parameter the part that this rank stores."""
+        return self.layout.records(self.rank)
+
+    def unshard(self) -> list[Tensor]:
+        """Gather the flat parameter; return one differentiable full view per parameter. One all-gather."""
+        views: list[Tensor] = UNSHARD(self.handle, *self.unshard_args)
+        for index in self.frozen:
+            views[index] = views[index].detach()
+        return views
+
+    def _slices(self) -> Slices:
+        """Where each parameter lies in the shard, and its shape there: 1-D, or full under NO_SHARD."""
+        whole = self.layout.world_size == 1
+        return tuple(
+            (record.offset, record.numel, shape if whole else (record.numel,)) if record else None
+            for record, shape in zip(self.records, self.layout.shapes, strict=True)
+        )
+
+    def _copy_to_shard(self) -> Tensor:
+        """Copy what this rank stores of each parameter; the full flat parameter never exists."""
+        first = self.params[0]
+        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for param, record in zip(self.params, self.records, strict=True):
+                if record:
+                    part = param.detach().reshape(-1)[record.first : record.last + 1]
+                    shard.narrow(0, record.offset, record.numel).copy_(part)
+        return shard
+
+    def _adopt(self, shard: Tensor) -> None:
+        """Make `shard` the storage of all parameters and tie it to a new handle."""
+        self.shard, slices = shard, self._slices()
+        for index, (param, part) in enumerate(zip(self.params, slices, strict=True)):
+            param.data = _local(shard, part) if part else shard.new_empty(self._absent_shape(index))
+            param._fsdp_unit = (weakref.ref(self), index)  # type: ignore[attr-defined]
+        with torch.enable_grad():
+            self.handle: Tensor = _Join.apply(shard, slices, *self.params)
+        # With no trainable parameter the handle itself carries no gradient and nothing needs detaching.
+        trains = self.handle.requires_grad
+        self.frozen = tuple(i for i, p in enumerate(self.params) if trains and not p.requires_grad)
+
+    def _absent_shape(self, index: int) -> tuple[int, ...]:
+        return (0,) if self.layout.world_size > 1 else self.layout.shapes[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
+        """A unit of its own: copied parameters (those already copied with their modules), shard and join; same group."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.params = [copy.deepcopy(param, memo) for param in self.params]
+        twin.views, twin.awaiting_backward = None, weakref.WeakSet()
+        twin._adopt(self.shard.clone())
+        return twin
+
+    def __repr__(self) -> str:
+        size, where = self.layout.numel, f"rank {self.rank} of {self.layout.world_size}"
+        return f"Unit({len(self.params)} parameters, {size} elements of {self.shard.dtype}, {where})"
+
+
+def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
+    """The unit that manages `param` and the parameter's index there, or None."""
+    mark = getattr(param, "_fsdp_unit", None)
+    unit = mark[0]() if mark else None
+    return (unit, mark[1]) if mark and unit else None

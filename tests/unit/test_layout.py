@@ -1,0 +1,490 @@
+"""FlatParamLayout against the worked examples of the specification, an oracle written from its formulas, and itself.
+
+Ids name statements of the eager runtime specification. No torch: buffers are Python lists.
+"""
+
+import ast
+import math
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsdp_compile.layout
+from fsdp_compile.layout import DEFAULT_ALIGNMENT, FlatParamLayout, Segment, ShardRecord, ShardSummary, alignment_of
+
+FP64, FP32, BF16, FP8 = 2, 4, 8, 16  # alignments of the specification's examples, in elements
+
+ABC = [("a", (3,)), ("b", (2, 2)), ("c", (5,))]
+LINEARS = [("0.weight", (5, 3)), ("0.bias", (5,)), ("1.weight", (3, 5)), ("1.bias", (3,))]
+
+EXAMPLES = {
+    "L1": FlatParamLayout.build(ABC, 2, FP32),
+    "L2": FlatParamLayout.build(ABC, 4, BF16),
+    "L3": FlatParamLayout.build(LINEARS, 2, FP32),
+    "L4": FlatParamLayout.build(LINEARS, 3, BF16),
+    "L5": FlatParamLayout.build([("a", (1,)), ("b", (1,)), ("c", (1,))], 2, FP64),
+    "L6": FlatParamLayout.build([("a", (1,)), ("b", (1,))], 7, FP32),
+    "L7": FlatParamLayout.build([("a", (10,))], 4, FP32),
+}
+
+
+def record_table(layout):
+    """All records, as the specification prints them: a list per rank of None or (offset, numel, first, last)."""
+    return [
+        [record and (record.offset, record.numel, record.first, record.last) for record in layout.records(rank)]
+        for rank in range(layout.world_size)
+    ]
+
+
+def zeros_per_rank(layout):
+    """Padding elements in each rank's shard."""
+    stored = [sum(record.numel for record in layout.records(rank) if record) for rank in range(layout.world_size)]
+    return [layout.shard_numel - numel for numel in stored]
+
+
+# Worked examples
+
+
+@pytest.mark.parametrize(
+    ("example", "segments", "mask", "numel", "shard_numel"),
+    [
+        ("L1", "3 p1 4 5 p1", "FTFFT", 14, 7),
+        ("L2", "3 p5 4 p4 5 p3", "FTFTFT", 24, 6),
+        ("L3", "15 p1 5 p3 15 p1 3 p1", "FTFTFTFT", 44, 22),
+        ("L4", "15 p1 5 p3 15 p1 3 p2", "FTFTFTFT", 45, 15),
+        ("L5", "1 p1 1 p1 1 p1", "FTFTFT", 6, 3),
+        ("L6", "1 p3 1 p2", "FTFT", 7, 1),
+        ("L7", "10 p2", "FT", 12, 3),
+    ],
+)
+def test_segments_of_the_worked_examples(example, segments, mask, numel, shard_numel):
+    """Segments, mask and sizes are those of the specification's table (E-FLAT-15, E-FLAT-16, E-FLAT-18)."""
+    layout = EXAMPLES[example]
+    assert " ".join("p" * segment.is_padding + str(segment.numel) for segment in layout.segments) == segments
+    assert "".join("FT"[is_padding] for is_padding in layout.padding_mask) == mask
+    assert (layout.numel, layout.shard_numel) == (numel, shard_numel)
+    assert layout.padding_numel == sum(int(run[1:]) for run in segments.split() if run.startswith("p"))
+
+
+def test_segments_name_their_place_and_parameter():
+    """A segment carries its offset, and its parameter's index or None (E-FLAT-4)."""
+    assert EXAMPLES["L1"].segments == (
+        Segment(0, 3, 0),
+        Segment(3, 1, None),
+        Segment(4, 4, 1),
+        Segment(8, 5, 2),
+        Segment(13, 1, None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("example", "table"),
+    [
+        ("L1", [[(0, 3, 0, 2), (4, 3, 0, 2), None], [None, (0, 1, 3, 3), (1, 5, 0, 4)]]),
+        (
+            "L2",
+            [
+                [(0, 3, 0, 2), None, None],
+                [None, (2, 4, 0, 3), None],
+                [None, None, (4, 2, 0, 1)],
+                [None, None, (0, 3, 2, 4)],
+            ],
+        ),
+        ("L6", [[(0, 1, 0, 0), None], *[[None, None]] * 3, [None, (0, 1, 0, 0)], *[[None, None]] * 2]),
+    ],
+)
+def test_records_of_the_worked_examples(example, table):
+    """Shard records are those of the specification's tables (E-SHARD-5, E-SHARD-6)."""
+    assert record_table(EXAMPLES[example]) == table
+
+
+def test_records_of_two_linears_on_rank_1():
+    """L3, rank 1 stores 22..43: nothing of the first layer, all of the second (E-SHARD-6)."""
+    layout = EXAMPLES["L3"]
+    assert layout.shard_range(1) == (22, 44)
+    assert layout.records(1) == (None, None, ShardRecord(2, 15, 0, 14), ShardRecord(18, 3, 0, 2))
+
+
+def test_shard_summary_lists_present_parameters_only():
+    """L1 on rank 1 holds parts of b and c; the summary has their full shapes and sizes (E-SHARD-8)."""
+    summary = EXAMPLES["L1"].shard_summary(1)
+    assert summary == ShardSummary(("b", "c"), ((2, 2), (5,)), (4, 5), ((3, 3), (0, 4)))
+    assert EXAMPLES["L6"].shard_summary(1) == ((), (), (), ())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "world_size", "shard_numel", "zeros", "present"),
+    [
+        (
+            ABC,
+            5,
+            3,
+            [0, 0, 0, 0, 3],
+            {
+                (0, "a"): (0, 3, 0, 2),
+                (1, "b"): (0, 3, 0, 2),
+                (2, "b"): (0, 1, 3, 3),
+                (2, "c"): (1, 2, 0, 1),
+                (3, "c"): (0, 3, 2, 4),
+            },
+        ),
+        (
+            ABC,
+            8,
+            2,
+            [0, 0, 0, 0, 0, 0, 2, 2],
+            {
+                (0, "a"): (0, 2, 0, 1),
+                (1, "a"): (0, 1, 2, 2),
+                (1, "b"): (1, 1, 0, 0),
+                (2, "b"): (0, 2, 1, 2),
+                (3, "b"): (0, 1, 3, 3),
+                (3, "c"): (1, 1, 0, 0),
+                (4, "c"): (0, 2, 1, 2),
+                (5, "c"): (0, 2, 3, 4),
+            },
+        ),
+        (
+            [("a", (6,)), ("b", (7,))],
+            4,
+            4,
+            [0, 0, 0, 3],
+            {(0, "a"): (0, 4, 0, 3), (1, "a"): (0, 2, 4, 5), (1, "b"): (2, 2, 0, 1), (2, "b"): (0, 4, 2, 5)}
+            | {(3, "b"): (0, 1, 6, 6)},
+        ),
+    ],
+)
+def test_alignment_1_equals_sharding_without_original_parameters(parameters, world_size, shard_numel, zeros, present):
+    """With a grid of 1, shards, records and zeros are those of a flat parameter without alignment (E-SHARD-1, -3, -6).
+
+    There the shards are padded; here the buffer's end is, by the same elements.
+    """
+    layout = FlatParamLayout.build(parameters, world_size, alignment=1)
+    assert layout.shard_numel == shard_numel
+    assert zeros_per_rank(layout) == zeros
+    assert sum(layout.padding_mask) == 1 and layout.segments[-1].is_padding
+    assert present == {
+        (rank, layout.names[index]): record
+        for rank, records in enumerate(record_table(layout))
+        for index, record in enumerate(records)
+        if record
+    }
+
+
+# Alignment and shapes
+
+
+@pytest.mark.parametrize(("itemsize", "elements"), [(8, FP64), (4, FP32), (2, BF16), (1, FP8), (16, 1), (32, 1)])
+def test_alignment_of_element_sizes(itemsize, elements):
+    """The grid is 16 bytes in elements, and never under one element (E-FLAT-13)."""
+    assert alignment_of(itemsize) == elements
+
+
+def test_alignment_of_other_minimum():
+    """The byte count may be chosen; an element size below one byte is refused."""
+    assert alignment_of(4, minimum_bytes=128) == 32
+    with pytest.raises(ValueError, match="itemsize must be at least 1, found 0"):
+        alignment_of(0)
+
+
+def test_default_alignment_is_never_under_16_bytes():
+    """The default grid is a multiple of every dtype's 16-byte grid (E-FLAT-13)."""
+    assert all(DEFAULT_ALIGNMENT % alignment_of(itemsize) == 0 for itemsize in (1, 2, 4, 8, 16))
+    assert FlatParamLayout.build(ABC, 1).offsets == (0, 16, 32)
+
+
+def test_shard_alignment_pads_the_shards_to_its_multiple():
+    """Shards of a multiple of `shard_alignment` elements cost padding at the end only (E-FLAT-16)."""
+    layout = FlatParamLayout.build([("w", (64, 96)), ("b", (96,)), ("scale", ())], 4, shard_alignment=16)
+    assert layout.text == "64x96@0,96@6144,@6240|6272/4%16"
+    assert layout.shard_numel % 16 == 0
+
+
+def test_scalar_parameters_occupy_one_element():
+    """A 0-d parameter is laid out like any other (E-FLAT-11)."""
+    layout = FlatParamLayout.build([("scale", ()), ("w", (2,))], 2, FP32)
+    assert layout.numels == (1, 2)
+    assert layout.record(0, 0) == ShardRecord(0, 1, 0, 0)
+
+
+def test_zero_element_parameters_are_stored_nowhere():
+    """Neither inside a shard nor on a boundary does a zero-element parameter have a record or a segment (E-SHARD-9)."""
+    layout = FlatParamLayout.build([("a", (4,)), ("inside", (0,)), ("b", (4,)), ("boundary", (3, 0))], 2, FP64)
+    assert layout.offsets == (0, 4, 4, 8)
+    assert [segment.parameter for segment in layout.segments] == [0, 2]
+    assert [layout.shard_summary(rank).names for rank in range(2)] == [("a",), ("b",)]
+
+
+def test_padding_before_a_last_zero_element_parameter_is_one_segment():
+    """Alignment padding and divisibility padding that meet are one run, which keeps segments minimal (E-FLAT-4)."""
+    layout = FlatParamLayout.build([("a", (3,)), ("z", (0,))], 3, FP32)
+    assert layout.segments == (Segment(0, 3, 0), Segment(3, 3, None))
+
+
+def test_unit_without_data_is_legal():
+    """A layout of zero-element parameters only is an empty buffer (E-FLAT-12)."""
+    layout = FlatParamLayout.build([("a", (0,)), ("b", (2, 0))], 4, shard_alignment=16)
+    assert (layout.numel, layout.shard_numel, layout.segments) == (0, 0, ())
+    assert layout.records(3) == (None, None)
+    assert FlatParamLayout.parse(layout.text) == layout
+
+
+# Properties over random layouts
+
+dims = st.integers(0, 4)
+shape_lists = st.lists(st.lists(dims, max_size=4).map(tuple), min_size=1, max_size=6)  # at most 6 * 256 elements
+alignments = st.sampled_from([1, FP64, FP32, BF16, FP8, DEFAULT_ALIGNMENT])
+world_sizes = st.integers(1, 64)
+
+
+@st.composite
+def layouts(draw):
+    """Layouts as `build` makes them."""
+    shapes = draw(shape_lists)
+    parameters = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    return FlatParamLayout.build(parameters, draw(world_sizes), draw(alignments), draw(st.sampled_from([1, 4, 16])))
+
+
+fast = settings(max_examples=100, deadline=None)
+
+
+@fast
+@given(layouts())
+def test_segments_cover_every_element_once(layout):
+    """Segments follow each other from 0 to numel; each parameter with elements has one; padding never meets padding."""
+    end = 0
+    for segment in layout.segments:
+        assert segment.offset == end and segment.numel > 0
+        end += segment.numel
+    assert end == layout.numel
+    owners = [segment.parameter for segment in layout.segments if not segment.is_padding]
+    assert owners == [index for index, numel in enumerate(layout.numels) if numel]
+    assert (True, True) not in set(zip(layout.padding_mask, layout.padding_mask[1:], strict=False))
+    for segment in layout.segments:
+        if segment.parameter is not None:
+            place = layout.offsets[segment.parameter], layout.numels[segment.parameter]
+            assert (segment.offset, segment.numel) == place
+
+
+@fast
+@given(shape_lists, world_sizes, alignments, st.sampled_from([1, 4, 16]))
+def test_places_equal_the_running_total_of_the_specification(shapes, world_size, alignment, shard_alignment):
+    """Offsets and size are those of the specification's loop: on the grid, least padding (E-FLAT-15, E-FLAT-16)."""
+    parameters = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    layout = FlatParamLayout.build(parameters, world_size, alignment, shard_alignment)
+    total, offsets = 0, []
+    for shape in shapes:
+        if total % alignment:
+            total += alignment - total % alignment
+        offsets.append(total)
+        total += math.prod(shape)
+    if total % (world_size * shard_alignment):
+        total += world_size * shard_alignment - total % (world_size * shard_alignment)
+    assert layout.offsets == tuple(offsets)
+    assert layout.numel == total
+    assert all(offset % alignment == 0 for offset in layout.offsets)
+    assert layout.numel % world_size == 0 and layout.shard_numel % shard_alignment == 0
+
+
+@fast
+@given(layouts())
+def test_shards_rebuild_every_parameter(layout):
+    """`unsharded[c*r + offset + k] == param[first + k]`; ranks' parts cover a parameter once, in order (E-SHARD-7)."""
+    unsharded = [None] * layout.numel  # each element: (parameter, index in it), None for padding
+    for index, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True)):
+        assert unsharded[offset : offset + numel] == [None] * numel  # no overlap
+        unsharded[offset : offset + numel] = [(index, element) for element in range(numel)]
+    rebuilt = [[] for _ in layout.shapes]
+    for rank in range(layout.world_size):
+        start, stop = layout.shard_range(rank)
+        assert (start, stop - start) == (layout.shard_numel * rank, layout.shard_numel)
+        shard = unsharded[start:stop]
+        for index, record in enumerate(layout.records(rank)):
+            if record:
+                assert record.numel == record.last - record.first + 1
+                assert record.offset >= 0 and record.offset + record.numel <= layout.shard_numel
+                part = shard[record.offset : record.offset + record.numel]
+                assert part == [(index, element) for element in range(record.first, record.last + 1)]
+                rebuilt[index] += part
+        assert shard.count(None) == zeros_per_rank(layout)[rank]
+    assert rebuilt == [[(index, element) for element in range(numel)] for index, numel in enumerate(layout.numels)]
+
+
+@fast
+@given(layouts())
+def test_records_equal_the_formula_of_the_specification(layout):
+    """Records are those of the formula with inclusive ranges, absent where it counts nothing (E-SHARD-6, E-SHARD-9)."""
+    for rank in range(layout.world_size):
+        s, e = layout.shard_numel * rank, layout.shard_numel * (rank + 1) - 1
+        for a, numel, record in zip(layout.offsets, layout.numels, layout.records(rank), strict=True):
+            b = a + numel - 1
+            if numel and s <= b and e >= a:
+                first, last = max(0, s - a), min(b, e) - a
+                assert record == ShardRecord(max(0, a - s), last - first + 1, first, last)
+            else:
+                assert record is None
+
+
+@fast
+@given(layouts())
+def test_summary_agrees_with_records(layout):
+    """The summary keeps the present records, in layout order (E-SHARD-8)."""
+    for rank in range(layout.world_size):
+        present = [(index, record) for index, record in enumerate(layout.records(rank)) if record]
+        summary = layout.shard_summary(rank)
+        assert summary.names == tuple(layout.names[index] for index, _ in present)
+        assert summary.shapes == tuple(layout.shapes[index] for index, _ in present)
+        assert summary.numels == tuple(math.prod(shape) for shape in summary.shapes)
+        assert summary.ranges == tuple((record.first, record.last) for _, record in present)
+
+
+@fast
+@given(layouts())
+def test_text_round_trip(layout):
+    """Text and layout determine each other, so texts are equal exactly if layouts are; names come back as positions."""
+    parsed = FlatParamLayout.parse(layout.text)
+    assert parsed == layout and hash(parsed) == hash(layout)
+    assert parsed.text == layout.text
+    assert parsed.names == tuple(str(index) for index in range(len(layout.names)))
+    assert FlatParamLayout.parse(layout.text) is parsed  # cached
+
+
+# Identity
+
+
+def test_equality_ignores_names():
+    """Blocks of equal shapes have equal layouts, hashes and texts; any number that differs tells them apart."""
+    layout = FlatParamLayout.build([("blocks.0.w", (4, 4)), ("blocks.0.b", (4,))], 2, FP32)
+    twin = FlatParamLayout.build([("blocks.1.w", (4, 4)), ("blocks.1.b", (4,))], 2, FP32)
+    assert layout == twin and hash(layout) == hash(twin) and layout.text == twin.text
+    assert layout != FlatParamLayout.build([("blocks.0.w", (2, 8)), ("blocks.0.b", (4,))], 2, FP32)
+    assert layout != FlatParamLayout.build([("blocks.0.w", (4, 4)), ("blocks.0.b", (4,))], 4, FP32)
+    assert layout != FlatParamLayout.build([("blocks.0.w", (4, 4)), ("blocks.0.b", (4,))], 2, FP64)
+
+
+def test_layout_is_immutable_and_pickles_with_its_names():
+    """Metadata is fixed at construction (E-FLAT-6), and what was cached on the way does not count for equality."""
+    layout = FlatParamLayout.build(ABC, 2)
+    with pytest.raises(FrozenInstanceError):
+        layout.numel = 0
+    assert layout.segments and layout.text
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy == layout == FlatParamLayout.build(ABC, 2)
+    assert copy.names == ("a", "b", "c")
+
+
+def test_build_takes_any_iterable_and_sequence():
+    """Parameters may come from a generator, shapes as lists; the layout keeps tuples, hence hashes."""
+    assert hash(FlatParamLayout.build(((name, list(shape)) for name, shape in ABC), 2, FP32)) == hash(EXAMPLES["L1"])
+
+
+# Refusals
+
+
+def valid(**changes):
+    """A small valid layout by its fields, some of them changed."""
+    fields = dict(names=("a", "b"), shapes=((3,), (2, 2)), offsets=(0, 4), numel=8, world_size=2, alignment=4)
+    return FlatParamLayout(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(world_size=0), "world_size must be at least 1, found 0"),
+        (dict(world_size=-2), "world_size must be at least 1, found -2"),
+        (dict(alignment=0), "alignment must be at least 1, found 0"),
+        (dict(alignment=-4), "alignment must be at least 1, found -4"),
+        (dict(names=("a",)), "found 1 names, 2 shapes and 2 offsets"),
+        (dict(shapes=((3,),)), "found 2 names, 1 shapes and 2 offsets"),
+        (dict(offsets=(0, 4, 8)), "found 2 names, 2 shapes and 3 offsets"),
+        (dict(names=(), shapes=(), offsets=()), "at least one parameter, found none"),
+        (dict(names=("a", "a")), "parameter 'a' occurs twice"),
+        (dict(shapes=((3,), (2, -2))), r"parameter 'b' has a negative dimension in its shape \(2, -2\)"),
+        (dict(shapes=((3,), (-2, -2))), r"parameter 'b' has a negative dimension in its shape \(-2, -2\)"),
+        (dict(offsets=(0, 3)), "parameter 'b' starts at 3, off the grid of 4 elements"),
+        (dict(shapes=((5,), (2, 2))), "parameter 'b' starts at 4, but what comes before it ends at 5"),
+        (dict(offsets=(4, 0)), "parameter 'b' starts at 0, but what comes before it ends at 7"),
+        (dict(offsets=(-4, 0)), "parameter 'a' starts at -4, but what comes before it ends at 0"),
+        (dict(numel=7), "parameter 'b' ends at 8, beyond the buffer's 7 elements"),
+        (dict(shapes=((3,), (0,)), offsets=(0, 8), numel=6), "parameter 'b' ends at 8, beyond the buffer's 6 elements"),
+        (dict(numel=9), "9 elements do not divide among world_size=2 ranks"),
+    ],
+)
+def test_layout_refuses_what_it_cannot_prove(changes, message):
+    """A layout whose numbers contradict each other is never constructed; the error has name and numbers (E-FLAT-9)."""
+    assert valid().numel == 8
+    with pytest.raises(ValueError, match=message):
+        valid(**changes)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options", "message"),
+    [
+        ([], {}, "at least one parameter, found none"),
+        (ABC, dict(world_size=0), "world_size must be at least 1, found 0"),
+        (ABC, dict(alignment=0), "alignment must be at least 1, found 0"),
+        (ABC, dict(alignment=-1), "alignment must be at least 1, found -1"),
+        (ABC, dict(shard_alignment=0), "shard_alignment must be at least 1, found 0"),
+        ([*ABC, ("a", (1,))], {}, "parameter 'a' occurs twice"),
+        ([("w", (4, -1))], {}, r"parameter 'w' has a negative dimension in its shape \(4, -1\)"),
+    ],
+)
+def test_build_refuses(parameters, options, message):
+    """Nothing is laid out from an empty list, repeated names, negative dimensions or counts below one (E-FLAT-9)."""
+    with pytest.raises(ValueError, match=message):
+        FlatParamLayout.build(parameters, **({"world_size": 2} | options))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_ranks_outside_the_world_are_refused(rank):
+    """No query answers for a rank that stores nothing of this layout (E-SHARD-1)."""
+    layout = EXAMPLES["L1"]
+    for query in (layout.shard_range, layout.records, layout.shard_summary, lambda rank: layout.record(0, rank)):
+        with pytest.raises(ValueError, match=f"rank {rank} is not one of the 2 ranks"):
+            query(rank)
+
+
+def test_unknown_parameter_index_is_refused():
+    """A record of a parameter that the layout does not have is an IndexError."""
+    with pytest.raises(IndexError):
+        EXAMPLES["L1"].record(3, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "|0/1%1", "3@0", "3@0|4/2", "3@0|4/2%4 ", "3@0,|4/2%4", "3x@0|4/2%4", "-3@0|4/2%4", "03@0|4/2%4", "3|4/2%4"]
+    + ["\N{ARABIC-INDIC DIGIT THREE}@0|4/2%4", "3@0|4/2%4\n"],
+)
+def test_malformed_text_is_quoted(text):
+    """What `text` cannot have written is refused, not guessed at, and the error quotes it."""
+    with pytest.raises(ValueError) as error:
+        FlatParamLayout.parse(text)
+    assert f"{text!r} is not a layout" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3@0|3/2%4", "'3@0|3/2%4' is not a valid layout: 3 elements do not divide among world_size=2 ranks"),
+        ("3@0,1@2|4/2%1", "'3@0,1@2|4/2%1' is not a valid layout: parameter '1' starts at 2"),
+        ("3@0|4/0%4", "'3@0|4/0%4' is not a valid layout: world_size must be at least 1, found 0"),
+    ],
+)
+def test_text_of_an_impossible_layout_is_refused(text, message):
+    """A text goes through the same proof as any layout; the error quotes it and says why."""
+    with pytest.raises(ValueError) as error:
+        FlatParamLayout.parse(text)
+    assert message in str(error.value)
+
+
+def test_checks_survive_optimised_python_and_need_no_torch():
+    """No check is an assert statement, which `python -O` drops (E-GEN-3), and the file imports no torch."""
+    nodes = list(ast.walk(ast.parse(Path(fsdp_compile.layout.__file__).read_text())))
+    assert not [node for node in nodes if isinstance(node, ast.Assert)]
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imported += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert imported and not [name for name in imported if name.split(".")[0] == "torch"]
