@@ -75,6 +75,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.scale = math.sqrt(config.dim)  # small weights suit the head, the stream wants larger ones
         self.tokens = nn.Embedding(config.vocab, config.dim)
         self.positions = nn.Parameter(torch.empty(config.context, config.dim))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -95,7 +96,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]  # (batch, time, dim)
+        x = self.scale * self.tokens(tokens) + self.positions[: tokens.shape[1]]  # (batch, time, dim)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (batch, time, vocab)

@@ -97,8 +97,8 @@ class Unit:
     def unshard(self) -> list[Tensor]:
         """Gather the flat parameter; return one differentiable full view per parameter. One all-gather."""
         views: list[Tensor] = UNSHARD(self.handle, *self.unshard_args)
-        for index in self.frozen:
-            views[index] = views[index].detach()
+        if self.frozen:
+            views = [view.detach() if index in self.frozen else view for index, view in enumerate(views)]
         return views
 
     def _slices(self) -> Slices:

@@ -24,12 +24,13 @@ def install() -> None:
     """Make plain `torch.compile` run our passes on graphs that hold our markers. Idempotent."""
     config = CompileConfig.from_environment()
     check_names(config)
-    for hook, pipeline in _pipelines(config).items():
+    for hook, pipeline in pipelines(config).items():
         if not isinstance(getattr(inductor_config, hook), Pipeline):
             setattr(inductor_config, hook, pipeline)
 
 
-def _pipelines(config: CompileConfig) -> dict[str, Pipeline]:
+def pipelines(config: CompileConfig) -> dict[str, Pipeline]:
+    """A pipeline for each hook of Inductor, to run after the pass that somebody else registered there."""
     return {hook: Pipeline(PASSES, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
 
 
@@ -53,7 +54,7 @@ def fsdp_compile_backend(
     from torch._inductor.compile_fx import compile_fx
 
     config = _config_from(options or {})
-    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **_pipelines(config)}
+    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config)}
     return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[arg-type,return-value]
 
 

@@ -9,6 +9,7 @@ the packed buffer is a concatenation kernel, and a gradient's own buffer becomes
                                   that allocate for themselves (convolution_backward)
 """
 
+import operator
 from functools import cache
 
 import sympy
@@ -25,7 +26,6 @@ aten = torch.ops.aten
 
 def pack_in_place(graph: fx.Graph, config: CompileConfig) -> None:
     """Make each gradient of a pack a node that can write straight into the packed buffer."""
-    register_pack_lowering()
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         grads = pack.args[0]
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in grads])
@@ -36,7 +36,7 @@ def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
     """Peel views that keep the elements' order; turn a transposed product around: (a b)^T = b^T a^T."""
     while grad.target in SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]
-    return _transposed_product(graph, grad) or grad
+    return _transposed_product(graph, grad) or _bias_of_convolution(graph, grad) or grad
 
 
 def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
@@ -52,6 +52,24 @@ def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
     turned.meta = dict(grad.meta)
     turned.meta["val"] = grad.meta["val"].contiguous()
     return turned
+
+
+def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
+    """A bias's gradient as a sum of its own: convolution_backward would put it into memory that it allocates itself."""
+    if grad.target is not operator.getitem or grad.args[1] != 2:
+        return None
+    backward: fx.Node = grad.args[0]  # type: ignore[assignment]
+    if backward.target is not aten.convolution_backward.default:
+        return None
+    grad_out: fx.Node = backward.args[0]  # type: ignore[assignment]  # [batch, channels, ...]
+    dims = [dim for dim in range(grad_out.meta["val"].dim()) if dim != 1]
+    with graph.inserting_before(backward):
+        total = graph.call_function(aten.sum.dim_IntList, (grad_out, dims))
+    total.meta = dict(grad.meta)
+    if len(grad.users) == 1:
+        weights_and_input = [*backward.args[10][:2], False]  # type: ignore[index,misc]
+        backward.update_arg(10, weights_and_input)
+    return total
 
 
 def _transposed(graph: fx.Graph, matrix: fx.Node) -> fx.Node:

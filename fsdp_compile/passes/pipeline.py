@@ -19,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import MARKERS
+from fsdp_compile.passes.pack_grads import register_pack_lowering
 from fsdp_compile.passes.tags import is_ours
 from fsdp_compile.passes.text import format_graph
 
@@ -60,6 +61,7 @@ class Pipeline(CustomGraphPass):
             self._run_passes(graph)
 
     def _run_passes(self, graph: fx.Graph) -> None:
+        register_pack_lowering()
         for step in self.passes:
             step.run(graph, self.config)
             graph.lint()

@@ -1,0 +1,25 @@
+"""One process that plays rank 1 of 4 on a fake process group: collectives return at once, values are not real."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD_SIZE, RANK = 4, 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=RANK, world_size=WORLD_SIZE, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Compile anew in every test: passes do not run on a cache hit."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield

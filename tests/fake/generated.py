@@ -1,0 +1,174 @@
+"""Reading the code that Inductor generates for CPU: what runs in which order, and which kernels only move bytes.
+
+    program = Program(code)            the text of one generated module, forward or backward
+    program.steps                      collectives, waits, matrix products, kernels, in the order of the generated code
+    program.moves()                    stores, inside any kernel, of a value that was loaded and not changed
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch._inductor.utils import run_fw_bw_and_get_code
+
+_ASSIGN = re.compile(r"^(buf\d+) = (.+)$")
+_CALL = re.compile(r"^(?:buf\d+ = )?([\w.]+)\((.*)\)$")
+_NAME = re.compile(r"\b(?:buf|primals_|tangents_|arg)\d+\w*\b")
+_MOVERS = re.compile(r"aten\.(clone|copy_?|cat|contiguous|_to_copy|slice_scatter|as_strided_scatter|constant_pad_nd)\b")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A store of an unchanged value: from one buffer to another, in a kernel or by a library call."""
+
+    source: str
+    target: str
+    step: str
+
+
+@dataclass
+class Step:
+    """One call in the generated code: what is called, its text, the buffers it names, and the one that it writes."""
+
+    function: str
+    text: str
+    names: list[str]
+    out: str | None
+
+    @property
+    def is_product(self) -> bool:
+        return bool(re.match(r"extern_kernels\.(mm|addmm|bmm|baddbmm|convolution)|torch\.ops\.aten\.\w*(conv|attention)", self.function))
+
+    @property
+    def is_wait(self) -> bool:
+        return "wait_tensor" in self.function
+
+    @property
+    def is_gather(self) -> bool:
+        return "all_gather_into_tensor" in self.function
+
+    @property
+    def is_reduce(self) -> bool:
+        return "reduce_scatter_tensor" in self.function or "all_reduce" in self.function
+
+
+@dataclass
+class Program:
+    """The generated wrapper and kernels of one graph."""
+
+    code: str
+    steps: list[Step] = field(init=False)
+    alias_of: dict[str, str] = field(init=False, default_factory=dict)  # buffer -> the buffer whose memory it names
+
+    def __post_init__(self) -> None:
+        self.kernels = {name: (params, body) for name, params, body in _kernels(self.code)}
+        self.steps = list(self._read_steps())
+
+    def _read_steps(self) -> Iterator[Step]:
+        in_call = False
+        for line in self.code.splitlines():
+            text = line.split("#")[0].strip()
+            if re.match(r"def call\(", text) or text == "def call(self, args):":
+                in_call = True
+            elif in_call and text.startswith("return"):
+                return
+            elif in_call and (step := self._read_line(text)) is not None:
+                yield step
+
+    def _read_line(self, text: str) -> Step | None:
+        assign = _ASSIGN.match(text)
+        target = assign[1] if assign else None
+        if assign and (reuse := re.match(r"^(buf\d+); del", assign[2])):
+            self.alias_of[assign[1]] = reuse[1]
+            return None
+        if assign and (view := re.match(r"^reinterpret_tensor\((\w+),", assign[2])):
+            self.alias_of[assign[1]] = view[1]
+            return None
+        call = _CALL.match(text)
+        if call is None or call[1].startswith(("empty_strided", "assert_", "args.")):
+            return None
+        out = re.search(r"\bout=(\w+)", call[2])
+        return Step(call[1], text, _NAME.findall(call[2]), out[1] if out else target)
+
+    def memory(self, name: str) -> str:
+        """The buffer in whose memory `name` lies."""
+        while name in self.alias_of:
+            name = self.alias_of[name]
+        return name
+
+    def gathered(self) -> set[str]:
+        """The buffers that all-gathers fill."""
+        return {step.out for step in self.steps if step.is_gather and step.out}
+
+    def packed(self) -> set[str]:
+        """The buffers that reduce-scatters and all-reduces read."""
+        return {self.memory(step.names[0]) for step in self.steps if step.is_reduce}
+
+    def moves(self) -> list[Move]:
+        """Every store of an unchanged value, and every library call that only moves bytes."""
+        found = []
+        for step in self.steps:
+            if step.function in self.kernels:
+                params, body = self.kernels[step.function]
+                given = dict(zip(params, step.names, strict=False))
+                found += [Move(given[s], given[t], step.function) for s, t in _moves_in(body) if s in given and t in given]
+            elif _MOVERS.search(step.function):
+                found += [Move(name, step.out or step.names[0], step.function) for name in step.names]
+        return list(dict.fromkeys(found))  # a vectorised loop stores once more in its tail
+
+    def parameter_moves(self) -> list[Move]:
+        """Moves out of a gathered buffer or a shard that is gathered, and moves into a packed buffer."""
+        gathered, packed = self.gathered(), self.packed()
+        shards = {self.memory(step.names[0]) for step in self.steps if step.is_gather}
+        return [
+            move
+            for move in self.moves()
+            if self.memory(move.source) in gathered | shards or self.memory(move.target) in packed
+        ]
+
+    def products_into_packs(self) -> list[Step]:
+        """Matrix products that write into a window of a packed buffer."""
+        packed = self.packed()
+        return [
+            s for s in self.steps if s.is_product and s.out and s.out in self.alias_of and self.memory(s.out) in packed
+        ]
+
+
+def _kernels(code: str) -> Iterator[tuple[str, list[str], str]]:
+    for name, body in re.findall(r"^(\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", code, re.S | re.M):
+        params = re.search(r"void\s+kernel\((.*?)\)\s*\{", body, re.S)
+        assert params is not None
+        yield name, re.findall(r"(\w+)(?:,|$)", re.sub(r"\s+", " ", params[1])), body
+
+
+def _moves_in(body: str) -> Iterator[tuple[str, str]]:
+    """(source pointer, target pointer) of each store whose value is exactly a load."""
+    defined: dict[str, str] = {}
+    for line in map(str.strip, body.splitlines()):
+        if definition := re.match(r"auto (tmp\d+) = (.+);$", line):
+            defined[definition[1]] = definition[2]
+        elif transposed := re.match(r"at::vec::transpose_mxn<.*?>\((\w+) \+ .*?(tmp\d+)\b.*\);$", line):
+            defined[transposed[2]] = f"{transposed[1]}[0]"
+        elif store := re.match(r"(tmp\d+)\.store\((\w+) ", line) or re.match(r"()(\w+)\[.*\] = (tmp\d+);$", line):
+            value = store[1] or store[3]
+            if source := _loaded(value, defined):
+                yield source, store[2]
+
+
+def _loaded(value: str, defined: dict[str, str]) -> str | None:
+    """The pointer that `value` was loaded from unchanged, or None if it was computed."""
+    expression = defined.get(value, "")
+    if re.fullmatch(r"tmp\d+", expression):
+        return _loaded(expression, defined)
+    load = re.match(r"at::vec::\w+<.*?>::loadu\((\w+) \+ ", expression) or re.match(r"(\w+)\[[^\]]*(?:\[[^\]]*\])*[^\]]*\]$", expression)
+    if load is None or re.search(r"\btmp\d+\b", expression[len(load[1]) :].replace(load[1], "")):
+        return None  # computed, or looked up by an index that is data, as an embedding is
+    return _loaded(load[1], defined) if load[1].startswith("tmp") else load[1]
+
+
+def programs(run: Callable[[], Tensor]) -> tuple[Program, Program]:
+    """Compile and run `run`, a forward that returns a scalar loss, and its backward; the two generated programs."""
+    _, codes = run_fw_bw_and_get_code(run)
+    assert len(codes) == 2, f"expected one forward and one backward, found {len(codes)} graphs"
+    return Program(codes[0]), Program(codes[1])

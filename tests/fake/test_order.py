@@ -1,0 +1,133 @@
+"""Order of collectives in the generated code (I6), on Inductor's default path and through the backend."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from generated import Program, Step, programs
+from models import MODELS, GPT, mlp
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+
+BUILD: dict[str, Callable[[], torch.nn.Module]] = {"mlp": lambda: mlp(blocks=5), "gpt": lambda: GPT(layers=4)}
+BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
+
+
+def compiled(name: str, backend: Any, **options: Any) -> tuple[Program, Program]:
+    torch.manual_seed(0)
+    model = torch.compile(fully_shard(BUILD[name]()), fullgraph=True, backend=backend, **options)
+    inputs = MODELS[name].batch(1, 4)
+    return programs(lambda: MODELS[name].loss(model, inputs))
+
+
+@cache
+def cached(name: str, backend: str) -> tuple[Program, Program]:
+    return compiled(name, BACKENDS[backend])
+
+
+def late_gathers(program: Program) -> list[int]:
+    """Numbers of the gathers that start only after the unit before them has begun to compute."""
+    steps = program.steps
+    gathers = [i for i, step in enumerate(steps) if step.is_gather]
+    late = []
+    for number, (this, following) in enumerate(zip(gathers, gathers[1:], strict=False)):
+        products = [i for i in products_of(program, steps[this].out) if i > this]
+        if products and following > products[0]:
+            late.append(number + 1)
+    return late
+
+
+def products_of(program: Program, buffer: str | None) -> list[int]:
+    """Positions of the matrix products that read or write `buffer`'s memory."""
+    return [
+        i
+        for i, step in enumerate(program.steps)
+        if step.is_product and buffer in {program.memory(name) for name in (*step.names, step.out or "")}
+    ]
+
+
+def late_reduces(backward: Program) -> list[int]:
+    """Numbers of the reduces that start only when all products of the next unit's backward have ended."""
+    reduces = [i for i, step in enumerate(backward.steps) if step.is_reduce]
+    packs = [backward.memory(backward.steps[i].names[0]) for i in reduces]
+    return [n for n in range(len(reduces) - 1) if reduces[n] > max(products_of(backward, packs[n + 1]))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", BUILD)
+def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
+    """Gather i+1 starts before the first matrix product of unit i, in forward and in backward."""
+    for program in cached(name, backend):
+        assert sum(step.is_gather for step in program.steps) == len(BUILD[name]().blocks) + 1  # type: ignore[arg-type]
+        assert late_gathers(program) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", BUILD)
+def test_reduces_start_while_the_next_unit_computes(name: str, backend: str) -> None:
+    """Each reduce-scatter starts before the next unit's backward products end."""
+    backward = cached(name, backend)[1]
+    assert sum(step.is_reduce for step in backward.steps) == len(BUILD[name]().blocks) + 1  # type: ignore[arg-type]
+    assert late_reduces(backward) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", BUILD)
+def test_no_kernel_ties_units_together(name: str, backend: str) -> None:
+    """Horizontal fusion does not put gradients of two units into one kernel, which would delay a reduce-scatter.
+
+    The root is exempt where it shares a kernel with the unit it is computed beside.
+    """
+    backward = cached(name, backend)[1]
+    packs = backward.packed()
+    roots = {backward.memory(s.names[0]) for s in [s for s in backward.steps if s.is_reduce][-1:]}
+    for step in backward.steps:
+        if step.function in backward.kernels:
+            written = {backward.memory(n) for n in step.names if n in backward.alias_of} & packs
+            assert len(written - roots) <= 1, step.text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waits_come_before_use_and_bound_what_is_in_flight(backend: str) -> None:
+    """Every collective is waited for once; at most two reduce-scatters are in flight, so that two packs are alive."""
+    for program in cached("gpt", backend):
+        waiting: list[Step] = []
+        for step in program.steps:
+            if step.is_gather or step.is_reduce:
+                waiting.append(step)
+                assert sum(w.is_reduce for w in waiting) <= 2
+            elif step.is_wait:
+                waiting.remove(next(w for w in waiting if w.out == step.names[0]))
+            else:
+                assert not {w.out for w in waiting} & {program.memory(n) for n in step.names}, step.text
+        assert waiting == []
+
+
+def test_order_is_lost_without_the_pin() -> None:
+    """On the default path Inductor's memory pass moves gathers next to their waits unless the order is pinned."""
+    with torch._inductor.config.patch(
+        {hook: None for hook in ("joint_custom_post_pass", "post_grad_custom_post_pass")}
+    ):
+        programs_without = compiled("gpt", fsdp_compile_backend_with_memory_pass)
+    assert any(late_gathers(program) for program in programs_without)
+
+
+def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+    """The default path's configuration, with the pass `pin` left out."""
+    from torch._inductor.compile_fx import compile_fx
+
+    from fsdp_compile.config import CompileConfig
+    from fsdp_compile.passes.inductor import pipelines
+
+    return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin",))))
+
+
+def test_all_waits_at_the_end_if_asked() -> None:
+    """`reduces_in_flight=None` waits for every reduce-scatter after all matrix products."""
+    _, backward = compiled("mlp", fsdp_compile_backend, options={"reduces_in_flight": None})
+    last_product = max(i for i, step in enumerate(backward.steps) if step.is_product)
+    reduced = {step.out for step in backward.steps if step.is_reduce}
+    assert all(i > last_product for i, s in enumerate(backward.steps) if s.is_wait and s.names[0] in reduced)

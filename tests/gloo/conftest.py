@@ -1,0 +1,32 @@
+"""Pools of ranks that all tests of the session share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the files of all pools; Inductor's caches in it serve them all."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+def _pool(world_size: int, folder: Path) -> Iterator[Ranks]:
+    ranks = Ranks(world_size, folder)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def two(folder: Path) -> Iterator[Ranks]:
+    """Two ranks."""
+    yield from _pool(2, folder)
+
+
+@pytest.fixture(scope="session")
+def four(folder: Path) -> Iterator[Ranks]:
+    """Four ranks."""
+    yield from _pool(4, folder)

@@ -1,0 +1,166 @@
+"""A pool of gloo ranks that outlives a test: torch is imported once, and a rank that fails or hangs says where.
+
+    ranks = Ranks(2, folder)
+    ranks.run(function, *args)       [function(0, *args), function(1, *args)], one call in each of two processes
+
+Functions, arguments and results travel pickled: functions from the top level of a module, results by value. This module
+imports no torch: a worker sets its environment first.
+"""
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LIMIT = 240.0  # seconds that one call may take
+GRACE = 10.0  # seconds that the other ranks get when one has failed: they may wait for it in a collective
+
+
+class RanksFailed(AssertionError):
+    """What went wrong, rank by rank."""
+
+
+class Worker(NamedTuple):
+    """One rank, seen from the test's process."""
+
+    process: SpawnProcess
+    pipe: Connection
+    stacks: Path  # where the process writes its threads' stacks when it gets SIGUSR1
+
+
+class Answer(NamedTuple):
+    """What one rank returned, or the text of what it raised."""
+
+    value: Any
+    error: str | None
+
+
+class Ranks:
+    """`world_size` worker processes in one gloo group, started at the first call and again after a failure.
+
+    Args:
+        world_size: how many.
+        folder: for files of the ranks: rendezvous, stacks, and Inductor's caches, which all pools share.
+        limit: seconds that one call may take.
+    """
+
+    def __init__(self, world_size: int, folder: Path, limit: float = LIMIT) -> None:
+        self.world_size, self.folder, self.limit = world_size, folder, limit
+        self.workers: list[Worker] = []
+        self.starts = 0
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(rank, *args)` on every rank, each after the barrier that all of them reach; results by rank.
+
+        Raises:
+            RanksFailed: a rank raised or died, or the time was up. The pool is stopped; the next call starts a new one.
+        """
+        __tracebackhide__ = True
+        if not self.workers or not all(worker.process.is_alive() for worker in self.workers):
+            self.stop()
+            self._start()
+        call = pickle.dumps((function, args))
+        for worker in self.workers:
+            worker.pipe.send_bytes(call)
+        answers = self._collect()
+        if len(answers) < self.world_size or any(answer.error for answer in answers.values()):
+            report = self._report(function.__name__, answers)
+            self.stop()
+            raise RanksFailed(report)
+        return [answers[rank].value for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
+        self.workers = []
+
+    def _start(self) -> None:
+        self.starts += 1
+        spawn = multiprocessing.get_context("spawn")
+        rendezvous = self.folder / f"rendezvous_{self.world_size}_{id(self)}_{self.starts}"
+        for rank in range(self.world_size):
+            here, there = spawn.Pipe()
+            stacks = Path(f"{rendezvous}_stacks_{rank}")
+            settings = (rank, self.world_size, str(rendezvous), str(self.folder / "inductor"), str(stacks))
+            process = spawn.Process(target=_serve, args=(there, *settings), daemon=True)
+            process.start()
+            there.close()
+            self.workers.append(Worker(process, here, stacks))
+
+    def _collect(self) -> dict[int, Answer]:
+        """The answers that arrive in time, by rank."""
+        pending = {worker.pipe: rank for rank, worker in enumerate(self.workers)}
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + self.limit
+        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                answers[rank] = self._receive(rank)
+                if answers[rank].error:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
+    def _receive(self, rank: int) -> Answer:
+        process, pipe, _ = self.workers[rank]
+        try:
+            return Answer(*pickle.loads(pipe.recv_bytes()))
+        except EOFError:
+            process.join(1.0)
+            return Answer(None, f"the process died with exit code {process.exitcode}\n")
+
+    def _report(self, name: str, answers: dict[int, Answer]) -> str:
+        failed = [rank for rank, answer in answers.items() if answer.error]
+        silent = [rank for rank in range(self.world_size) if rank not in answers]
+        said = [f"rank {rank} in {name}:\n{answers[rank].error}" for rank in failed]
+        said += [f"rank {rank} in {name} was still here:\n{stacks}" for rank, stacks in self._ask_stacks(silent)]
+        return "\n".join([f"{name} failed on ranks {failed}, did not finish on {silent}", *said])
+
+    def _ask_stacks(self, ranks: list[int]) -> Iterable[tuple[int, str]]:
+        for rank in ranks:
+            os.kill(self.workers[rank].process.pid or 0, signal.SIGUSR1)
+        time.sleep(0.5 if ranks else 0)
+        return [(rank, self.workers[rank].stacks.read_text()) for rank in ranks]
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, inductor: str, stacks: str) -> None:
+    """What a worker does: join the group, then answer calls until the pipe closes."""
+    file = open(stacks, "w")  # noqa: SIM115  (the signal handler's, for the life of the process)
+    faulthandler.register(signal.SIGUSR1, file)
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHINDUCTOR_CACHE_DIR": inductor,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            torch._dynamo.reset()
+            gc.collect()
+            dist.barrier()
+            function, args = pickle.loads(call)
+            answer = Answer(function(rank, *args), None)
+        except BaseException:
+            answer = Answer(None, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(tuple(answer)))

@@ -1,0 +1,359 @@
+"""What a training script may do with a sharded model: each thing alone, then clean steps with the right numbers."""
+
+import copy
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, MODULES, Case, checkpointed, mlp, squared_error, vectors
+from torch import Tensor, nn
+
+from fsdp_compile import collectives
+
+from .ranks import Ranks
+from .training import (
+    OPTIMIZERS,
+    assert_bitwise,
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    build,
+    executor,
+    follow,
+    mine,
+    shard,
+    twins,
+    units,
+    whole,
+)
+
+HOWS = ["eager", "aot_eager"]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+both_ways = pytest.mark.parametrize("how", HOWS)
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+MLP = MODELS["mlp"]
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def _train(rank: int, case: Case, how: str, strategy: str = "FULL_SHARD") -> None:
+    reference, model = twins(case, strategy)
+    follow(executor(model, how), reference, case)
+
+
+def _train_module(rank: int, name: str, how: str) -> None:
+    _train(rank, MODULES[name], how)
+
+
+@both_ways
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(two: Ranks, name: str, how: str) -> None:
+    """Parameters are found wherever module code looks for them; tied ones get the sum of their gradients."""
+    two.run(_train_module, name, how)
+
+
+@pytest.mark.parametrize("name", ["tied_blocks", "tied_ends"])
+def test_tied_on_four(four: Ranks, name: str) -> None:
+    """Tied parameters are one parameter whichever rank stores it."""
+    four.run(_train_module, name, "eager")
+
+
+def _train_tied(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MODELS["tied"], strategy)
+    assert model.head._parameters["weight"] is model.tokens._parameters["weight"]
+    follow(executor(model, how), reference, MODELS["tied"])
+
+
+@all_strategies
+@both_ways
+def test_tied_embedding_and_head(two: Ranks, how: str, strategy: str) -> None:
+    """One parameter under two names stays one, and its gradient is the unsharded one."""
+    two.run(_train_tied, how, strategy)
+
+
+def _train_frozen(rank: int, how: str) -> None:
+    case = MODELS["frozen"]
+    reference, model = twins(case)
+    before = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
+    follow(executor(model, how), reference, case)
+    for name, param in model.named_parameters():
+        if name in before:
+            assert param.grad is None, f"{name} is frozen and has a gradient"
+            assert torch.equal(param, before[name]), f"{name} is frozen and has changed"
+
+
+@both_ways
+def test_frozen(two: Ranks, how: str) -> None:
+    """Frozen parameters keep `grad` None and their value; the others train as unsharded."""
+    two.run(_train_frozen, how)
+
+
+def _optimizer_first(rank: int, how: str) -> None:
+    from fsdp_compile import fully_shard
+
+    models = [build(MLP), build(MLP)]
+    params = [list(model.parameters()) for model in models]
+    early = OPTIMIZERS["adamw"](models[0].parameters())
+    for model in models:
+        fully_shard(model)
+    late = OPTIMIZERS["adamw"](models[1].parameters())
+    runs = [executor(model, how) for model in models]
+    for step in range(3):
+        for run, optimizer in zip(runs, (early, late), strict=True):
+            backward(run, MLP, mine(MLP, step))
+            optimizer.step()
+        assert_bitwise(*models, f"step {step}")
+        for optimizer in (early, late):
+            optimizer.zero_grad()
+    for model, ours in zip(models, params, strict=True):
+        assert all(a is b for a, b in zip(model.parameters(), ours, strict=True)), "a parameter was replaced"
+
+
+@both_ways
+def test_optimizer_made_before(two: Ranks, how: str) -> None:
+    """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after."""
+    two.run(_optimizer_first, how)
+
+
+# --- forwards and backwards -------------------------------------------------------------------------------------------
+
+
+def _accumulate(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    for seed in (1, 2):
+        backward(reference, MLP, whole(MLP, seed))
+        backward(run, MLP, mine(MLP, seed))
+    assert_same_gradients(model, reference)
+    follow(run, reference, MLP)
+
+
+@all_strategies
+@both_ways
+def test_accumulation(two: Ranks, how: str, strategy: str) -> None:
+    """Two backward passes leave the sum of their gradients."""
+    two.run(_accumulate, how, strategy)
+
+
+def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    for net, cut in ((reference, whole), (run, mine)):
+        losses = [MLP.loss(net, cut(MLP, seed)) for seed in (1, 2)]
+        for loss in losses[::-1] if separate else [losses[0] + losses[1]]:
+            loss.backward()
+    assert_same_gradients(model, reference)
+    follow(run, reference, MLP)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@all_strategies
+@both_ways
+def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separate: bool) -> None:
+    """Two forwards may wait for backward at once, for one backward or for two in any order."""
+    two.run(_forwards_first, how, strategy, separate)
+
+
+def _evaluate_between(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    for seed in range(3):
+        with torch.no_grad():
+            expected, found = MLP.loss(reference, mine(MLP, 50 + seed)), MLP.loss(run, mine(MLP, 50 + seed))
+        torch.testing.assert_close(found, expected)
+        follow(run, reference, MLP, steps=1, first_seed=seed)
+
+
+@all_strategies
+@both_ways
+def test_evaluation_between_steps(two: Ranks, how: str, strategy: str) -> None:
+    """A forward without gradients sees the parameters of that moment and leaves the next training step alone."""
+    two.run(_evaluate_between, how, strategy)
+
+
+def _drop_forward(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    MLP.loss(run, mine(MLP, 7))
+    with torch.no_grad():
+        for each in (model, reference):
+            for param in each.parameters():
+                param.mul_(0.5)
+    follow(run, reference, MLP)
+
+
+@all_strategies
+@both_ways
+def test_forward_without_backward(two: Ranks, how: str, strategy: str) -> None:
+    """A forward whose backward never comes leaves nothing stale: the next one sees parameters changed in place."""
+    two.run(_drop_forward, how, strategy)
+
+
+def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
+    pairs = [twins(MLP, strategy) for strategy in strategies]
+    runs = [executor(model, how) for _, model in pairs]
+    for seed in range(3):
+        for run, (reference, _) in zip(runs, pairs, strict=True):
+            follow(run, reference, MLP, steps=1, first_seed=seed)
+
+
+@both_ways
+def test_two_models(two: Ranks, how: str) -> None:
+    """Models of one class with different strategies train side by side."""
+    two.run(_side_by_side, how, ("FULL_SHARD", "SHARD_GRAD_OP"))
+    two.run(_side_by_side, how, ("FULL_SHARD", "NO_SHARD"))
+
+
+def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
+    case = MODELS[name]
+    reference, model = twins(case, strategy)
+    follow(executor(model, how), reference, case)
+    before = [param.detach().clone() for param in model.parameters()]
+    twin, twin_reference = copy.deepcopy(model), copy.deepcopy(reference)
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}, "a parameter is shared"
+    for param in twin_reference.parameters():
+        param.grad = None
+    follow(executor(twin, how), twin_reference, case, first_seed=200)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the original has changed"
+    follow(executor(model, how), reference, case, first_seed=300)
+    assert_same_parameters(twin, twin_reference)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+@both_ways
+def test_deepcopy(two: Ranks, how: str, name: str, strategy: str) -> None:
+    """A copy of a sharded model is sharded, trains, and neither model moves the other."""
+    two.run(_train_copy, how, name, strategy)
+
+
+def _one_block(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    block = getattr(model, "_orig_mod", model)
+    return block(inputs[0]).square().mean()
+
+
+def _block_alone(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    alone = Case(MLP.build, partial(vectors, inputs=11), _one_block)
+    backward(reference.blocks[1], alone, whole(alone, 3))
+    backward(executor(model.blocks[1], how), alone, mine(alone, 3))
+    for each in (reference, model):
+        assert all(param.grad is None for param in each.blocks[0].parameters()), "another block has a gradient"
+    assert_same_gradients(model.blocks[1], reference.blocks[1])
+    follow(executor(model, how), reference, MLP)
+
+
+@all_strategies
+@both_ways
+def test_block_alone(two: Ranks, how: str, strategy: str) -> None:
+    """A block may be run outside of its root, and the root afterwards."""
+    two.run(_block_alone, how, strategy)
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+class _Expected(Exception):
+    """Raised by a hook below."""
+
+
+def _raise(*_: Any) -> None:
+    raise _Expected
+
+
+def _fail_in_forward(model: nn.Module) -> Any:
+    return model.blocks[1].down.register_forward_pre_hook(_raise)
+
+
+def _fail_in_backward(model: nn.Module) -> Any:
+    return model.blocks[1].down.register_forward_hook(lambda module, args, out: out.register_hook(_raise) and None)
+
+
+def _fail_after_reduce(model: nn.Module) -> Any:
+    return units(model.blocks[1])[0].handle.register_hook(_raise)
+
+
+def _fail_at_output(model: nn.Module) -> Any:
+    return model.register_forward_hook(lambda module, args, out: out.register_hook(_raise) and None)
+
+
+FAILURES = {f.__name__: f for f in (_fail_in_forward, _fail_in_backward, _fail_after_reduce, _fail_at_output)}
+
+
+def _fail_eagerly(rank: int, failure: str, strategy: str, then: str) -> None:
+    reference, model = twins(MLP, strategy)
+    hook = FAILURES[failure](model)
+    with pytest.raises(_Expected):
+        backward(model, MLP, mine(MLP, 5))
+    hook.remove()
+    follow(executor(model, then), reference, MLP)
+
+
+@pytest.mark.parametrize("then", HOWS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_exceptions(two: Ranks, failure: str, strategy: str, then: str) -> None:
+    """After an exception in forward, in backward or between units, the next step computes the right numbers."""
+    two.run(_fail_eagerly, failure, strategy, then)
+
+
+def _fail_compiled(rank: int, failure: str) -> None:
+    reference, model = twins(MLP)
+    run = executor(model, "aot_eager")
+    follow(run, reference, MLP)
+    if failure == "shape":  # while tracing again
+        with pytest.raises(Exception, match="shape"):
+            run(torch.randn(3, 8))
+    else:  # after the compiled backward, in the join of a unit
+        hook = units(model.blocks[1])[0].handle.register_hook(_raise)
+        with pytest.raises(_Expected):
+            backward(run, MLP, mine(MLP, 5))
+        hook.remove()
+    follow(run, reference, MLP)
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("failure", ["shape", "hook"])
+def test_exceptions_compiled(two: Ranks, failure: str) -> None:
+    """A compiled model survives an exception while it is traced and one after its backward."""
+    two.run(_fail_compiled, failure)
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+def _recompute(rank: int, where: str, how: str, strategy: str) -> Counter[tuple[str, int]]:
+    plain, case = (Case(partial(checkpointed, kind), vectors, squared_error) for kind in ("none", where))
+    expected, model = shard(plain, strategy), shard(case, strategy)
+    run = executor(model, how)
+    for seed in (1, 2):
+        backward(expected, plain, mine(plain, seed))
+        with _counted() as counts:
+            backward(run, case, mine(case, seed))
+        assert_bitwise(model, expected, f"pass {seed}")
+    follow(run, _unsharded_like(case), case) if seed == 0 else None
+    return counts
+
+
+def _unsharded_like(case: Case) -> nn.Module:
+    return build(case)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [("inside", "eager"), ("inside", "aot_eager"), ("around", "eager"), ("pair", "eager"), ("reentrant", "eager")],
+)
+def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:
+    """Recomputing activations inside units or around them gives the same gradients, bit for bit."""
+    two.run(_recompute, where, how, strategy)

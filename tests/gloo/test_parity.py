@@ -1,0 +1,78 @@
+"""Sharded training equals training one process on the whole batch."""
+
+import pytest
+import torch.distributed as dist
+from models import MODELS
+
+from .ranks import Ranks
+from .training import OPTIMIZERS, backward, build, executor, full_parameters, mine, relative_difference, shard, whole
+
+STEPS = 10
+TOLERANCE = 1e-5  # on the relative difference of each full parameter
+
+
+def _worst(rank: int, name: str, how: str, strategy: str) -> dict[str, float]:
+    """Train sharded and unsharded with each optimizer; the largest relative difference of a parameter for each."""
+    case, worst = MODELS[name], {}
+    for optimizer, make in OPTIMIZERS.items():
+        reference, model = build(case), shard(case, strategy)
+        run, both = executor(model, how), [make(reference.parameters()), make(model.parameters())]
+        for step in range(STEPS):
+            backward(reference, case, whole(case, step))
+            backward(run, case, mine(case, step))
+            for each in both:
+                each.step()
+                each.zero_grad()
+        found = full_parameters(model)
+        worst[optimizer] = max(relative_difference(found[n], p.detach()) for n, p in reference.named_parameters())
+    dist.barrier()
+    return worst
+
+
+def _check(ranks: Ranks, name: str, how: str, strategy: str = "FULL_SHARD") -> None:
+    for worst in ranks.run(_worst, name, how, strategy):
+        assert set(worst) == set(OPTIMIZERS)
+        assert all(difference <= TOLERANCE for difference in worst.values()), worst
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eager_on_two(two: Ranks, name: str) -> None:
+    """Two eager ranks end where one unsharded process does, with SGD and with AdamW."""
+    _check(two, name, "eager")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eager_on_four(four: Ranks, name: str) -> None:
+    """Four eager ranks end where one unsharded process does."""
+    _check(four, name, "eager")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_on_two(two: Ranks, name: str) -> None:
+    """Two ranks that run plain `torch.compile` end where one unsharded process does."""
+    _check(two, name, "inductor")
+
+
+@pytest.mark.parametrize("name", ["gpt", "frozen"])
+def test_inductor_on_four(four: Ranks, name: str) -> None:
+    """Four ranks that run plain `torch.compile` end where one unsharded process does."""
+    _check(four, name, "inductor")
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["gpt", "tied"])
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_other_strategies(two: Ranks, how: str, name: str, strategy: str) -> None:
+    """The strategy decides where parameters are, not what is computed."""
+    _check(two, name, how, strategy)
+
+
+def test_backend(two: Ranks) -> None:
+    """The backend `fsdp_compile` computes what plain `torch.compile` does."""
+    _check(two, "mlp", "backend")
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+def test_inductor_with_other_strategies(two: Ranks, strategy: str) -> None:
+    """Inductor's graphs without a second gather, and without any, train the same."""
+    _check(two, "mlp", "inductor", strategy)

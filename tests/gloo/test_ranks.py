@@ -1,0 +1,52 @@
+"""The pool of ranks itself: results, failures, time limits."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from .ranks import Ranks, RanksFailed
+
+
+def _describe(rank: int, text: str) -> tuple[int, int, int, str]:
+    return rank, dist.get_rank(), dist.get_world_size(), text
+
+
+def _fail_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+def _sleep(rank: int) -> None:
+    if rank == 0:
+        time.sleep(3600)
+
+
+def _process(rank: int) -> int:
+    return os.getpid()
+
+
+def test_results_come_by_rank(two: Ranks) -> None:
+    """Every rank is in the group, gets the arguments, and its result is in its place; processes persist."""
+    assert two.run(_describe, "x") == [(0, 0, 2, "x"), (1, 1, 2, "x")]
+    assert two.run(_process) == two.run(_process)
+
+
+def test_failures_are_reported_and_survived(tmp_path: Path) -> None:
+    """An exception comes with its rank's traceback, and with where the rank is that waits for it; so does a time limit."""
+    ranks = Ranks(2, tmp_path)
+    ranks.run(_process)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RanksFailed) as failed:
+        patch.setattr("gloo.ranks.GRACE", 0.5)
+        ranks.run(_fail_on_one)
+    assert "rank 1" in str(failed.value) and "ValueError: only here" in str(failed.value)
+    assert "rank 0 in _fail_on_one was still here" in str(failed.value) and "barrier" in str(failed.value)
+    assert len(set(ranks.run(_process))) == 2
+    ranks.limit = 1.0
+    with pytest.raises(RanksFailed, match=r"_sleep failed on ranks \[\], did not finish on \[0\]") as late:
+        ranks.run(_sleep)
+    assert "in _sleep" in str(late.value)
+    ranks.stop()

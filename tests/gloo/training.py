@@ -1,0 +1,157 @@
+"""What the tests run inside the ranks: a sharded model next to an unsharded one that sees every rank's part of the batch.
+
+    reference, model = twins(case)                      equal initial values
+    model = executor(model, "aot_eager")                how to run it
+    follow(model, reference, case)                      train both; same gradients and parameters at each step
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.unit import Unit, unit_of
+from models import Case, Inputs, part
+
+PER_RANK = 3  # examples that a rank sees of a batch
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
+}
+
+
+def build(case: Case, seed: int = 0) -> nn.Module:
+    """The case's model, the same for the same seed."""
+    torch.manual_seed(seed)
+    return case.build()
+
+
+def shard(case: Case, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
+    """The case's model, sharded over all ranks."""
+    return fully_shard(build(case), sharding_strategy=ShardingStrategy[strategy], **options)
+
+
+def twins(case: Case, strategy: str = "FULL_SHARD") -> tuple[nn.Module, nn.Module]:
+    """The model unsharded and sharded, with equal values."""
+    return build(case), shard(case, strategy)
+
+
+def executor(model: nn.Module, how: str) -> nn.Module:
+    """The model as it is run: "eager", "inductor" (the default), "backend" (ours) or the name of a backend."""
+    if how == "eager":
+        return model
+    backends: dict[str, Any] = {"inductor": "inductor", "backend": fsdp_compile_backend}
+    return torch.compile(model, backend=backends.get(how, how), fullgraph=True)  # type: ignore[return-value]
+
+
+def whole(case: Case, seed: int) -> Inputs:
+    """A global batch, equal on all ranks."""
+    return case.batch(seed, PER_RANK * dist.get_world_size())
+
+
+def mine(case: Case, seed: int) -> Inputs:
+    """This rank's part of it."""
+    return part(whole(case, seed), dist.get_rank(), dist.get_world_size())
+
+
+def backward(model: nn.Module, case: Case, inputs: Inputs) -> Tensor:
+    """Forward and backward; the loss."""
+    loss = case.loss(model, inputs)
+    loss.backward()
+    return loss.detach()
+
+
+def follow(model: nn.Module, reference: nn.Module, case: Case, steps: int = 2, first_seed: int = 100) -> None:
+    """Train both from where they are, on fresh batches; assert equal gradients and then equal parameters at each step."""
+    both = [OPTIMIZERS["momentum"](m.parameters()) for m in (model, reference)]
+    for seed in range(first_seed, first_seed + steps):
+        for optimizer in both:
+            optimizer.zero_grad()
+        backward(reference, case, whole(case, seed))
+        backward(model, case, mine(case, seed))
+        assert_same_gradients(model, reference)
+        for optimizer in both:
+            optimizer.step()
+        assert_same_parameters(model, reference)
+
+
+# --- comparing sharded with full tensors ------------------------------------------------------------------------------
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model, each once, in the order in which modules reach them."""
+    return list(dict.fromkeys(unit for module in model.modules() for unit in getattr(module, "_fsdp_units", ())))
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the full parameters by name, gathered from all ranks."""
+    full: dict[nn.Parameter, Tensor] = {}
+    with torch.no_grad():
+        for unit in units(model):
+            views = unit.unshard()
+            full.update((param, view.clone()) for param, view in zip(unit.params, views, strict=True))
+    return {name: full[param] for name, param in model.named_parameters()}
+
+
+def stored_here(param: nn.Parameter, full: Tensor) -> Tensor | None:
+    """What this rank stores of `full`, a tensor in the full shape of the sharded `param`; None if nothing."""
+    found = unit_of(param)
+    assert found is not None, "expected a sharded parameter"
+    unit, index = found
+    record = unit.records[index]
+    return full.reshape(-1)[record.first : record.last + 1].view_as(param) if record else None
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """The gradients of sharded parameters are this rank's slices of the unsharded model's."""
+    for name, param, expected in _paired(model, reference):
+        here = stored_here(param, expected.grad) if expected.grad is not None else None
+        if here is None:
+            assert param.grad is None, f"{name}.grad: expected None, found {param.grad}"
+        else:
+            assert param.grad is not None, f"{name}.grad: expected {here}, found None"
+            torch.testing.assert_close(param.grad, here, rtol=1e-4, atol=1e-6, msg=_say(f"{name}.grad"))
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+    """Sharded parameters are this rank's slices of the unsharded model's."""
+    for name, param, expected in _paired(model, reference):
+        here = stored_here(param, expected.detach())
+        if here is not None:
+            torch.testing.assert_close(param.detach(), here, rtol=1e-4, atol=1e-6, msg=_say(name))
+
+
+def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:
+    """Two models that are sharded alike, or not at all, have equal parameters and gradients, bit for bit."""
+    for name, one, other in _paired(ours, theirs):
+        assert torch.equal(one, other), f"{when}: {name} differs by {(one - other).abs().max()}"
+        assert (one.grad is None) == (other.grad is None), f"{when}: {name}.grad: {one.grad} against {other.grad}"
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad, other.grad), f"{when}: {name}.grad differs by {(one.grad - other.grad).abs().max()}"
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def _paired(model: nn.Module, reference: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Name, parameter of the one and of the other model; compiled ones share the parameters of what they run."""
+    others = dict(_uncompiled(reference).named_parameters())
+    found = dict(_uncompiled(model).named_parameters())
+    assert list(found) == list(others), f"expected parameters {list(others)}, found {list(found)}"
+    return ((name, param, others[name]) for name, param in found.items())
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def _say(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"
