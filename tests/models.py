@@ -126,10 +126,10 @@ def mlp(blocks: int = 3, width: int = 11, hidden: int = 23) -> Stack:
 
 
 def frozen() -> Stack:
-    """Blocks 0 and 2 are frozen, the first without and the second with gradients that pass through; so is a layer of 1."""
+    """Blocks 0 and 2 are frozen, gradients pass only through 2; so are one layer of block 1 and the stem."""
     model = mlp(blocks=4)
-    for part_of in (model.stem, model.blocks[0], model.blocks[1].up, model.blocks[2]):
-        part_of.requires_grad_(False)
+    for module in (model.stem, model.blocks[0], model.blocks[1].up, model.blocks[2]):
+        module.requires_grad_(False)
     return model
 
 

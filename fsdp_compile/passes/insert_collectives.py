@@ -98,7 +98,7 @@ def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Callable[..., fx.
 
     def emit(kind: Kind, target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(marker):
-            node = graph.call_function(target, args)
+            node = graph.create_node("call_function", target, args, name=f"{kind}_{unit[1] or 'root'}")
         node.meta = dict(inherited)
         values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
         with values[0].fake_mode:

@@ -98,6 +98,7 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
         name=None, layout=ir.FixedLayout(**kind, size=[sympy.Integer(parsed.numel)], stride=[one]), inputs=[]
     )
     box = ir.StorageBox(packed)
+    computed, fillers = [], []
     for segment in parsed.segments:
         grad = None if segment.parameter is None else grads[segment.parameter]
         piece = grad if grad is not None else _zeros(ir, kind, segment.numel)
@@ -105,7 +106,10 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
         window = ir.FixedLayout(
             **kind, size=size, stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset)
         )
-        packed.inputs.append(ir.ConcatKernel.realize_into(piece, ir.ReinterpretView(data=box, layout=window)))
+        written = ir.ConcatKernel.realize_into(piece, ir.ReinterpretView(data=box, layout=window))
+        packed.inputs.append(written)
+        (fillers if grad is None else computed).append(written)
+    _fill_late(V.graph, fillers, computed)
     packed.name = V.graph.register_buffer(packed)
     packed.inputs = ir.ConcatKernel.unwrap_storage(packed.inputs)
     V.graph.register_operation(packed)
@@ -119,3 +123,15 @@ def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]
     return ir.Pointwise.create(
         **kind, inner_fn=lambda index: ops.constant(0, kind["dtype"]), ranges=[sympy.Integer(numel)]
     )
+
+
+def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]
+    """Zero-filling waits for the unit's first gradient.
+
+    It depends on nothing else, so the scheduler would fuse the fillers of all units into one kernel at the start of
+    backward and every packed buffer would be alive from there on.
+    """
+    produced = list(graph.name_to_buffer)
+    first = min((buffer.get_name() for buffer in computed), key=produced.index)
+    for filler in fillers:
+        graph.additional_buffer_deps[filler.get_operation_name()].add(first)

@@ -1,4 +1,4 @@
-"""A graph as text: one line a node, with shapes and our tags. Short enough to read, stable enough to pin in tests."""
+"""A graph as text: one line a node, with shapes, our tags and checkpoint policies. Short enough to read, stable enough to pin in tests."""
 
 from typing import Any
 
@@ -16,8 +16,10 @@ def format_graph(graph: fx.Graph) -> str:
 
 
 def _format_node(node: fx.Node) -> str:
-    tag = get_tag(node)
-    note = f"  # {tag}" if tag else ""
+    notes = [str(tag)] if (tag := get_tag(node)) else []
+    if "recompute" in node.meta:
+        notes.append(node.meta["recompute"].name)
+    note = f"  # {', '.join(notes)}" if notes else ""
     if node.op == "placeholder":
         return f"{node.name}: {_format_value(node)}"
     if node.op == "output":

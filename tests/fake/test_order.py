@@ -50,10 +50,14 @@ def products_of(program: Program, buffer: str | None) -> list[int]:
 
 
 def late_reduces(backward: Program) -> list[int]:
-    """Numbers of the reduces that start only when all products of the next unit's backward have ended."""
+    """Numbers of the reduces that start only when all products of the next unit's backward have ended.
+
+    The root reduces last but its products come first (the head's), so it is no block's next unit.
+    """
     reduces = [i for i, step in enumerate(backward.steps) if step.is_reduce]
-    packs = [backward.memory(backward.steps[i].names[0]) for i in reduces]
-    return [n for n in range(len(reduces) - 1) if reduces[n] > max(products_of(backward, packs[n + 1]))]
+    products = [products_of(backward, backward.memory(backward.steps[i].names[0])) for i in reduces]
+    pairs = zip(reduces, products, products[1:], strict=False)
+    return [n for n, (start, own, following) in enumerate(pairs) if following[0] > own[0] and start > following[-1]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

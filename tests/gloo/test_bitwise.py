@@ -7,9 +7,10 @@ from .ranks import Ranks
 from .training import OPTIMIZERS, assert_bitwise, backward, executor, mine, shard
 
 STEPS = 4
+Plan = tuple[str, ...]  # how to run each step
 
 
-def _compare(rank: int, name: str, strategy: str, plans: tuple[tuple[str, ...], tuple[str, ...]], to_none: bool) -> None:
+def _compare(rank: int, name: str, strategy: str, plans: tuple[Plan, Plan], to_none: bool) -> None:
     """Train two sharded models side by side, each run at each step as its plan says; compare at each step."""
     case = MODELS[name]
     models = [shard(case, strategy) for _ in plans]

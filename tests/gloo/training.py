@@ -1,4 +1,4 @@
-"""What the tests run inside the ranks: a sharded model next to an unsharded one that sees every rank's part of the batch.
+"""What tests run inside the ranks: a sharded model next to an unsharded one that sees every rank's part of the batch.
 
     reference, model = twins(case)                      equal initial values
     model = executor(model, "aot_eager")                how to run it
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import Case, Inputs, part
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.unit import Unit, unit_of
-from models import Case, Inputs, part
 
 PER_RANK = 3  # examples that a rank sees of a batch
 
@@ -68,7 +68,7 @@ def backward(model: nn.Module, case: Case, inputs: Inputs) -> Tensor:
 
 
 def follow(model: nn.Module, reference: nn.Module, case: Case, steps: int = 2, first_seed: int = 100) -> None:
-    """Train both from where they are, on fresh batches; assert equal gradients and then equal parameters at each step."""
+    """Train both from where they are, on fresh batches; assert equal gradients, then equal parameters, at each step."""
     both = [OPTIMIZERS["momentum"](m.parameters()) for m in (model, reference)]
     for seed in range(first_seed, first_seed + steps):
         for optimizer in both:
@@ -130,10 +130,11 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
 def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:
     """Two models that are sharded alike, or not at all, have equal parameters and gradients, bit for bit."""
     for name, one, other in _paired(ours, theirs):
-        assert torch.equal(one, other), f"{when}: {name} differs by {(one - other).abs().max()}"
+        assert torch.equal(one, other), f"{when}: {name} differs by {(one - other).abs().sum()}"
         assert (one.grad is None) == (other.grad is None), f"{when}: {name}.grad: {one.grad} against {other.grad}"
         if one.grad is not None and other.grad is not None:
-            assert torch.equal(one.grad, other.grad), f"{when}: {name}.grad differs by {(one.grad - other.grad).abs().max()}"
+            apart = (one.grad - other.grad).abs().sum()
+            assert torch.equal(one.grad, other.grad), f"{when}: {name}.grad differs by {apart}"
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

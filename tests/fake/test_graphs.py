@@ -1,0 +1,383 @@
+"""The graphs after each pass, pinned (world size 4, rank 1). Regenerate with EXPECTTEST_ACCEPT=1."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes import PASSES
+from fsdp_compile.passes.pipeline import graph_log
+
+
+@contextmanager
+def printed_graphs() -> Iterator[list[str]]:
+    """What the logger `fsdp_compile.graphs` prints while the block runs."""
+    graphs: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: graphs.append(record.getMessage())  # type: ignore[method-assign]
+    graph_log.addHandler(handler)
+    graph_log.setLevel(logging.DEBUG)
+    try:
+        yield graphs
+    finally:
+        graph_log.removeHandler(handler)
+        graph_log.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, str]:
+    """Graph by "<which> after <pass>", of two units of one linear layer each; the first layer has a frozen bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    model[0].bias.requires_grad_(False)
+    fully_shard(model)
+    with printed_graphs() as printed, torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(model, fullgraph=True)(torch.ones(4, 3)).sum().backward()
+    post_grad = [p for p in PASSES if p.stage == "post_grad"]
+    which = ["joint"] * (len(PASSES) - len(post_grad)) + ["forward"] * len(post_grad) + ["backward"] * len(post_grad)
+    named = {}
+    for kind, text in zip(which, printed, strict=True):
+        title, body = text.split("\n", 1)
+        named[f"{kind} after {title.rsplit(' ', 1)[1]}"] = body
+    return named
+
+
+def test_passes_are_printed_with_their_names(graphs: dict[str, str]) -> None:
+    """Each pass prints each graph it sees once, under its name and in pipeline order."""
+    assert_expected_inline("\n".join(graphs), """\
+joint after insert_collectives
+joint after reshard
+forward after check_saved
+forward after pack_in_place
+forward after reorder
+forward after pin
+backward after check_saved
+backward after pack_in_place
+backward after reorder
+backward after pin""")
+
+
+def test_joint_after_insert_collectives(graphs: dict[str, str]) -> None:
+    """The joint graph after the pass `insert_collectives`."""
+    assert_expected_inline(graphs["joint after insert_collectives"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+tangents_1: f32[4, 2]
+gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0
+wait_0: f32[64] = wait_tensor(gather_0)  # wait 0
+view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0
+view_1: f32[5, 3] = view(view_0, [5, 3])  # view 0
+view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0
+view_3: f32[5] = view(view_2, [5])  # view 0
+permute: f32[3, 5] = permute(view_1, [1, 0])
+addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+relu: f32[4, 5] = relu(addmm)
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2
+view_5: f32[2, 5] = view(view_4, [2, 5])  # view 2
+view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2
+view_7: f32[2] = view(view_6, [2])  # view 2
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+mm: f32[4, 5] = mm(tangents_1, permute_2)
+permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
+mm_1: f32[2, 5] = mm(permute_3, relu)
+sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
+view: f32[2] = view(sum_1, [2])
+pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, view], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
+le: torch.bool[4, 5] = le.Scalar(relu, 0)
+full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default, mm)
+permute_6: f32[5, 4] = permute(where, [1, 0])
+mm_2: f32[5, 3] = mm(permute_6, primals_2)
+pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0
+wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
+return [addmm_1, wait_reduce_0, None, wait_reduce_2]""")
+
+
+def test_joint_after_reshard(graphs: dict[str, str]) -> None:
+    """The joint graph after the pass `reshard`."""
+    assert_expected_inline(graphs["joint after reshard"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+tangents_1: f32[4, 2]
+gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
+wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
+view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
+view_1: f32[5, 3] = view(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
+view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view_3: f32[5] = view(view_2, [5])  # view 0, MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view_1, [1, 0])
+addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+relu: f32[4, 5] = relu(addmm)
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = view(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_7: f32[2] = view(view_6, [2])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+mm: f32[4, 5] = mm(tangents_1, permute_2)
+permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
+mm_1: f32[2, 5] = mm(permute_3, relu)
+sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
+view: f32[2] = view(sum_1, [2])
+pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, view], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
+le: torch.bool[4, 5] = le.Scalar(relu, 0)
+full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default, mm)
+permute_6: f32[5, 4] = permute(where, [1, 0])
+mm_2: f32[5, 3] = mm(permute_6, primals_2)
+pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0
+wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
+return [addmm_1, wait_reduce_0, None, wait_reduce_2]""")
+
+
+def test_forward_after_check_saved(graphs: dict[str, str]) -> None:
+    """The forward graph after the pass `check_saved`."""
+    assert_expected_inline(graphs["forward after check_saved"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
+wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
+view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
+view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
+view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view_1, [1, 0])
+addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+relu: f32[4, 5] = relu(addmm)
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+
+
+def test_forward_after_pack_in_place(graphs: dict[str, str]) -> None:
+    """The forward graph after the pass `pack_in_place`."""
+    assert_expected_inline(graphs["forward after pack_in_place"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
+wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
+view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
+view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
+view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view_1, [1, 0])
+addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+relu: f32[4, 5] = relu(addmm)
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+
+
+def test_forward_after_reorder(graphs: dict[str, str]) -> None:
+    """The forward graph after the pass `reorder`."""
+    assert_expected_inline(graphs["forward after reorder"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
+view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
+view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
+view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view_1, [1, 0])
+addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+relu: f32[4, 5] = relu(addmm)
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+
+
+def test_forward_after_pin(graphs: dict[str, str]) -> None:
+    """The forward graph after the pass `pin`."""
+    assert_expected_inline(graphs["forward after pin"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
+gather_2: f32[64] = control_deps([gather_0], subgraph_gather_2, primals_3)  # gather 2, MUST_RECOMPUTE
+wait_0: f32[64] = control_deps([gather_2], subgraph_wait_0, gather_0)  # wait 0, MUST_RECOMPUTE
+view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
+view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
+view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view_1, [1, 0])
+addmm: f32[4, 5] = control_deps([wait_0], subgraph_addmm, view_3, primals_2, permute)
+relu: f32[4, 5] = relu(addmm)
+wait_2: f32[64] = control_deps([addmm], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_7, relu, permute_1)
+return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+
+
+def test_backward_after_check_saved(graphs: dict[str, str]) -> None:
+    """The backward graph after the pass `check_saved`."""
+    assert_expected_inline(graphs["backward after check_saved"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+relu: f32[4, 5]
+tangents_1: f32[4, 2]
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+mm: f32[4, 5] = mm(tangents_1, permute_2)
+permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
+mm_1: f32[2, 5] = mm(permute_3, relu)
+sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
+view: f32[2] = reshape(sum_1, [2])
+pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, view], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
+le: torch.bool[4, 5] = le.Scalar(relu, 0)
+full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default, mm)
+permute_6: f32[5, 4] = permute(where, [1, 0])
+mm_2: f32[5, 3] = mm(permute_6, primals_2)
+pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
+return [wait_reduce_0, None, wait_reduce_2]""")
+
+
+def test_backward_after_pack_in_place(graphs: dict[str, str]) -> None:
+    """The backward graph after the pass `pack_in_place`."""
+    assert_expected_inline(graphs["backward after pack_in_place"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+relu: f32[4, 5]
+tangents_1: f32[4, 2]
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+mm: f32[4, 5] = mm(tangents_1, permute_2)
+permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
+mm_1: f32[2, 5] = mm(permute_3, relu)
+sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
+pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
+le: torch.bool[4, 5] = le.Scalar(relu, 0)
+full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default, mm)
+permute_6: f32[5, 4] = permute(where, [1, 0])
+mm_2: f32[5, 3] = mm(permute_6, primals_2)
+pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
+return [wait_reduce_0, None, wait_reduce_2]""")
+
+
+def test_backward_after_reorder(graphs: dict[str, str]) -> None:
+    """The backward graph after the pass `reorder`."""
+    assert_expected_inline(graphs["backward after reorder"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+relu: f32[4, 5]
+tangents_1: f32[4, 2]
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+mm: f32[4, 5] = mm(tangents_1, permute_2)
+permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
+mm_1: f32[2, 5] = mm(permute_3, relu)
+sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
+pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+le: torch.bool[4, 5] = le.Scalar(relu, 0)
+full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default, mm)
+permute_6: f32[5, 4] = permute(where, [1, 0])
+mm_2: f32[5, 3] = mm(permute_6, primals_2)
+pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
+wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
+return [wait_reduce_0, None, wait_reduce_2]""")
+
+
+def test_backward_after_pin(graphs: dict[str, str]) -> None:
+    """The backward graph after the pass `pin`."""
+    assert_expected_inline(graphs["backward after pin"], """\
+primals_1: f32[16]
+primals_2: f32[4, 3]
+primals_3: f32[16]
+relu: f32[4, 5]
+tangents_1: f32[4, 2]
+gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
+view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_5, [1, 0])
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+mm: f32[4, 5] = control_deps([wait_2], subgraph_mm, tangents_1, permute_2)
+permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
+mm_1: f32[2, 5] = mm(permute_3, relu)
+sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
+pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = control_deps([mm], subgraph_reduce_2, pack_grads)  # reduce 2, MUST_SAVE
+le: torch.bool[4, 5] = le.Scalar(relu, 0)
+full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default, mm)
+permute_6: f32[5, 4] = permute(where, [1, 0])
+mm_2: f32[5, 3] = mm(permute_6, primals_2)
+pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = control_deps([reduce_2], subgraph_reduce_0, pack_grads_1)  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[16] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2)  # wait_reduce 2, MUST_SAVE
+wait_reduce_0: f32[16] = control_deps([wait_reduce_2], subgraph_wait_reduce_0, reduce_0)  # wait_reduce 0, MUST_SAVE
+return [wait_reduce_0, None, wait_reduce_2]""")
