@@ -10,11 +10,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.ops import UNSHARD
 from fsdp_compile.passes.tags import Tag, get_tag, tagged
-from fsdp_compile.passes.views import is_view
-
-# Private compiler state enters through the one module for it.
 from fsdp_compile.passes.torch_private import saved_for_backward
+from fsdp_compile.passes.views import is_view
 
 
 def reshard(graph: fx.Graph, config: CompileConfig) -> None:
@@ -36,8 +35,9 @@ def check_saved(graph: fx.Graph, config: CompileConfig) -> None:
     """Raise if the forward saves a gathered buffer, or a view of one, that its unit frees after forward (I4).
 
     Raises:
-        RuntimeError: naming the unit, the node and its size.
+        RuntimeError: naming the unit, the node and its size; or a gather was never seen by the joint passes.
     """
+    _check_expanded(graph, config)
     for node in saved_for_backward(graph):
         tag = _gathered_beneath(node)
         if tag is not None and tag.reshard:
@@ -47,6 +47,15 @@ def check_saved(graph: fx.Graph, config: CompileConfig) -> None:
                 f"{tuple(value.shape)}, would be kept from forward to backward, although the unit reshards after forward. "
                 f"This is a defect of the passes; until it is mended, shard that module with SHARD_GRAD_OP"
             )
+
+
+def _check_expanded(graph: fx.Graph, config: CompileConfig) -> None:
+    """A marker in a post-grad graph means that somebody replaced our joint pipeline: nothing was resharded."""
+    if "insert_collectives" not in config.disable and graph.find_nodes(op="call_function", target=UNSHARD):
+        raise RuntimeError(
+            "torch._inductor.config.joint_custom_post_pass: expected the pipeline that fully_shard registered, found "
+            "another pass; register yours before fully_shard (ours runs after it) or use backend='fsdp_compile'"
+        )
 
 
 def _gathered_beneath(node: fx.Node) -> Tag | None:

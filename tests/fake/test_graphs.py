@@ -1,39 +1,18 @@
 """The graphs after each pass, pinned (world size 4, rank 1). Regenerate with EXPECTTEST_ACCEPT=1."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from compiling import printed_graphs, small
 from expecttest import assert_expected_inline
-from torch import nn
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes.pipeline import graph_log
-
-
-@contextmanager
-def printed_graphs() -> Iterator[list[str]]:
-    """What the logger `fsdp_compile.graphs` prints while the block runs."""
-    graphs: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: graphs.append(record.getMessage())  # type: ignore[method-assign]
-    graph_log.addHandler(handler)
-    graph_log.setLevel(logging.DEBUG)
-    try:
-        yield graphs
-    finally:
-        graph_log.removeHandler(handler)
-        graph_log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, str]:
     """Graph by "<which> after <pass>", of two units of one linear layer each; the first layer has a frozen bias."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    model = small()
     model[0].bias.requires_grad_(False)
     fully_shard(model)
     with printed_graphs() as printed, torch._inductor.config.patch(force_disable_caches=True):

@@ -452,14 +452,15 @@ def _assert_freed(calls: list[_Call], when: str) -> None:
 
 def _watch_memory(rank: int, strategy: str, how: str) -> None:
     model = shard(MLP, strategy)
-    run, root, block = executor(model, how), model._fsdp_scope[0].layout.numel, model.blocks[0]._fsdp_scope[0].layout.numel
+    run = executor(model, how)
+    root, block = (module._fsdp_scope[0].layout.numel for module in (model, model.blocks[0]))
     for step in range(2):
         with _spied() as calls:
             loss = MLP.loss(run, mine(MLP, step))
         assert set(_kept(calls)) == {root, block}
         if how == "eager":
             blocks = 3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0
-            assert _kept(calls) == {root: 4 * root, block: blocks}, f"between forward and backward: {_kept(calls)} bytes"
+            assert _kept(calls) == {root: 4 * root, block: blocks}, f"kept after forward: {_kept(calls)} bytes"
         loss.backward()
         assert all(unit.views is None for unit in units(model)), "views are left"
         if how == "eager":

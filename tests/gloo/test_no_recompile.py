@@ -61,7 +61,11 @@ def _printed() -> Iterator[list[str]]:
 def _graphs(rank: int, name: str, how: str) -> list[str]:
     case = MODELS[name]
     model = shard(case)
-    with _printed() as texts, torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        _printed() as texts,
+        torch._inductor.config.patch(fx_graph_cache=False),  # a hit would skip the passes
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         backward(executor(model, how), case, mine(case, 0))
     dist.barrier()
     return texts

@@ -36,7 +36,7 @@ def test_results_come_by_rank(two: Ranks) -> None:
 
 
 def test_failures_are_reported_and_survived(tmp_path: Path) -> None:
-    """An exception comes with its rank's traceback, a rank that waits with its stack; the next call finds a new pool."""
+    """An exception comes with its rank's traceback, a rank that waits with its stack; the next call gets a new pool."""
     ranks = Ranks(2, tmp_path)
     ranks.run(_process)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RanksFailed) as failed:

@@ -1,0 +1,51 @@
+"""Helpers that compile sharded models on a fake group."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fsdp_compile.passes.pipeline import graph_log
+
+
+@contextmanager
+def printed_graphs() -> Iterator[list[str]]:
+    """What the logger `fsdp_compile.graphs` prints while the block runs."""
+    graphs: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: graphs.append(record.getMessage())  # type: ignore[method-assign]
+    graph_log.addHandler(handler)
+    graph_log.setLevel(logging.DEBUG)
+    try:
+        yield graphs
+    finally:
+        graph_log.removeHandler(handler)
+        graph_log.setLevel(logging.NOTSET)
+
+
+class Recorder(CustomGraphPass):
+    """Somebody else's pass: calls `see` with each graph and changes nothing."""
+
+    def __init__(self, see: Callable[[fx.Graph], Any], key: str | None = "recorder") -> None:
+        self.see, self.key = see, key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.see(graph)
+
+    def uuid(self) -> str | None:
+        return self.key
+
+
+def step(model: Callable[..., Tensor], inputs: Tensor) -> None:
+    """A forward and a backward."""
+    model(inputs).square().mean().backward()
+
+
+def small() -> nn.Sequential:
+    """Two units of one linear layer each."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))

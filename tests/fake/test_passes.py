@@ -1,0 +1,177 @@
+"""The pipeline: passes by name, foreign passes and foreign graphs, cache keys, and what the forward may save."""
+
+from typing import Any
+
+import pytest
+import torch
+from compiling import Recorder, printed_graphs, small, step
+from models import MODELS, checkpointed, vectors
+from torch import fx
+from torch._inductor import config as inductor_config
+
+from fsdp_compile import CompileConfig, ShardingStrategy, fully_shard
+from fsdp_compile.collectives import ALL_GATHER, WAIT
+from fsdp_compile.ops import UNSHARD
+from fsdp_compile.passes import PASSES
+from fsdp_compile.passes.inductor import fsdp_compile_backend, install
+from fsdp_compile.passes.pipeline import Pipeline
+from fsdp_compile.passes.tags import tagged
+from fsdp_compile.passes.torch_private import saved_for_backward
+from fsdp_compile.passes.views import is_view
+
+X = torch.ones(4, 3)
+
+
+def test_every_pass_can_be_left_out_by_name() -> None:
+    """With `disable`, a pass does not run, the others do, and the model still compiles and runs."""
+    for left_out in PASSES:
+        if left_out.name == "reshard":
+            continue  # the guard refuses that: test_a_gather_saved_against_the_strategy_is_refused
+        torch._dynamo.reset()
+        model = fully_shard(small())
+        with printed_graphs() as graphs:
+            step(torch.compile(model, backend=fsdp_compile_backend, options={"disable": (left_out.name,)}), X)
+        ran = {graph.split("\n")[0].rsplit(" ", 1)[1] for graph in graphs}
+        assert ran == {p.name for p in PASSES} - {left_out.name}
+
+
+def test_unknown_names_are_refused() -> None:
+    """An unknown option or pass name is a ValueError that lists the known ones."""
+    model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reordr",)})
+    with pytest.raises(Exception, match="disable: expected names among insert_collectives.*found reordr"):
+        model(X)
+    torch._dynamo.reset()
+    model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"in_flight": 1})
+    with pytest.raises(Exception, match="options: expected names among disable, reduces_in_flight, found in_flight"):
+        model(X)
+    with pytest.raises(ValueError, match="reduces_in_flight: expected at least 1.*found 0"):
+        CompileConfig(reduces_in_flight=0)
+
+
+def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FSDP_COMPILE_DISABLE` switches passes off for plain `torch.compile`."""
+    monkeypatch.setenv("FSDP_COMPILE_DISABLE", "pin, reorder")
+    assert CompileConfig.from_environment().disable == ("pin", "reorder")
+
+
+def test_install_chains_to_a_pass_that_is_there() -> None:
+    """A pass registered before ours still runs, before ours; installing again does not stack pipelines."""
+    seen: list[bool] = []
+    foreign = Recorder(lambda graph: seen.append(any(n.target is UNSHARD for n in graph.nodes)))
+    with inductor_config.patch(joint_custom_post_pass=foreign):
+        model = fully_shard(small())
+        install()
+        pipeline: Any = inductor_config.joint_custom_post_pass
+        assert isinstance(pipeline, Pipeline) and pipeline.previous is foreign
+        step(torch.compile(model), X)
+    assert seen == [True]  # it saw the markers, so it ran before our passes
+
+
+def test_a_pass_that_replaces_ours_is_noticed() -> None:
+    """If another pass takes our place after fully_shard, compiling raises instead of silently keeping all parameters."""
+    model = fully_shard(small())
+    with (
+        inductor_config.patch(joint_custom_post_pass=Recorder(lambda graph: None)),
+        pytest.raises(Exception, match="joint_custom_post_pass: expected the pipeline that fully_shard registered"),
+    ):
+        step(torch.compile(model), X)
+
+
+def test_graphs_without_markers_are_left_alone() -> None:
+    """Compiling an unsharded model while our pipelines are installed runs none of our passes."""
+    fully_shard(small())
+    with printed_graphs() as graphs:
+        step(torch.compile(small()), X)
+    assert graphs == []
+
+
+def test_nothing_else_in_the_process_changes() -> None:
+    """fully_shard sets two of Inductor's hooks and no other setting of Inductor or Dynamo."""
+    hooks = {"joint_custom_post_pass": None, "post_grad_custom_post_pass": None}
+    with inductor_config.patch(hooks):
+        before = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
+        fully_shard(small())
+        after = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
+    assert {name for name in before[0] if before[0][name] is not after[0][name] and before[0][name] != after[0][name]} == set(hooks)
+    assert before[1] == after[1]
+
+
+def test_the_key_changes_with_all_that_decides_code() -> None:
+    """Stage, configuration and the pass before ours are in the key; a pass that has no key switches the caches off."""
+    nothing = lambda graph: None  # noqa: E731
+    configs = (CompileConfig(), CompileConfig(disable=("pin",)), CompileConfig(reduces_in_flight=1))
+    keys = [Pipeline(PASSES, stage, config).uuid() for stage in ("joint", "post_grad") for config in configs]
+    keys += [Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, key)).uuid() for key in ("a", "b")]
+    assert len(set(map(str, keys))) == len(keys)
+    assert Pipeline(PASSES, "joint", CompileConfig()).uuid() == Pipeline(PASSES, "joint", CompileConfig()).uuid()
+    assert Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, None)).uuid() is None
+    assert Pipeline(PASSES, "joint", CompileConfig(), nothing).uuid() is None
+
+
+def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx.Node], fx.Graph]:
+    """What the compiled forward of `model` saves for backward."""
+    found: list[tuple[list[fx.Node], fx.Graph]] = []
+
+    def see(graph: fx.Graph) -> None:
+        if saved := saved_for_backward(graph):
+            found.append((saved, graph))
+
+    with inductor_config.patch(post_grad_custom_post_pass=Recorder(see)):
+        fully_shard(model)
+        compiled = torch.compile(model, fullgraph=True)
+        loss(compiled, inputs).backward()
+    assert len(found) == 1
+    return found[0]
+
+
+def is_gathered(node: fx.Node) -> bool:
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target in (ALL_GATHER, WAIT)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_saves_only_shards_and_activations(name: str) -> None:
+    """Under FULL_SHARD nothing saved for backward is a gathered buffer or a view of one, and no saved tensor's storage is as
+    large as a gathered buffer (I4)."""
+    case = MODELS[name]
+    saved, graph = saved_nodes(case.build(), case.batch(1, 4), case.loss)
+    gathered = tagged(graph, "wait")
+    assert gathered and saved
+    assert not [node for node in saved if is_gathered(node)]
+    storages = {node.meta["val"].untyped_storage()._cdata for node in gathered}
+    assert not [node for node in saved if node.meta["val"].untyped_storage()._cdata in storages]
+
+
+def test_checkpointed_blocks_save_no_gathered_parameters() -> None:
+    """A checkpoint inside a unit saves neither parameters nor the activations inside."""
+    saved, _ = saved_nodes(checkpointed("inside"), vectors(1, 4), MODELS["mlp"].loss)
+    plain, _ = saved_nodes(checkpointed("none"), vectors(1, 4), MODELS["mlp"].loss)
+    assert not [node for node in saved if is_gathered(node)]
+    assert len(saved) < len(plain)
+
+
+def test_shard_grad_op_saves_the_gathered_buffer_and_gathers_once() -> None:
+    """Under SHARD_GRAD_OP backward gathers nothing."""
+    with printed_graphs() as graphs:
+        model = fully_shard(small(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        step(torch.compile(model, fullgraph=True), X)
+    assert "all_gather" in graphs[2] and "all_gather" not in graphs[-1]
+    assert "reduce_scatter" in graphs[-1] or "reduce_0" in graphs[-1]
+
+
+def test_no_shard_reduces_all_and_gathers_nothing() -> None:
+    """Under NO_SHARD there is an all-reduce per unit and no other collective."""
+    with printed_graphs() as graphs:
+        model = fully_shard(small(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        step(torch.compile(model, fullgraph=True), X)
+    joint = graphs[0]
+    assert joint.count("= all_reduce(") == 2
+    assert "all_gather" not in joint and "reduce_scatter" not in joint
+
+
+def test_a_gather_saved_against_the_strategy_is_refused() -> None:
+    """Without `reshard` the partitioner keeps gathered parameters; the guard names the unit and the node (I4)."""
+    model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reshard",)})
+    with pytest.raises(Exception, match=r"unit 2: \w+, a view of its gathered parameters of shape .* would be kept"):
+        step(model, X)
