@@ -1,4 +1,4 @@
-"""A small GPT over bytes: 10.8 M parameters by default, pre-norm blocks, causal attention, the loss inside the model."""
+"""A small GPT over bytes: 10.8 M parameters by default, pre-norm blocks, causal attention, its loss inside."""
 
 import math
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = nn.LayerNorm(config.dim), MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The region is inside forward, so a sharding unit around the block gathers outside it: once, not again per replay.
+        # The region is inside forward: a sharding unit around the block gathers outside it, not again in the replay.
         return checkpoint(self._body, x, use_reentrant=False) if self.checkpointing else self._body(x)
 
     def _body(self, x: Tensor) -> Tensor:

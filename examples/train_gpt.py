@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from fsdp_compile import fully_shard
@@ -37,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; every refusal says what was found and what to do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--data", type=Path, metavar="FILE", help="train on this file's bytes (default: the text of Python's own help)")
+    option("--data", type=Path, metavar="FILE", help="train on its bytes (default: the text of Python's own help)")
     option("--steps", type=int, default=60, help="steps of each run (default: %(default)s)")
     option("--batch", type=int, default=4, help="sequences per rank and step (default: %(default)s)")
     option("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
@@ -58,8 +59,8 @@ def bf16_help() -> str:
     """Say which tolerance holds with and without rounding to bfloat16."""
     (early, end), (early16, end16) = TOLERANCE[False], TOLERANCE[True]
     return (
-        f"compute in bfloat16 (autocast); losses may then differ by {early16:.0%}% in the first 20 steps and {end16:.0%}% "
-        f"at the end (mean of the last 5), instead of {early:.1%}% and {end:.0%}%"
+        f"compute in bfloat16 (autocast); the two losses may then differ by {early16:.0%}% in the first 20 steps and "
+        f"{end16:.0%}% at the end (mean of the last 5), instead of {early:.1%}% and {end:.0%}%"
     )
 
 
@@ -116,13 +117,13 @@ def load_text(path: Path | None, context: int) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)  # (bytes,)
 
 
-def batches(text: Tensor, args: argparse.Namespace, context: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's part of each step's batch; all ranks draw the same positions, so that the whole batch is known."""
+def batches(text: Tensor, context: int, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's part of each step's batch; all ranks draw the same positions and take their own."""
     generator = torch.Generator().manual_seed(args.seed)
     mine = slice(dist.get_rank() * args.batch, (dist.get_rank() + 1) * args.batch)
     for _ in range(args.steps):
         at = torch.randint(len(text) - context, (dist.get_world_size() * args.batch, 1), generator=generator)
-        window = text[at[mine] + torch.arange(context + 1)].long().to(device)  # (batch, context + 1)
+        window = text[at[mine] + torch.arange(context + 1)].long()  # (batch, context + 1)
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
@@ -151,38 +152,39 @@ class Run:
 
 def train(compiled: bool, text: Tensor, args: argparse.Namespace, device: torch.device) -> Run:
     """One run from fresh weights. Only the step is timed: not the batch, the loss over ranks or the progress line."""
-    memory = PeakMemory(device)
+    memory, label = PeakMemory(device), "compiled" if compiled else "eager"
     config = GPTConfig(checkpointing=args.checkpointing)
-    step = training_step(build(config, args, device, compiled), args, device)
-    tokens = dist.get_world_size() * args.batch * config.context
-    run, label = Run([], [], tokens, 0.0), "compiled" if compiled else "eager"
-    for x, y in batches(text, args, config.context, device):
-        if not run.losses:
-            progress(label, run, args.steps)
-        loss, seconds = timed(step, x, y)
+    step = training_step(*build(config, args, device, compiled), args.bf16, device)
+    run = Run([], [], dist.get_world_size() * args.batch * config.context, 0.0)
+    progress(label, run, args.steps)
+    for x, y in batches(text, config.context, args):
+        loss, seconds = timed(step, x.to(device), y.to(device))
         run.seconds.append(seconds)
         run.losses.append(mean_over_ranks(loss))
+        progress(label, run, args.steps)
         if len(run.losses) == 1:
             memory.forget()
-        progress(label, run, args.steps)
     run.peak = memory.stop()
     return run
 
 
-def build(config: GPTConfig, args: argparse.Namespace, device: torch.device, compiled: bool) -> tuple:
-    """The model, sharded in place, perhaps compiled, and its optimizer. These four lines are all that a user writes."""
+def build(
+    config: GPTConfig, args: argparse.Namespace, device: torch.device, compiled: bool
+) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
+    """The model, sharded in place and perhaps compiled, and its optimizer: all that sharding asks of a script."""
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model = fully_shard(GPT(config).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     return torch.compile(model, backend=args.backend) if compiled else model, optimizer
 
 
-def training_step(built: tuple, args: argparse.Namespace, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def training_step(
+    model: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, bf16: bool, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Forward, backward and update; returns this rank's loss once the device has finished."""
-    model, optimizer = built
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = model(x, y)  # ()
         loss.backward()
         optimizer.step()
@@ -213,11 +215,12 @@ def progress(label: str, run: Run, steps: int) -> None:
         return
     done, bar = len(run.losses), "#" * (30 * len(run.losses) // steps)
     said = f"loss {run.losses[-1]:.3f}  {run.tokens / run.seconds[-1]:8,.0f} tokens/s" if done else "first step ..."
-    print(f"\r{label:>8} [{bar:<30}] {done}/{steps}  {said:<32}", end="\n" * (done == steps), file=sys.stderr, flush=True)
+    line = f"\r{label:>8} [{bar:<30}] {done}/{steps}  {said:<32}"
+    print(line, end="\n" if done == steps else "", file=sys.stderr, flush=True)
 
 
 class PeakMemory:
-    """Peak memory of this process since `forget`: CUDA's allocator knows; on a CPU a thread samples the resident set."""
+    """Peak memory of this process since `forget`: CUDA's allocator knows it, on a CPU a thread samples /proc."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda, self.done, self.peak = device.type == "cuda", threading.Event(), 0
@@ -232,7 +235,7 @@ class PeakMemory:
             self.peak = max(self.peak, resident_bytes())
 
     def forget(self) -> None:
-        """Start again: what the first step took (compiling, say) is not counted, what it left behind is."""
+        """Start again after the first step: what compiling took is not counted, what it left behind is."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         self.peak = 0
@@ -264,64 +267,69 @@ def give_back_memory() -> None:
 
 def table(runs: dict[str, Run], device: torch.device) -> str:
     """One column per run, one row per figure, all of rank 0."""
-    memory = "peak memory, MB (allocated)" if device.type == "cuda" else "peak memory, MB (growth of resident set)"
-    rows: dict[str, Callable[[str, Run], str]] = {
-        "": lambda name, run: name,
-        "compile, s (first step less median)": lambda name, run: f"{run.seconds[0] - run.step:.1f}" if name == "compiled" else "-",
-        "median step, ms": lambda name, run: f"{1e3 * run.step:.1f}",
-        "tokens/s, all ranks": lambda name, run: f"{run.speed:,.0f}",
-        memory: lambda name, run: f"{run.peak:,.0f}",
-        "final loss": lambda name, run: f"{run.losses[-1]:.4f}",
-    }
-    width = max(map(len, rows))
-    return "\n".join(
-        f"{title:<{width}}" + "".join(f"{cell(name, run):>12}" for name, run in runs.items()) for title, cell in rows.items()
-    )
+    titles = [
+        "",
+        "compile, s (first step less median)",
+        "median step, ms",
+        "tokens/s, all ranks",
+        f"peak memory from step 2, MB ({'allocated' if device.type == 'cuda' else 'growth of resident set'})",
+        "final loss",
+    ]
+    width = max(map(len, titles))
+    rows = zip(titles, *(column(name, run) for name, run in runs.items()), strict=True)
+    return "\n".join(f"{title:<{width}}" + "".join(f"{cell:>12}" for cell in cells) for title, *cells in rows)
+
+
+def column(name: str, run: Run) -> list[str]:
+    """The figures of one run, in the order of the table's titles."""
+    compiling = f"{run.seconds[0] - run.step:.1f}" if name == "compiled" else "-"
+    return [name, compiling, f"{1e3 * run.step:.1f}", f"{run.speed:,.0f}", f"{run.peak:,.0f}", f"{run.losses[-1]:.4f}"]
+
+
+LOOK = {  # wide and pale below, thin and dark above: both are seen where they coincide
+    "eager": {"color": "#f6b67f", "linewidth": 5, "marker": "o", "markersize": 5},
+    "compiled": {"color": "#1f4e79", "linewidth": 1.5, "marker": ".", "markersize": 4},
+}
 
 
 def draw(runs: dict[str, Run], path: Path) -> None:
     """Loss curves on the left, throughputs on the right."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(2, 1), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     draw_losses(left, runs)
     draw_speeds(right, runs)
     figure.savefig(path, dpi=150)
 
 
-LOOK = {  # wide and pale below, thin and dark above: both are seen where they coincide
-    "eager": {"color": "#f4a259", "linewidth": 5, "alpha": 0.8},
-    "compiled": {"color": "#1f4e79", "linewidth": 1.5},
-}
-
-
-def draw_losses(axes, runs: dict[str, Run]) -> None:
+def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
     """One line per run over the steps."""
     for name, run in runs.items():
-        axes.plot(range(1, len(run.losses) + 1), run.losses, label=name, marker="." * (len(run.losses) == 1), **LOOK[name])
-    axes.set(title="Training loss", xlabel="step", ylabel="cross-entropy per byte, nats")
+        axes.plot(range(1, len(run.losses) + 1), run.losses, label=name, **LOOK[name])
+    axes.set_title("Training loss", loc="left")
+    axes.set(xlabel="step", ylabel="cross-entropy, nats per byte")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
 
 
-def draw_speeds(axes, runs: dict[str, Run]) -> None:
+def draw_speeds(axes: Axes, runs: dict[str, Run]) -> None:
     """One bar per run, its figure above it."""
-    bars = axes.bar(list(runs), [run.speed for run in runs.values()], width=0.55, color=[LOOK[name]["color"] for name in runs])
-    axes.bar_label(bars, [f"{run.speed:,.0f}" for run in runs.values()], padding=3)
-    axes.set(title="Throughput", ylabel="tokens/s, all ranks (median step)")
+    speeds = [run.speed for run in runs.values()]
+    bars = axes.bar(list(runs), speeds, width=0.55, color=[LOOK[name]["color"] for name in runs])
+    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)
+    axes.set_title("Throughput", loc="left")
+    axes.set_ylabel("tokens/s, all ranks, median step")
     axes.margins(x=0.3, y=0.12)
 
 
 def disagreement(eager: Run, compiled: Run, bf16: bool) -> str | None:
     """Say where the curves part, or None: rounding may move a loss by the tolerance, a wrong gradient moves it more."""
     early, end = TOLERANCE[bf16]
-    pairs = list(zip(eager.losses, compiled.losses, strict=True))
-    for step, (a, b) in enumerate(pairs[:20], 1):
+    for step, (a, b) in enumerate(zip(eager.losses[:20], compiled.losses[:20], strict=True), 1):
         if not abs(a - b) <= early * abs(a):  # false for nan too
             return f"step {step}: eager loss {a:.6f}, compiled {b:.6f}, more than {early:.1%} apart"
-    a, b = (statistics.mean(losses[-5:]) for losses in zip(*pairs, strict=True))
+    a, b = (statistics.mean(run.losses[-5:]) for run in (eager, compiled))
     if not abs(a - b) <= end * abs(a):
         return f"mean of the last 5 losses: eager {a:.6f}, compiled {b:.6f}, more than {end:.0%} apart"
     return None
@@ -342,9 +350,9 @@ def main() -> None:
     text = load_text(args.data, GPTConfig().context)
     device = start(args.device)
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks on {device.type}, {args.steps} steps, {args.batch} x {GPTConfig().context} bytes a rank")
-    kinds = {"eager": not args.compile_only, "compiled": not args.eager_only}
-    runs = {name: train(name == "compiled", text, args, device) for name, wanted in kinds.items() if wanted}
+        print(f"{dist.get_world_size()} x {device.type}, {args.steps} steps, {args.batch} sequences a rank", flush=True)
+    wanted = {"eager": not args.compile_only, "compiled": not args.eager_only}
+    runs = {name: train(name == "compiled", text, args, device) for name in wanted if wanted[name]}
     parted = report(runs, args, device)
     dist.destroy_process_group()
     if parted:

@@ -144,6 +144,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHINDUCTOR_CACHE_DIR": inductor,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # the compiler knows the machine's vectors: ten seconds of trials less
     }
     import torch
     import torch.distributed as dist
@@ -158,6 +159,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
         try:
             torch._dynamo.reset()
             gc.collect()
+            gc.freeze()  # later collections look only at what this call makes: half a second becomes nothing
             dist.barrier()
             function, args = pickle.loads(call)
             answer = Answer(function(rank, *args), None)

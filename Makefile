@@ -1,0 +1,46 @@
+# run: train the example on 2 processes   test: style, types, tests   bench: peers side by side   size: lines of code
+# Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+TIERS := $(foreach tier,unit fake gloo gpu,$(wildcard tests/$(tier)))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test bench size format clean compiler
+
+run: .venv/stamp compiler
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+
+test: .venv/stamp compiler
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest $(TIERS) $(ARGS)
+
+bench: .venv/stamp compiler
+	$(PY) -m bench $(ARGS)
+
+size:
+	@$(PYTHON) tools/size.py
+
+format: .venv/stamp
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+# .venv stays: remove it by hand to start anew.
+clean:
+	rm -rf build *.egg-info *.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fsdp_compile tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: a range would let pip take the newest build, with gigabytes of CUDA packages.
+.venv/stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "error: needs Python 3.11 or later, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	touch $@
+
+compiler:
+	@command -v $(CXX) >/dev/null \
+	|| { echo "error: torch.compile needs a C++ compiler, $(CXX) is not on the path; install g++ or set CXX" >&2; exit 1; }

@@ -1,0 +1,213 @@
+"""`fully_shard`: refusals, identity, classes, nesting, strategies; on a fake group, so without values."""
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RANK, WORLD_SIZE
+from models import GPT, MODULES, mlp, tied_blocks, tied_ends
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import FSDPModule, ModuleWrapPolicy, ShardingStrategy, fully_shard
+from fsdp_compile.lookup import original_class
+from fsdp_compile.unit import unit_of
+
+
+def units(model: nn.Module) -> list[Any]:
+    return list(dict.fromkeys(at[0] for p in model.parameters() if (at := unit_of(p))))
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [(type(m), list(m.__dict__)) for m in model.modules()] + [(id(p), tuple(p.shape)) for p in model.parameters()]
+
+
+def refused(model: Any, error: type[Exception], message: str, **arguments: Any) -> None:
+    """The call raises `error` with `message`, and the model is as it was."""
+    before = state(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=message):
+        fully_shard(model, **arguments)
+    assert before is None or state(model) == before
+
+
+def test_mesh_and_group_together_are_refused() -> None:
+    """Both `mesh` and `process_group`: ValueError that names both (E-PG-1)."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    refused(mlp(), ValueError, "mesh and process_group: expected at most one, found", mesh=mesh, process_group=dist.group.WORLD)
+
+
+def test_wrong_types_are_refused() -> None:
+    """Every argument of a wrong type is a TypeError that names it and the type found."""
+    refused("model", TypeError, "model: expected a torch.nn.Module, found str")
+    refused(mlp(), TypeError, "mesh: expected a .*DeviceMesh, found tuple", mesh=(2, 2))
+    refused(mlp(), TypeError, "process_group: expected a .*ProcessGroup, found", process_group="world")
+    refused(mlp(), TypeError, "sharding_strategy: expected a .*ShardingStrategy, found str", sharding_strategy="FULL_SHARD")
+    refused(mlp(), TypeError, "auto_wrap_policy", auto_wrap_policy=3)
+
+
+def test_meshes_of_two_dimensions_and_hybrid_strategies_are_refused() -> None:
+    """What is not supported yet is a ValueError that says what is (E-PG-2)."""
+    refused(mlp(), ValueError, "mesh: expected one dimension.*found 2", mesh=init_device_mesh("cpu", (2, 2)))
+    refused(mlp(), ValueError, "expected one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, found HYBRID_SHARD",
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD)  # fmt: skip
+
+
+def with_parameter(param: torch.Tensor) -> nn.Module:
+    model = mlp()
+    model.blocks[1].down.extra = nn.Parameter(param, requires_grad=False)
+    return model
+
+
+def test_parameters_that_cannot_be_sharded_are_refused() -> None:
+    """ValueError with the parameter's full name, what was found, and the remedy; nothing is sharded (E-FLAT-9, 11)."""
+    refused(with_parameter(torch.tensor(1.0)), ValueError, r"parameter blocks.1.down.extra: .*found a scalar; .*shape \[1\]")
+    refused(with_parameter(torch.ones(2, dtype=torch.int32)), ValueError, "blocks.1.down.extra: expected a floating dtype, found torch.int32; .*buffer")
+    refused(with_parameter(torch.ones(2, dtype=torch.bfloat16)), ValueError, "blocks.1.down.extra: expected dtype torch.float32, as up.weight.*found torch.bfloat16; cast")
+    refused(with_parameter(torch.ones(2, device="meta")), ValueError, "blocks.1.down.extra: expected device cpu, .*found meta; move")
+
+
+def test_models_without_parameters_are_refused() -> None:
+    """A model without any parameter: ValueError that names its class."""
+    refused(nn.Sequential(nn.ReLU()), ValueError, "model: expected a module with parameters, found none in Sequential")
+
+
+def test_sharding_twice_is_refused() -> None:
+    """A module that is sharded already: ValueError."""
+    refused(fully_shard(mlp()), ValueError, "model: FSDPStack is sharded already")
+
+
+def test_without_a_process_group_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No initialised group: RuntimeError that says to call init_process_group."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    refused(mlp(), RuntimeError, r"process_group: expected an initialised default group, found none; call .*init_process_group")
+
+
+def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
+    """The same parameter objects under the same names, 1-D, in one storage per unit; slices as the layout says (I1)."""
+    model = mlp()
+    before = dict(model.named_parameters())
+    values = {name: p.detach().clone().flatten() for name, p in before.items()}
+    assert fully_shard(model) is model
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    names = {p: name for name, p in after.items()}
+    for unit in units(model):
+        assert unit.rank == RANK
+        for param, record in zip(unit.params, unit.layout.records(RANK), strict=True):
+            expected = values[names[param]][record.first : record.last + 1] if record else torch.empty(0)
+            assert torch.equal(param.detach(), expected)
+            assert not record or param.untyped_storage().data_ptr() == unit.shard.untyped_storage().data_ptr()
+
+
+def test_alignment_of_every_view() -> None:
+    """Every full view starts at a multiple of 16 elements, and every shard has a multiple of 16 elements (I2)."""
+    for unit in units(fully_shard(GPT())):
+        assert all(offset % 16 == 0 for offset in unit.layout.offsets)
+        assert unit.layout.shard_numel % 16 == 0
+
+
+def test_classes_stay_what_they_were() -> None:
+    """isinstance, class names of layers, repr and attributes as before; units are FSDPModules as well."""
+    model, plain = fully_shard(GPT()), GPT()
+    assert isinstance(model, GPT) and isinstance(model, FSDPModule)
+    assert isinstance(model.head, nn.Linear) and not isinstance(model.head, FSDPModule)
+    assert all(isinstance(block, FSDPModule) for block in model.blocks)
+    assert repr(model) == re.sub(r"\b(GPT|Block)\(", r"FSDP\1(", repr(plain)).replace("x Block", "x FSDPBlock")
+    assert [original_class(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    with pytest.raises(AttributeError, match="nothing"):
+        model.head.nothing  # noqa: B018
+
+
+def test_classes_are_shared_by_equal_blocks_only() -> None:
+    """Equal modules of equal blocks have one class, so that they share compiled code; settings live in the instance."""
+    full, kept = fully_shard(mlp()), fully_shard(mlp(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert type(full.blocks[0]) is type(full.blocks[1]) is type(kept.blocks[0])
+    assert type(full.blocks[0].up) is type(kept.blocks[2].up) is not type(full.blocks[0].down)
+    assert {u.reshard_after_forward for u in units(full)} == {True}
+    assert {u.reshard_after_forward for u in units(kept)} == {False}
+
+
+def test_deepcopy_is_independent() -> None:
+    """A copy has parameters, shard and units of its own with equal values, and ties parameters as the original does."""
+    model = fully_shard(GPT(tied=True))
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.tokens.weight is not model.tokens.weight
+    assert not set(units(model)) & set(units(twin))
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        with torch.no_grad():
+            theirs.fill_(7.0)
+    assert not any((p == 7.0).any() for p in model.parameters())
+    assert all((u.shard == 7.0).any() for u in units(twin))
+
+
+def test_nested_calls_keep_inner_units() -> None:
+    """Submodules that are sharded already keep their units; "auto" takes the rest as one unit."""
+    model = mlp()
+    inner = fully_shard(model.blocks[1], auto_wrap_policy=None)
+    kept = units(inner)
+    fully_shard(model)
+    assert units(model.blocks[1]) == kept and len(units(model)) == 2
+    assert units(model.stem) == units(model.blocks[0])
+    assert [u.is_root for u in units(model)] == [True, False]
+
+
+def test_a_policy_and_a_unit_without_parameters_of_its_own() -> None:
+    """Where inner units take all parameters, the enclosing unit is empty: legal, no collective (E-GEN-6)."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert isinstance(model, FSDPModule) and model._fsdp_scope == ()
+    assert len(units(model)) == 2
+
+
+def test_tied_parameters_have_one_place() -> None:
+    """A parameter used in several units belongs to one, which is gathered around all its users."""
+    for model, scope in ((tied_blocks(), ""), (tied_ends(), ""), (GPT(tied=True), "")):
+        count = len(list(model.parameters()))
+        fully_shard(model)
+        assert sum(len(u.params) for u in units(model)) == count
+        shared = [m for path, m in model.named_modules() if path == scope][0]
+        assert len({id(u) for m in model.modules() for u in m.__dict__.get("_fsdp_scope", ())}) == len(units(model))
+        assert shared._fsdp_scope
+
+
+def test_tied_parameters_across_nested_calls() -> None:
+    """Two submodules sharded one by one share a parameter: once their parent is sharded it is gathered around both."""
+    model = tied_ends()
+    for child in model:
+        fully_shard(child, auto_wrap_policy=None)
+    fully_shard(model)
+    first = unit_of(model[0].weight)
+    assert first is not None and first == unit_of(model[3].weight)
+    assert first[0] in model._fsdp_scope and first[0] not in model[0]._fsdp_scope
+
+
+def test_one_rank_means_no_shard() -> None:
+    """A group of one rank: a UserWarning that names the strategy asked for, and whole parameters (E-STRAT-6)."""
+    alone = [dist.new_group([rank]) for rank in range(WORLD_SIZE)][RANK]
+    model = mlp()
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.warns(UserWarning, match="FULL_SHARD over one rank is NO_SHARD"):
+        fully_shard(model, process_group=alone)
+    assert [p.shape for p in model.parameters()] == shapes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fully_shard(mlp(), process_group=alone, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def test_mesh_of_one_dimension() -> None:
+    """A 1-D mesh gives its group."""
+    (unit, *_) = units(fully_shard(mlp(), mesh=init_device_mesh("cpu", (WORLD_SIZE,))))
+    assert unit.layout.world_size == WORLD_SIZE and unit.rank == RANK
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_unusual_modules_trace_as_one_graph(name: str) -> None:
+    """Parameter containers, MultiheadAttention, readers of a child's parameters and ties compile without graph breaks."""
+    case = MODULES[name]
+    model = torch.compile(fully_shard(case.build()), fullgraph=True, backend="aot_eager")
+    case.loss(model, case.batch(1, 4)).backward()

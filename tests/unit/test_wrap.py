@@ -1,0 +1,109 @@
+"""Choosing units: "auto", policies, and what is left alone."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_compile.wrap import choose_units
+
+
+def paths(model: nn.Module, policy: Any = "auto", taken: tuple[nn.Module, ...] = ()) -> list[str]:
+    chosen = choose_units(model, policy, lambda module: module in taken)
+    return [next(path for path, m in model.named_modules() if m is module) for module in chosen]
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int = 2) -> None:
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(4), nn.ModuleList(nn.Linear(4, 4) for _ in range(inner))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 5)
+
+
+def test_auto_takes_the_outermost_repeated_blocks() -> None:
+    """Blocks of one class in a container become units; what is repeated inside them does not; the model comes last."""
+    assert paths(Model()) == ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+def test_auto_descends_into_what_is_not_repeated() -> None:
+    """An encoder and a decoder that occur once each are searched for their own blocks."""
+    model = nn.Module()
+    model.encoder, model.decoder = Model(), Model()
+    assert paths(model)[:6] == [f"{half}.blocks.{i}" for half in ("encoder", "decoder") for i in range(3)]
+
+
+def test_auto_takes_repeated_layers_with_a_weight_matrix() -> None:
+    """In a plain stack, linear layers become units; lone norms, activations and a single odd layer stay in the root."""
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.LayerNorm(3), nn.ReLU(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Embedding(3, 3)
+    )
+    assert paths(model) == ["0", "3", ""]
+
+
+def test_auto_skips_blocks_without_parameters_and_containers() -> None:
+    """A list of lists is searched; the inner lists have no forward and are never units."""
+    model = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+    assert paths(model) == ["0.0", "0.1", "1.0", "1.1", ""]
+    assert paths(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))) == [""]
+
+
+def test_auto_takes_a_shared_block_once() -> None:
+    """A block that occurs twice in a container is one unit."""
+    block = Block()
+    assert paths(nn.ModuleList([block, block, Block()])) == ["0", "2", ""]
+
+
+def test_auto_leaves_the_rest_as_one_unit_when_something_is_sharded() -> None:
+    """With any submodule sharded already, "auto" takes the rest as one unit."""
+    model = Model()
+    assert paths(model, taken=(model.blocks[1],)) == [""]
+
+
+def test_none_is_one_unit() -> None:
+    """None: the model is one unit."""
+    assert paths(Model(), None) == [""]
+
+
+def test_module_wrap_policy() -> None:
+    """A `ModuleWrapPolicy` chooses by class, innermost first."""
+    assert paths(Model(), ModuleWrapPolicy({Block, nn.Embedding})) == ["embed", "blocks.0", "blocks.1", "blocks.2", ""]
+    nested = paths(Model(), ModuleWrapPolicy({Block, nn.LayerNorm}))
+    assert nested[:4] == ["blocks.0.norm", "blocks.0", "blocks.1.norm", "blocks.1"]
+
+
+def test_callable_policy_sees_what_is_not_wrapped_yet() -> None:
+    """A callable is asked whether to descend, then, with the elements that no chosen submodule holds, whether to wrap."""
+    asked: dict[int, int] = {}
+
+    def at_least_20(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        asked[id(module)] = nonwrapped_numel
+        return recurse or nonwrapped_numel >= 20
+
+    model = Model()
+    chosen = paths(model, at_least_20)
+    assert chosen[:3] == ["embed", "blocks.0.layers.0", "blocks.0.layers.1"]
+    assert "blocks.0" not in chosen  # its layers are units: 8 elements are left
+    assert asked[id(model.blocks[0])] == 8
+
+
+def test_a_policy_that_does_not_descend_ends_there() -> None:
+    """With recurse answered False, no submodule is asked."""
+    assert paths(Model(), lambda module, recurse, nonwrapped_numel: False) == [""]
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [("blocks", ValueError, 'expected "auto".*found the string .blocks.'), (3, TypeError, "auto_wrap_policy.*found int")],
+)
+def test_other_policies_are_refused(policy: Any, error: type[Exception], message: str) -> None:
+    """Anything else is an error that names the argument and what was found."""
+    with pytest.raises(error, match=message):
+        choose_units(Model(), policy, lambda module: False)
