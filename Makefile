@@ -8,16 +8,16 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test bench size format clean compiler
 
-run: .venv/stamp compiler
+run: compiler .venv/stamp
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
-test: .venv/stamp compiler
+test: compiler .venv/stamp
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest $(TIERS) $(ARGS)
 
-bench: .venv/stamp compiler
+bench: compiler .venv/stamp
 	$(PY) -m bench $(ARGS)
 
 size:

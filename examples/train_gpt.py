@@ -74,7 +74,7 @@ def check(args: argparse.Namespace) -> None:
     if args.data and not args.data.is_file():
         refuse(f"--data {args.data}: no such file")
     if args.device == "cuda" and gpus < ranks:
-        refuse(f"--device cuda: {ranks} ranks on this machine need a GPU each, found {gpus}; try --device cpu")
+        refuse(f"--device cuda: found {gpus} GPUs for {ranks} ranks on this machine, each needs one; try --device cpu")
     if not args.out.absolute().parent.is_dir():
         refuse(f"--out {args.out}: its folder does not exist")
 
@@ -350,7 +350,9 @@ def main() -> None:
     text = load_text(args.data, GPTConfig().context)
     device = start(args.device)
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} x {device.type}, {args.steps} steps, {args.batch} sequences a rank", flush=True)
+        print(
+            f"{dist.get_world_size()} rank(s) on {device.type}: {args.steps} steps, batch {args.batch} each", flush=True
+        )
     wanted = {"eager": not args.compile_only, "compiled": not args.eager_only}
     runs = {name: train(name == "compiled", text, args, device) for name in wanted if wanted[name]}
     parted = report(runs, args, device)

@@ -64,16 +64,21 @@ def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin
     return type("FSDP" + original.__name__, (mixin, original), namespace)
 
 
+# Slot, index and name are literals of generated code: as closure variables Dynamo would guard on each of them, for each
+# parameter, on every call.
+_FIND = """
+def find(module):
+    views = module._fsdp_units[{slot}].views
+    if views is not None:
+        return views[{index}]
+    try:
+        return module._parameters[{name!r}]
+    except KeyError:
+        raise AttributeError({name!r}) from None
+"""
+
+
 def _property(lookup: Lookup) -> property:
-    name, slot, index = lookup
-
-    def find(module: nn.Module) -> Any:
-        views = module._fsdp_units[slot].views  # type: ignore[index,union-attr]
-        if views is not None:
-            return views[index]
-        try:
-            return module._parameters[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    return property(find)
+    scope: dict[str, Any] = {}
+    exec(_FIND.format(**lookup._asdict()), scope)
+    return property(scope["find"])

@@ -24,8 +24,32 @@ from fsdp_compile.layout import FlatParamLayout, ShardRecord
 from fsdp_compile.ops import UNSHARD, alias
 
 
+class ShardViews:
+    """Cuts a tensor laid out like this rank's shard into the parameters' parts, by a single split."""
+
+    def __init__(self, layout: FlatParamLayout, rank: int) -> None:
+        self.sizes: list[int] = []  # of the runs that cover the shard, padding included
+        self.places: list[int | None] = []  # for each parameter the run that is its part; None: not on this rank
+        self.shapes = layout.shapes if layout.world_size == 1 else None  # whole parameters keep their shape
+        end = 0
+        for record in layout.records(rank):
+            if record:
+                self.sizes += [record.offset - end, record.numel]
+                end = record.offset + record.numel
+            self.places.append(len(self.sizes) - 1 if record else None)
+        self.sizes.append(layout.shard_numel - end)
+
+    def of(self, flat: Tensor) -> list[Tensor | None]:
+        """The parts of `flat`, 1-D `[shard_numel]`: views, 1-D or, unsharded, in full shape; None: not on this rank."""
+        runs = flat.split_with_sizes(self.sizes)
+        parts = [None if place is None else runs[place] for place in self.places]
+        if self.shapes is None:
+            return parts
+        return [None if part is None else part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
 class _Join(torch.autograd.Function):
-    """Ties the sharded parameters to the handle: forward passes the shard on, backward hands out its slices.
+    """Ties the sharded parameters to the handle: forward passes the shard on, backward hands out its parts.
 
     It lives outside every traced graph and keeps rank-dependent offsets there, so the graph is the same on all ranks.
     Note on lifetime: handle -> this node -> parameters is a chain of C++ references that Python's garbage collector does
@@ -33,22 +57,14 @@ class _Join(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, slices: "Slices", *params: nn.Parameter) -> Tensor:
-        ctx.slices, ctx.params = slices, params
+    def forward(ctx: Any, shard: Tensor, views: ShardViews, *params: nn.Parameter) -> Tensor:
+        ctx.views, ctx.params = views, params
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # grad: [shard_numel]
-        pairs = zip(ctx.params, ctx.slices, strict=True)
-        return (None, None, *[_local(grad, s) if s and p.requires_grad else None for p, s in pairs])
-
-
-Slices = tuple[tuple[int, int, tuple[int, ...]] | None, ...]  # (offset in the shard, elements, shape), None: not here
-
-
-def _local(flat: Tensor, part: tuple[int, int, tuple[int, ...]]) -> Tensor:
-    offset, numel, shape = part
-    return flat.narrow(0, offset, numel).view(shape)
+        pairs = zip(ctx.views.of(grad), ctx.params, strict=True)
+        return (None, None, *[part if param.requires_grad else None for part, param in pairs])
 
 
 class Unit:
@@ -101,14 +117,6 @@ class Unit:
             views = [view.detach() if index in self.frozen else view for index, view in enumerate(views)]
         return views
 
-    def _slices(self) -> Slices:
-        """Where each parameter lies in the shard, and its shape there: 1-D, or full under NO_SHARD."""
-        whole = self.layout.world_size == 1
-        return tuple(
-            (record.offset, record.numel, shape if whole else (record.numel,)) if record else None
-            for record, shape in zip(self.records, self.layout.shapes, strict=True)
-        )
-
     def _copy_to_shard(self) -> Tensor:
         """Copy what this rank stores of each parameter; the full flat parameter never exists."""
         first = self.params[0]
@@ -122,12 +130,12 @@ class Unit:
 
     def _adopt(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
-        self.shard, slices = shard, self._slices()
-        for index, (param, part) in enumerate(zip(self.params, slices, strict=True)):
-            param.data = _local(shard, part) if part else shard.new_empty(self._absent_shape(index))
+        self.shard, views = shard, ShardViews(self.layout, self.rank)
+        for index, (param, part) in enumerate(zip(self.params, views.of(shard), strict=True)):
+            param.data = shard.new_empty(self._absent_shape(index)) if part is None else part
             param._fsdp_unit = (weakref.ref(self), index)  # type: ignore[attr-defined]
         with torch.enable_grad():
-            self.handle: Tensor = _Join.apply(shard, slices, *self.params)
+            self.handle: Tensor = _Join.apply(shard, views, *self.params)
         # With no trainable parameter the handle itself carries no gradient and nothing needs detaching.
         trains = self.handle.requires_grad
         self.frozen = tuple(i for i, p in enumerate(self.params) if trains and not p.requires_grad)
