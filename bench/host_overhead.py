@@ -4,7 +4,7 @@ A GPT whose tensors are tiny, so that a step is nearly all host work; a fake pro
 once. Two measures, in microseconds of CPU time per step, the variants interleaved:
 
     guards    a forward whose compiled graph does nothing: Dynamo's guards, inputs, outputs
-    step      forward and backward compiled by Inductor, zero_grad: guards, generated wrappers, autograd, and tiny kernels
+    step      forward and backward compiled by Inductor, zero_grad: guards, wrappers, autograd, tiny kernels
 """
 
 import argparse

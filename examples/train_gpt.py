@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -79,11 +80,10 @@ def check(args: argparse.Namespace) -> None:
         refuse(f"--out {args.out}: its folder does not exist")
 
 
-def refuse(message: str, status: int = 2) -> None:
-    """End the program on every rank; rank 0 says why."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"train_gpt.py: error: {message}", file=sys.stderr)
-    sys.exit(status)
+def refuse(message: str) -> NoReturn:
+    """End the program; every rank says why, for torchrun stops the others as soon as one has ended."""
+    print(f"train_gpt.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 # --- where to run -----------------------------------------------------------------------------------------------------
@@ -335,30 +335,31 @@ def disagreement(eager: Run, compiled: Run, bf16: bool) -> str | None:
     return None
 
 
-def report(runs: dict[str, Run], args: argparse.Namespace, device: torch.device) -> str | None:
-    """Print the table and write the picture on rank 0; return the disagreement on all."""
-    if dist.get_rank() == 0:
-        print(table(runs, device))
-        draw(runs, args.out)
-        print(f"wrote {args.out}")
-    return disagreement(runs["eager"], runs["compiled"], args.bf16) if len(runs) == 2 else None
+def report(runs: dict[str, Run], args: argparse.Namespace, device: torch.device) -> None:
+    """Print the table and write the picture."""
+    print(table(runs, device))
+    draw(runs, args.out)
+    print(f"wrote {args.out}", flush=True)
 
 
 def main() -> None:
-    """Run, compare, report."""
+    """Run, report, compare."""
     args = parse_arguments()
     text = load_text(args.data, GPTConfig().context)
     device = start(args.device)
-    if dist.get_rank() == 0:
-        print(
-            f"{dist.get_world_size()} rank(s) on {device.type}: {args.steps} steps, batch {args.batch} each", flush=True
-        )
+    first = dist.get_rank() == 0
+    if first:
+        print(f"{dist.get_world_size()} rank(s) on {device}, {args.steps} steps, batch {args.batch} each", flush=True)
     wanted = {"eager": not args.compile_only, "compiled": not args.eager_only}
     runs = {name: train(name == "compiled", text, args, device) for name in wanted if wanted[name]}
-    parted = report(runs, args, device)
+    if first:
+        report(runs, args, device)
+    parted = disagreement(runs["eager"], runs["compiled"], args.bf16) if len(runs) == 2 else None
+    if parted and first:
+        print(f"train_gpt.py: error: the loss curves disagree at {parted}", file=sys.stderr, flush=True)
+    dist.barrier()  # rank 0 has said it all before any rank ends with an error, at which torchrun stops the others
     dist.destroy_process_group()
-    if parted:
-        refuse(f"the loss curves disagree at {parted}", status=1)
+    sys.exit(1 if parted else 0)
 
 
 if __name__ == "__main__":

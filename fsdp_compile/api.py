@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,8 +44,8 @@ def fully_shard(
 ) -> ModuleT:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
-    Parameters keep their identity and become 1-D views into this rank's shard, shape `[n]` with n >= 0 (full shape under
-    NO_SHARD); during forward and backward, module code finds them in full shape. Gradients arrive on the sharded
+    Parameters keep their identity and become 1-D views into this rank's shard, shape `[n]` with n >= 0 (full shape
+    under NO_SHARD); during forward and backward, module code finds them in full shape. Gradients arrive on the sharded
     parameters as the mean over the group, in the same 1-D shape. An optimizer may be made before or after this call.
 
     All ranks must call this with the same model and arguments and equal initial values.
@@ -58,14 +57,14 @@ def fully_shard(
         process_group: group to shard over.
         sharding_strategy: FULL_SHARD frees full parameters between forward and backward, SHARD_GRAD_OP keeps them,
             NO_SHARD copies parameters on every rank and averages gradients. A group of one rank means NO_SHARD.
-        auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None: `model`
-            is one unit; or a `ModuleWrapPolicy` or callable as `torch.distributed.fsdp` takes it.
+        auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
+            `model` is one unit; or a `ModuleWrapPolicy` or callable as `torch.distributed.fsdp` takes it.
 
     Raises:
         RuntimeError: no process group is initialised.
         TypeError: an argument has the wrong type.
-        ValueError: an argument or a parameter cannot be sharded; the message says which and what to do. Nothing has been
-            changed then.
+        ValueError: an argument or a parameter cannot be sharded; the message says which and what to do. Nothing has
+            been changed then.
     """
     group = _resolve_group(mesh, process_group)
     shards = _resolve_strategy(sharding_strategy, group)
@@ -94,7 +93,7 @@ def _resolve_group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | N
     if mesh is not None:
         return _group_of_mesh(mesh)
     if process_group is None:
-        return dist.group.WORLD
+        return dist.group.WORLD  # type: ignore[return-value]  # set, as is_initialized() said
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {process_group!r}")
     return process_group
@@ -153,7 +152,7 @@ def _check_params(params: NamedParams, path: str) -> None:
             )
         if param.dim() == 0:
             raise ValueError(
-                f"parameter {full_name}: expected at least one dimension, found a scalar; make it a 1-D tensor of shape [1]"
+                f"parameter {full_name}: expected at least one dimension, found a scalar; give it the shape [1]"
             )
         _check_equal("dtype", full_name, param.dtype, params[0], "cast the module to one dtype or make it its own unit")
         _check_equal("device", full_name, param.device, params[0], "move the module to one device before fully_shard")

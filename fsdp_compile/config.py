@@ -8,8 +8,8 @@ from dataclasses import dataclass
 class CompileConfig:
     """Choices for the graph passes; every field decides generated code and is part of the compile caches' key.
 
-    `torch.compile(model, backend="fsdp_compile", options={...})` takes the fields as options; plain `torch.compile(model)`
-    takes them from the environment (`FSDP_COMPILE_DISABLE=pin,reorder`).
+    `torch.compile(model, backend="fsdp_compile", options={...})` takes the fields as options; plain
+    `torch.compile(model)` takes them from the environment (`FSDP_COMPILE_DISABLE=pin,reorder`).
 
     Attributes:
         disable: names of passes to leave out (`fsdp_compile.passes.PASSES` lists them).

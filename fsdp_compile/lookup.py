@@ -3,28 +3,26 @@
 The class of a module that owns managed parameters is replaced by a subclass with one property per parameter. It returns
 the unit's full view while the unit is gathered, else the sharded parameter. Nothing is set or restored per step.
 
-Classes are cached by (original class, where each parameter is found, forward), so equal modules of equal blocks share one
-class and one compiled graph. All that belongs to an instance, its units, lives in the instance.
+Classes are cached by (original class, where each parameter is found, forward), so equal modules of equal blocks share
+one class and one compiled graph. All that belongs to an instance, its units, lives in the instance.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 
 from fsdp_compile.unit import Unit
 
 
-class Lookup(NamedTuple):
+@dataclass(frozen=True)
+class Lookup:
     """Where a module finds one parameter: `module._fsdp_units[slot].views[index]`."""
 
     name: str
     slot: int
     index: int
-
-
-MakeForward = Callable[[type[nn.Module]], Callable[..., Any]]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -50,7 +48,7 @@ def add_mixin(module: nn.Module, mixin: type) -> None:
 
 
 def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type | None) -> None:
-    module.__class__ = _swapped_class(original_class(module), lookups, mixin)
+    module.__class__ = _swapped_class(original_class(module), lookups, mixin)  # type: ignore[arg-type]  # classes do hash
 
 
 @functools.cache
@@ -80,5 +78,5 @@ def find(module):
 
 def _property(lookup: Lookup) -> property:
     scope: dict[str, Any] = {}
-    exec(_FIND.format(**lookup._asdict()), scope)
+    exec(_FIND.format(**asdict(lookup)), scope)
     return property(scope["find"])

@@ -4,8 +4,8 @@
     pack_grads(gradients)     -> one flat buffer laid out like the parameters    backward, the derivative of unshard ...
     reduce_grads(flat buffer) -> this rank's slice of the mean      ... in two steps
 
-Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node through
-Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
+Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
+through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
 
 The layout travels as `FlatParamLayout.text`: one string constant, guarded once, the same on every rank.
 """

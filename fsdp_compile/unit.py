@@ -52,8 +52,8 @@ class _Join(torch.autograd.Function):
     """Ties the sharded parameters to the handle: forward passes the shard on, backward hands out its parts.
 
     It lives outside every traced graph and keeps rank-dependent offsets there, so the graph is the same on all ranks.
-    Note on lifetime: handle -> this node -> parameters is a chain of C++ references that Python's garbage collector does
-    not see, so nothing here, nor any parameter, may refer strongly to the unit.
+    Note on lifetime: handle -> this node -> parameters is a chain of C++ references that Python's garbage collector
+    does not see, so nothing here, nor any parameter, may refer strongly to the unit.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class _Join(torch.autograd.Function):
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # grad: [shard_numel]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
         pairs = zip(ctx.views.of(grad), ctx.params, strict=True)
         return (None, None, *[part if param.requires_grad else None for part, param in pairs])
 
@@ -83,7 +83,7 @@ class Unit:
         views: the full views while a forward or backward of this unit runs, else None.
         views_backward: the number of the backward pass that set `views`; -1: a forward did.
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
-        is_root: whether no other unit encloses this one (the eager runtime keeps such a unit between forward and backward).
+        is_root: whether no other unit encloses this one; the eager runtime keeps such a unit after forward.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Unit:
         return (0,) if self.layout.world_size > 1 else self.layout.shapes[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
-        """A unit of its own: copied parameters (those already copied with their modules), shard and join; same group."""
+        """A unit with parameters (copied already with their modules), shard and join of its own; same group."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]

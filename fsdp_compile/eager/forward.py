@@ -1,7 +1,7 @@
 """The forward of a sharded module: gather, run the module's own forward, free.
 
-Under Dynamo only the marker operators and the look-up of views are traced; freeing and gathering again are decided by the
-graph passes. `torch.compiler.is_compiling()` below is the one place where the two ways part.
+Under Dynamo only the marker operators and the look-up of views are traced; freeing and gathering again are decided by
+the graph passes. `torch.compiler.is_compiling()` below is the one place where the two ways part.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from fsdp_compile.unit import Unit
 def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp_scope` gathered.
 
-    A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is used
-    as it is. If forward raises, the units are closed and the module stays usable.
+    A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
+    used as it is. If forward raises, the units are closed and the module stays usable.
     """
     if torch.compiler.is_compiling():
         return _traced(module, forward, args, kwargs)

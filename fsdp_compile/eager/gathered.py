@@ -92,7 +92,7 @@ class Gathered:
         unit = self.unit
         self.storage.resize_(self.nbytes)
         # A tensor of its own, so that the write does not count as an in-place change of the saved views.
-        full = unit.shard.new_empty(0).set_(self.storage, 0, (unit.layout.numel,))
+        full = unit.shard.new_empty(0).set_(self.storage, 0, (unit.layout.numel,), (1,))
         _, group, group_size, _ = unit.unshard_args
         collectives.all_gather_into(full, unit.shard, group_size, group)
 
@@ -103,8 +103,8 @@ class Gathered:
 def open_for_recomputation(unit: Unit) -> None:
     """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
 
-    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one and
-    gathers for itself.
+    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
+    and gathers for itself.
     """
     gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:

@@ -6,7 +6,7 @@ reshard.py              gathers are recomputed in backward or saved; proof that 
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
 inductor.py             the hook-up: default path and backend
-tags.py views.py text.py torch_private.py   what passes share: tags, looking through views, printing, private torch state
+tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
 """
 
 from fsdp_compile.passes.insert_collectives import insert_collectives

@@ -1,8 +1,8 @@
 """Where the passes meet Inductor: the default path's hooks and the `fsdp_compile` backend.
 
 Two ways in, one set of passes:
-  torch.compile(model)                           `install` puts our pipelines into two of Inductor's custom-pass hooks, after
-                                                 whatever is there already. Nothing else in the process changes.
+  torch.compile(model)                           `install` puts our pipelines into two of Inductor's custom-pass hooks,
+                                                 after what is there already. Nothing else in the process changes.
   torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
 """
 
@@ -45,8 +45,8 @@ def fsdp_compile_backend(
 ) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="fsdp_compile", options={...})`.
 
-    Options are the fields of `CompileConfig`. Inductor compiles, with our passes and with its own memory-driven reordering
-    switched off for this compilation.
+    Options are the fields of `CompileConfig`. Inductor compiles, with our passes and with its own memory-driven
+    reordering switched off for this compilation.
 
     Raises:
         ValueError: an option or a pass name is unknown.
@@ -55,7 +55,7 @@ def fsdp_compile_backend(
 
     config = _config_from(options or {})
     patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config)}
-    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[arg-type,return-value]
+    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
 
 
 def _config_from(options: dict[str, Any]) -> CompileConfig:

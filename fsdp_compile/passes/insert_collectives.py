@@ -1,8 +1,8 @@
 """Markers become functional collectives with separate waits, so that later passes can move start and wait apart.
 
-    unshard        ->  all_gather_into_tensor, wait_tensor, then slice and view for each parameter that is used
-    reduce_grads   ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
-    pack_grads     stays: Inductor lowers it without copies (pack_grads.py)
+unshard        ->  all_gather_into_tensor, wait_tensor, then slice and view for each parameter that is used
+reduce_grads   ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
+pack_grads     stays: Inductor lowers it without copies (pack_grads.py)
 """
 
 import operator
@@ -94,7 +94,9 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
 
 def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Callable[..., fx.Node]:
     """A function that adds a tagged node in the marker's place, with the value that it would have."""
-    inherited = {k: v for k, v in marker.meta.items() if k not in (*_RECOMPUTE_KEYS, "val", "tensor_meta", "eager_input_vals")}
+    inherited = {
+        k: v for k, v in marker.meta.items() if k not in (*_RECOMPUTE_KEYS, "val", "tensor_meta", "eager_input_vals")
+    }
 
     def emit(kind: Kind, target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(marker):

@@ -1,7 +1,7 @@
 """Packing without copies: the kernel that computes a gradient writes it into its window of the reduce-scatter's input.
 
-Two halves. The pass rewrites a pack's inputs into nodes whose output Inductor may place freely. The lowering places them:
-the packed buffer is a concatenation kernel, and a gradient's own buffer becomes a strided window of it.
+Two halves. The pass rewrites a pack's inputs into nodes whose output Inductor may place freely. The lowering places
+them: the packed buffer is a concatenation kernel, and a gradient's own buffer becomes a strided window of it.
 
     mm(..., out=window)           GEMMs write in place, also where the gradient is a transposed or reshaped product
     fused kernel(..., window)     so do reductions and pointwise kernels
@@ -11,6 +11,7 @@ the packed buffer is a concatenation kernel, and a gradient's own buffer becomes
 
 import operator
 from functools import cache
+from typing import Any
 
 import sympy
 import torch
@@ -80,7 +81,7 @@ def _transposed(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
 
 @cache
 def register_pack_lowering() -> None:
-    """Teach Inductor to lower `fsdp_flat::pack_grads`; once per process, at first use, as Inductor is slow to import."""
+    """Teach Inductor to lower `fsdp_flat::pack_grads`; once per process, when first needed."""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(PACK_GRADS, type_promotion_kind=None)(_lower_pack)
@@ -98,7 +99,8 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
         name=None, layout=ir.FixedLayout(**kind, size=[sympy.Integer(parsed.numel)], stride=[one]), inputs=[]
     )
     box = ir.StorageBox(packed)
-    computed, fillers = [], []
+    pieces: list[Any] = []
+    fillers: list[Any] = []
     for segment in parsed.segments:
         grad = None if segment.parameter is None else grads[segment.parameter]
         piece = grad if grad is not None else _zeros(ir, kind, segment.numel)
@@ -107,11 +109,12 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
             **kind, size=size, stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset)
         )
         written = ir.ConcatKernel.realize_into(piece, ir.ReinterpretView(data=box, layout=window))
-        packed.inputs.append(written)
-        (fillers if grad is None else computed).append(written)
-    _fill_late(V.graph, fillers, computed)
+        pieces.append(written)
+        if grad is None:
+            fillers.append(written)
+    _fill_late(V.graph, fillers, [buffer for buffer in pieces if not any(buffer is filler for filler in fillers)])
     packed.name = V.graph.register_buffer(packed)
-    packed.inputs = ir.ConcatKernel.unwrap_storage(packed.inputs)
+    packed.inputs = ir.ConcatKernel.unwrap_storage(pieces)
     V.graph.register_operation(packed)
     return ir.TensorBox(box)
 

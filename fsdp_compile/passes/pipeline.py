@@ -34,7 +34,7 @@ class Pass:
 
     Attributes:
         name: what `CompileConfig.disable` and the printed graphs call it.
-        stage: "joint": forward and backward in one graph, before partitioning; "post_grad": each alone, before lowering.
+        stage: "joint": forward and backward in one graph, before partitioning; "post_grad": each alone, later.
         run: the edit.
     """
 
@@ -46,7 +46,7 @@ class Pass:
 class Pipeline(CustomGraphPass):
     """The enabled passes of one stage, after `previous`, the pass that was registered in this place before us.
 
-    A graph without our markers or tags is left untouched. Passes have no side effects: on a cache hit none of them runs.
+    A graph without our markers or tags is left untouched. Passes have no side effects: on a cache hit none runs.
     """
 
     def __init__(self, passes: tuple[Pass, ...], stage: Stage, config: CompileConfig, previous: Any = None) -> None:

@@ -7,6 +7,8 @@
 A unit counts from the first node that really reads its parameters, not from where its gather stood in the trace.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -77,16 +79,14 @@ def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:
 def pin(graph: fx.Graph, config: CompileConfig) -> None:
     """Chain collectives, waits and the matrix products between them by control dependencies.
 
-    Inductor's memory pass moves each gather next to its wait otherwise, and horizontal fusion may tie two units' gradients
-    into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain (wrapped, it
-    would get a buffer of its own); the place of its reduce-scatter holds it early enough.
+    Inductor's memory pass moves each gather next to its wait otherwise, and horizontal fusion may tie two units'
+    gradients into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain
+    (wrapped, it would get a buffer of its own); the place of its reduce-scatter holds it early enough.
     """
     if not tagged(graph, "gather", "reduce"):
         return
     events = [node for node in graph.nodes if _is_event(node)]
-    preserve_node_ordering(
-        graph, {after: OrderedSet([before]) for before, after in zip(events, events[1:], strict=False)}
-    )
+    preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(events)})
 
 
 def _is_event(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Reshard after forward in a joint graph, and proof that it happened.
 
-The partitioner decides what the forward saves. A gather that is tagged for recomputation is issued again in backward, and
-nothing that is only a view of it can be saved, so that what stays is the shard, alive anyway.
+The partitioner decides what the forward saves. A gather that is tagged for recomputation is issued again in backward,
+and nothing that is only a view of it can be saved, so that what stays is the shard, alive anyway.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def check_saved(graph: fx.Graph, config: CompileConfig) -> None:
             value = node.meta["val"]
             raise RuntimeError(
                 f"unit {tag.path or 'root'}: {node.name}, a view of its gathered parameters of shape "
-                f"{tuple(value.shape)}, would be kept from forward to backward, although the unit reshards after forward. "
+                f"{tuple(value.shape)}, would be kept from forward to backward, but the unit reshards after forward. "
                 f"This is a defect of the passes; until it is mended, shard that module with SHARD_GRAD_OP"
             )
 

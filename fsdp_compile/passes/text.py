@@ -1,4 +1,4 @@
-"""A graph as text: one line a node, with shapes, our tags and checkpoint policies. Short enough to read, stable enough to pin in tests."""
+"""A graph as text: one line a node, with shapes, our tags and checkpoint policies; short enough to pin in tests."""
 
 from typing import Any
 
@@ -24,7 +24,9 @@ def _format_node(node: fx.Node) -> str:
         return f"{node.name}: {_format_value(node)}"
     if node.op == "output":
         return f"return {_format_argument(node.args[0])}"
-    arguments = [_format_argument(a) for a in node.args] + [f"{k}={_format_argument(v)}" for k, v in node.kwargs.items()]
+    arguments = [_format_argument(a) for a in node.args] + [
+        f"{k}={_format_argument(v)}" for k, v in node.kwargs.items()
+    ]
     return f"{node.name}: {_format_value(node)} = {_format_target(node)}({', '.join(arguments)}){note}"
 
 

@@ -1,8 +1,8 @@
 """Reading the code that Inductor generates for CPU: what runs in which order, and which kernels only move bytes.
 
-    program = Program(code)            the text of one generated module, forward or backward
-    program.steps                      collectives, waits, matrix products, kernels, in the order of the generated code
-    program.moves()                    stores, inside any kernel, of a value that was loaded and not changed
+program = Program(code)            the text of one generated module, forward or backward
+program.steps                      collectives, waits, matrix products, kernels, in the order of the generated code
+program.moves()                    stores, inside any kernel, of a value that was loaded and not changed
 """
 
 import re
@@ -38,7 +38,12 @@ class Step:
 
     @property
     def is_product(self) -> bool:
-        return bool(re.match(r"extern_kernels\.(mm|addmm|bmm|baddbmm|convolution)|torch\.ops\.aten\.\w*(conv|attention)", self.function))
+        return bool(
+            re.match(
+                r"extern_kernels\.(mm|addmm|bmm|baddbmm|convolution)|torch\.ops\.aten\.\w*(conv|attention)",
+                self.function,
+            )
+        )
 
     @property
     def is_wait(self) -> bool:
@@ -112,7 +117,9 @@ class Program:
             if step.function in self.kernels:
                 params, body = self.kernels[step.function]
                 given = dict(zip(params, step.names, strict=False))
-                found += [Move(given[s], given[t], step.function) for s, t in _moves_in(body) if s in given and t in given]
+                found += [
+                    Move(given[s], given[t], step.function) for s, t in _moves_in(body) if s in given and t in given
+                ]
             elif _MOVERS.search(step.function):
                 found += [Move(name, step.out or step.names[0], step.function) for name in step.names]
         return list(dict.fromkeys(found))  # a vectorised loop stores once more in its tail
@@ -161,7 +168,9 @@ def _loaded(value: str, defined: dict[str, str]) -> str | None:
     expression = defined.get(value, "")
     if re.fullmatch(r"tmp\d+", expression):
         return _loaded(expression, defined)
-    load = re.match(r"at::vec::\w+<.*?>::loadu\((\w+) \+ ", expression) or re.match(r"(\w+)\[[^\]]*(?:\[[^\]]*\])*[^\]]*\]$", expression)
+    load = re.match(r"at::vec::\w+<.*?>::loadu\((\w+) \+ ", expression) or re.match(
+        r"(\w+)\[[^\]]*(?:\[[^\]]*\])*[^\]]*\]$", expression
+    )
     if load is None or re.search(r"\btmp\d+\b", expression[len(load[1]) :].replace(load[1], "")):
         return None  # computed, or looked up by an index that is data, as an embedding is
     return _loaded(load[1], defined) if load[1].startswith("tmp") else load[1]

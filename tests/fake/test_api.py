@@ -23,7 +23,9 @@ def units(model: nn.Module) -> list[Any]:
 
 
 def state(model: nn.Module) -> list[Any]:
-    return [(type(m), list(m.__dict__)) for m in model.modules()] + [(id(p), tuple(p.shape)) for p in model.parameters()]
+    return [(type(m), list(m.__dict__)) for m in model.modules()] + [
+        (id(p), tuple(p.shape)) for p in model.parameters()
+    ]
 
 
 def refused(model: Any, error: type[Exception], message: str, **arguments: Any) -> None:
@@ -37,7 +39,13 @@ def refused(model: Any, error: type[Exception], message: str, **arguments: Any) 
 def test_mesh_and_group_together_are_refused() -> None:
     """Both `mesh` and `process_group`: ValueError that names both (E-PG-1)."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    refused(mlp(), ValueError, "mesh and process_group: expected at most one, found", mesh=mesh, process_group=dist.group.WORLD)
+    refused(
+        mlp(),
+        ValueError,
+        "mesh and process_group: expected at most one, found",
+        mesh=mesh,
+        process_group=dist.group.WORLD,
+    )
 
 
 def test_wrong_types_are_refused() -> None:
@@ -45,7 +53,9 @@ def test_wrong_types_are_refused() -> None:
     refused("model", TypeError, "model: expected a torch.nn.Module, found str")
     refused(mlp(), TypeError, "mesh: expected a .*DeviceMesh, found tuple", mesh=(2, 2))
     refused(mlp(), TypeError, "process_group: expected a .*ProcessGroup, found", process_group="world")
-    refused(mlp(), TypeError, "sharding_strategy: expected a .*ShardingStrategy, found str", sharding_strategy="FULL_SHARD")
+    refused(
+        mlp(), TypeError, "sharding_strategy: expected a .*ShardingStrategy, found str", sharding_strategy="FULL_SHARD"
+    )
     refused(mlp(), TypeError, "auto_wrap_policy", auto_wrap_policy=3)
 
 
@@ -64,10 +74,24 @@ def with_parameter(param: torch.Tensor) -> nn.Module:
 
 def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     """ValueError with the parameter's full name, what was found, and the remedy; nothing is sharded (E-FLAT-9, 11)."""
-    refused(with_parameter(torch.tensor(1.0)), ValueError, r"parameter blocks.1.down.extra: .*found a scalar; .*shape \[1\]")
-    refused(with_parameter(torch.ones(2, dtype=torch.int32)), ValueError, "blocks.1.down.extra: expected a floating dtype, found torch.int32; .*buffer")
-    refused(with_parameter(torch.ones(2, dtype=torch.bfloat16)), ValueError, "blocks.1.down.extra: expected dtype torch.float32, as up.weight.*found torch.bfloat16; cast")
-    refused(with_parameter(torch.ones(2, device="meta")), ValueError, "blocks.1.down.extra: expected device cpu, .*found meta; move")
+    refused(
+        with_parameter(torch.tensor(1.0)), ValueError, r"parameter blocks.1.down.extra: .*found a scalar; .*shape \[1\]"
+    )
+    refused(
+        with_parameter(torch.ones(2, dtype=torch.int32)),
+        ValueError,
+        "blocks.1.down.extra: expected a floating dtype, found torch.int32; .*buffer",
+    )
+    refused(
+        with_parameter(torch.ones(2, dtype=torch.bfloat16)),
+        ValueError,
+        "blocks.1.down.extra: expected dtype torch.float32, as up.weight.*found torch.bfloat16; cast",
+    )
+    refused(
+        with_parameter(torch.ones(2, device="meta")),
+        ValueError,
+        "blocks.1.down.extra: expected device cpu, .*found meta; move",
+    )
 
 
 def test_models_without_parameters_are_refused() -> None:
@@ -83,7 +107,11 @@ def test_sharding_twice_is_refused() -> None:
 def test_without_a_process_group_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """No initialised group: RuntimeError that says to call init_process_group."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    refused(mlp(), RuntimeError, r"process_group: expected an initialised default group, found none; call .*init_process_group")
+    refused(
+        mlp(),
+        RuntimeError,
+        r"process_group: expected an initialised default group, found none; call .*init_process_group",
+    )
 
 
 def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
@@ -170,7 +198,7 @@ def test_tied_parameters_have_one_place() -> None:
         count = len(list(model.parameters()))
         fully_shard(model)
         assert sum(len(u.params) for u in units(model)) == count
-        shared = [m for path, m in model.named_modules() if path == scope][0]
+        shared = model.get_submodule(scope)
         assert len({id(u) for m in model.modules() for u in m.__dict__.get("_fsdp_scope", ())}) == len(units(model))
         assert shared._fsdp_scope
 
@@ -207,7 +235,7 @@ def test_mesh_of_one_dimension() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_unusual_modules_trace_as_one_graph(name: str) -> None:
-    """Parameter containers, MultiheadAttention, readers of a child's parameters and ties compile without graph breaks."""
+    """Parameter containers, MultiheadAttention, readers of a child's parameters and ties: no graph breaks."""
     case = MODULES[name]
     model = torch.compile(fully_shard(case.build()), fullgraph=True, backend="aot_eager")
     case.loss(model, case.batch(1, 4)).backward()

@@ -27,7 +27,7 @@ def compiled(name: str, backend: str) -> tuple[Program, Program]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "conv"])
 def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> None:
-    """No kernel, fused ones included, and no library call stores bytes of a parameter or gradient that it did not compute."""
+    """No kernel, fused or not, and no library call stores bytes of a parameter or gradient that it did not make."""
     forward, backward = compiled(name, backend)
     assert forward.gathered() and backward.gathered() and backward.packed()
     assert forward.parameter_moves() == []
@@ -37,12 +37,10 @@ def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["gpt", "mlp", "tied", "frozen", "mha"])
 def test_every_product_that_makes_a_gradient_writes_it_in_place(name: str, backend: str) -> None:
-    """As many matrix products write into a window of a pack as the model has trained weight matrices of linear layers."""
+    """As many matrix products write into a window of a pack as there are trained weights of linear layers."""
     _, backward = compiled(name, backend)
     torch.manual_seed(0)
-    weights = {
-        m.weight for m in CASES[name].build().modules() if isinstance(m, nn.Linear) and m.weight.requires_grad
-    }
+    weights = {m.weight for m in CASES[name].build().modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
     attention = sum(isinstance(m, nn.MultiheadAttention) for m in CASES[name].build().modules())  # its in_proj_weight
     assert len(backward.products_into_packs()) == len(weights) + attention
 

@@ -28,7 +28,9 @@ def graphs() -> dict[str, str]:
 
 def test_passes_are_printed_with_their_names(graphs: dict[str, str]) -> None:
     """Each pass prints each graph it sees once, under its name and in pipeline order."""
-    assert_expected_inline("\n".join(graphs), """\
+    assert_expected_inline(
+        "\n".join(graphs),
+        """\
 joint after insert_collectives
 joint after reshard
 forward after check_saved
@@ -38,12 +40,15 @@ forward after pin
 backward after check_saved
 backward after pack_in_place
 backward after reorder
-backward after pin""")
+backward after pin""",
+    )
 
 
 def test_joint_after_insert_collectives(graphs: dict[str, str]) -> None:
     """The joint graph after the pass `insert_collectives`."""
-    assert_expected_inline(graphs["joint after insert_collectives"], """\
+    assert_expected_inline(
+        graphs["joint after insert_collectives"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -82,12 +87,15 @@ mm_2: f32[5, 3] = mm(permute_6, primals_2)
 pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
-return [addmm_1, wait_reduce_0, None, wait_reduce_2]""")
+return [addmm_1, wait_reduce_0, None, wait_reduce_2]""",
+    )
 
 
 def test_joint_after_reshard(graphs: dict[str, str]) -> None:
     """The joint graph after the pass `reshard`."""
-    assert_expected_inline(graphs["joint after reshard"], """\
+    assert_expected_inline(
+        graphs["joint after reshard"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -126,12 +134,15 @@ mm_2: f32[5, 3] = mm(permute_6, primals_2)
 pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
-return [addmm_1, wait_reduce_0, None, wait_reduce_2]""")
+return [addmm_1, wait_reduce_0, None, wait_reduce_2]""",
+    )
 
 
 def test_forward_after_check_saved(graphs: dict[str, str]) -> None:
     """The forward graph after the pass `check_saved`."""
-    assert_expected_inline(graphs["forward after check_saved"], """\
+    assert_expected_inline(
+        graphs["forward after check_saved"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -152,12 +163,15 @@ view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_5, [1, 0])
 addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+    )
 
 
 def test_forward_after_pack_in_place(graphs: dict[str, str]) -> None:
     """The forward graph after the pass `pack_in_place`."""
-    assert_expected_inline(graphs["forward after pack_in_place"], """\
+    assert_expected_inline(
+        graphs["forward after pack_in_place"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -178,12 +192,15 @@ view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_5, [1, 0])
 addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+    )
 
 
 def test_forward_after_reorder(graphs: dict[str, str]) -> None:
     """The forward graph after the pass `reorder`."""
-    assert_expected_inline(graphs["forward after reorder"], """\
+    assert_expected_inline(
+        graphs["forward after reorder"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -204,12 +221,15 @@ view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_5, [1, 0])
 addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+    )
 
 
 def test_forward_after_pin(graphs: dict[str, str]) -> None:
     """The forward graph after the pass `pin`."""
-    assert_expected_inline(graphs["forward after pin"], """\
+    assert_expected_inline(
+        graphs["forward after pin"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -230,12 +250,15 @@ view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_5, [1, 0])
 addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_7, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""")
+return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+    )
 
 
 def test_backward_after_check_saved(graphs: dict[str, str]) -> None:
     """The backward graph after the pass `check_saved`."""
-    assert_expected_inline(graphs["backward after check_saved"], """\
+    assert_expected_inline(
+        graphs["backward after check_saved"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -263,12 +286,15 @@ mm_2: f32[5, 3] = mm(permute_6, primals_2)
 pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""")
+return [wait_reduce_0, None, wait_reduce_2]""",
+    )
 
 
 def test_backward_after_pack_in_place(graphs: dict[str, str]) -> None:
     """The backward graph after the pass `pack_in_place`."""
-    assert_expected_inline(graphs["backward after pack_in_place"], """\
+    assert_expected_inline(
+        graphs["backward after pack_in_place"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -295,12 +321,15 @@ mm_2: f32[5, 3] = mm(permute_6, primals_2)
 pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""")
+return [wait_reduce_0, None, wait_reduce_2]""",
+    )
 
 
 def test_backward_after_reorder(graphs: dict[str, str]) -> None:
     """The backward graph after the pass `reorder`."""
-    assert_expected_inline(graphs["backward after reorder"], """\
+    assert_expected_inline(
+        graphs["backward after reorder"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -327,12 +356,15 @@ pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')
 reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""")
+return [wait_reduce_0, None, wait_reduce_2]""",
+    )
 
 
 def test_backward_after_pin(graphs: dict[str, str]) -> None:
     """The backward graph after the pass `pin`."""
-    assert_expected_inline(graphs["backward after pin"], """\
+    assert_expected_inline(
+        graphs["backward after pin"],
+        """\
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
@@ -359,4 +391,5 @@ pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')
 reduce_0: f32[16] = control_deps([reduce_2], subgraph_reduce_0, pack_grads_1)  # reduce 0, MUST_SAVE
 wait_reduce_2: f32[16] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = control_deps([wait_reduce_2], subgraph_wait_reduce_0, reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""")
+return [wait_reduce_0, None, wait_reduce_2]""",
+    )

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from generated import Program, Step, programs
-from models import MODELS, GPT, mlp
+from models import GPT, MODELS, mlp
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
@@ -33,7 +34,7 @@ def late_gathers(program: Program) -> list[int]:
     steps = program.steps
     gathers = [i for i, step in enumerate(steps) if step.is_gather]
     late = []
-    for number, (this, following) in enumerate(zip(gathers, gathers[1:], strict=False)):
+    for number, (this, following) in enumerate(pairwise(gathers)):
         products = [i for i in products_of(program, steps[this].out) if i > this]
         if products and following > products[0]:
             late.append(number + 1)
@@ -112,9 +113,7 @@ def test_waits_come_before_use_and_bound_what_is_in_flight(backend: str) -> None
 
 def test_order_is_lost_without_the_pin() -> None:
     """On the default path Inductor's memory pass moves gathers next to their waits unless the order is pinned."""
-    with torch._inductor.config.patch(
-        {hook: None for hook in ("joint_custom_post_pass", "post_grad_custom_post_pass")}
-    ):
+    with torch._inductor.config.patch(dict.fromkeys(("joint_custom_post_pass", "post_grad_custom_post_pass"))):
         programs_without = compiled("gpt", fsdp_compile_backend_with_memory_pass)
     assert any(late_gathers(program) for program in programs_without)
 

@@ -38,13 +38,13 @@ def test_every_pass_can_be_left_out_by_name() -> None:
 def test_unknown_names_are_refused() -> None:
     """An unknown option or pass name is a ValueError that lists the known ones."""
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reordr",)})
-    with pytest.raises(Exception, match="disable: expected names among insert_collectives.*found reordr"):
+    with pytest.raises(Exception, match=r"disable: expected names among insert_collectives.*found reordr"):
         model(X)
     torch._dynamo.reset()
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"in_flight": 1})
     with pytest.raises(Exception, match="options: expected names among disable, reduces_in_flight, found in_flight"):
         model(X)
-    with pytest.raises(ValueError, match="reduces_in_flight: expected at least 1.*found 0"):
+    with pytest.raises(ValueError, match=r"reduces_in_flight: expected at least 1.*found 0"):
         CompileConfig(reduces_in_flight=0)
 
 
@@ -68,7 +68,7 @@ def test_install_chains_to_a_pass_that_is_there() -> None:
 
 
 def test_a_pass_that_replaces_ours_is_noticed() -> None:
-    """If another pass takes our place after fully_shard, compiling raises instead of silently keeping all parameters."""
+    """If another pass takes our place after fully_shard, compiling raises instead of keeping all parameters."""
     model = fully_shard(small())
     with (
         inductor_config.patch(joint_custom_post_pass=Recorder(lambda graph: None)),
@@ -92,7 +92,9 @@ def test_nothing_else_in_the_process_changes() -> None:
         before = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
         fully_shard(small())
         after = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
-    assert {name for name in before[0] if before[0][name] is not after[0][name] and before[0][name] != after[0][name]} == set(hooks)
+    assert {
+        name for name in before[0] if before[0][name] is not after[0][name] and before[0][name] != after[0][name]
+    } == set(hooks)
     assert before[1] == after[1]
 
 
@@ -132,8 +134,7 @@ def is_gathered(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_saves_only_shards_and_activations(name: str) -> None:
-    """Under FULL_SHARD nothing saved for backward is a gathered buffer or a view of one, and no saved tensor's storage is as
-    large as a gathered buffer (I4)."""
+    """Under FULL_SHARD nothing saved for backward is a gathered buffer or shares its storage (I4)."""
     case = MODELS[name]
     saved, graph = saved_nodes(case.build(), case.batch(1, 4), case.loss)
     gathered = tagged(graph, "wait")

@@ -15,11 +15,11 @@ def train(rank: int, folder: str, backend_name: str, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+    from models import MODELS, part
     from torch._dynamo.utils import counters
 
     from fsdp_compile import fully_shard
     from fsdp_compile.passes.inductor import fsdp_compile_backend
-    from models import MODELS, part
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
@@ -63,7 +63,7 @@ def start(folder: pathlib.Path, backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["inductor", "fsdp_compile"])
 def test_second_start_reuses_compiled_code(tmp_path: pathlib.Path, backend: str) -> None:
-    """Cold, ranks compile; warm, every rank loads forward and backward from AOTAutograd's cache; the numbers are the same."""
+    """Cold, ranks compile; warm, every rank loads both graphs from AOTAutograd's cache; the numbers are the same."""
     cold, warm = start(tmp_path, backend), start(tmp_path, backend)
     for (_, cold_losses, cold_total, *_), (_, losses, total, hits, misses) in zip(cold, warm, strict=True):
         assert (losses, total) == (cold_losses, cold_total)

@@ -99,6 +99,43 @@ def test_frozen(two: Ranks, how: str) -> None:
     two.run(_train_frozen, how)
 
 
+def _freeze_later(rank: int, how: str) -> None:
+    reference, model = twins(MLP)
+    run = executor(model, how)
+    for trained in (True, False, True):
+        for each in (reference, model):
+            each.blocks[1].up.requires_grad_(trained)
+        follow(run, reference, MLP)
+
+
+@both_ways
+def test_freezing_between_steps(two: Ranks, how: str) -> None:
+    """A layer may be frozen and thawed in mid-training."""
+    two.run(_freeze_later, how)
+
+
+class _Unused(nn.Module):
+    """Leaves one of three blocks out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem, (first, _, last), head = self.net.stem, self.net.blocks, self.net.head
+        return head(last(first(stem(x))))
+
+
+def _leave_out(rank: int, how: str) -> None:
+    _train(rank, Case(_Unused, vectors, squared_error), how)
+
+
+@both_ways
+def test_a_unit_that_is_not_used(two: Ranks, how: str) -> None:
+    """The gradients of a unit that took no part in forward stay None (E-NONE-3)."""
+    two.run(_leave_out, how)
+
+
 def _optimizer_first(rank: int, how: str) -> None:
     models = [build(MLP), build(MLP)]
     params = [list(model.parameters()) for model in models]
@@ -163,11 +200,29 @@ def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separ
     two.run(_forwards_first, how, strategy, separate)
 
 
+def _backward_twice(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    for net, cut in ((reference, whole), (run, mine)):
+        loss = MLP.loss(net, cut(MLP, 1))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(model, reference)
+    follow(run, reference, MLP)
+
+
+@all_strategies
+@both_ways
+def test_two_backwards_of_one_forward(two: Ranks, how: str, strategy: str) -> None:
+    """A graph that is retained may be run backward again (E-FIN-7)."""
+    two.run(_backward_twice, how, strategy)
+
+
 def _evaluate_between(rank: int, how: str, strategy: str) -> None:
     reference, model = twins(MLP, strategy)
     run = executor(model, how)
-    for seed in range(3):
-        with torch.no_grad():
+    for seed, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
+        with mode():
             expected, found = MLP.loss(reference, mine(MLP, 50 + seed)), MLP.loss(run, mine(MLP, 50 + seed))
         torch.testing.assert_close(found, expected)
         follow(run, reference, MLP, steps=1, first_seed=seed)
@@ -260,6 +315,23 @@ def test_block_alone(two: Ranks, how: str, strategy: str) -> None:
     two.run(_block_alone, how, strategy)
 
 
+def _compile_regions(rank: int, where: str, strategy: str) -> None:
+    reference, model = twins(MODELS["gpt"], strategy)
+    for block in model.blocks:
+        region = block if where == "units" else block.up
+        region.compile(backend="aot_eager", fullgraph=True)
+    follow(model, reference, MODELS["gpt"])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        follow(model, reference, MODELS["gpt"])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("where", ["units", "inside units"])
+def test_compiled_regions(two: Ranks, where: str, strategy: str) -> None:
+    """Units, or modules inside units, may be compiled while the rest stays eager; steps then compile nothing again."""
+    two.run(_compile_regions, where, strategy)
+
+
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +399,16 @@ def _fail_compiled(rank: int, failure: str) -> None:
 def test_exceptions_compiled(two: Ranks, failure: str) -> None:
     """A compiled model survives an exception while it is traced and one after its backward."""
     two.run(_fail_compiled, failure)
+
+
+def _train_strictly(rank: int) -> None:
+    with torch._functorch.config.patch(error_on_custom_op_aliasing=True):
+        _train(rank, MLP, "aot_eager")
+
+
+def test_operators_return_no_aliases(two: Ranks) -> None:
+    """`aot_eager` runs where torch refuses operators whose results share memory: its default when `$CI` is set."""
+    two.run(_train_strictly)
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
@@ -442,12 +524,17 @@ def _kept(calls: list[_Call]) -> Counter[int]:
     return kept
 
 
-def _assert_freed(calls: list[_Call], when: str) -> None:
-    """Nothing is left of what all-gathers made; gloo's threads get a moment to drop the last."""
+def _soon(holds: Callable[[], bool]) -> bool:
+    """Whether `holds` within two seconds: gloo's threads drop tensors a moment after the collective has ended."""
     deadline = time.monotonic() + 2.0
-    while _kept(calls).total() and time.monotonic() < deadline:
+    while not holds() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert _kept(calls).total() == 0, f"kept {when}: {_kept(calls)} bytes"
+    return holds()
+
+
+def _assert_freed(calls: list[_Call], when: str) -> None:
+    """Nothing is left of what all-gathers made."""
+    assert _soon(lambda: _kept(calls).total() == 0), f"kept {when}: {_kept(calls)} bytes"
 
 
 def _watch_memory(rank: int, strategy: str, how: str) -> None:
@@ -515,7 +602,7 @@ def _drop(rank: int, how: str, strategy: str) -> None:
     torch._dynamo.reset()
     gc.collect()
     assert not any(unit() for unit in left), "units are left"
-    assert all(shard.expired() for shard in shards), "shards are left"
+    assert _soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
 
 
 @all_strategies

@@ -1,8 +1,8 @@
 """What tests run inside the ranks: a sharded model next to an unsharded one that sees every rank's part of the batch.
 
-    reference, model = twins(case)                      equal initial values
-    model = executor(model, "aot_eager")                how to run it
-    follow(model, reference, case)                      train both; same gradients and parameters at each step
+reference, model = twins(case)                      equal initial values
+model = executor(model, "aot_eager")                how to run it
+follow(model, reference, case)                      train both; same gradients and parameters at each step
 """
 
 from collections.abc import Callable, Iterator

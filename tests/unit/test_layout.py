@@ -456,8 +456,20 @@ def test_unknown_parameter_index_is_refused():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "|0/1%1", "3@0", "3@0|4/2", "3@0|4/2%4 ", "3@0,|4/2%4", "3x@0|4/2%4", "-3@0|4/2%4", "03@0|4/2%4", "3|4/2%4"]
-    + ["\N{ARABIC-INDIC DIGIT THREE}@0|4/2%4", "3@0|4/2%4\n"],
+    [
+        "",
+        "|0/1%1",
+        "3@0",
+        "3@0|4/2",
+        "3@0|4/2%4 ",
+        "3@0,|4/2%4",
+        "3x@0|4/2%4",
+        "-3@0|4/2%4",
+        "03@0|4/2%4",
+        "3|4/2%4",
+        "\N{ARABIC-INDIC DIGIT THREE}@0|4/2%4",
+        "3@0|4/2%4\n",
+    ],
 )
 def test_malformed_text_is_quoted(text):
     """What `text` cannot have written is refused, not guessed at, and the error quotes it."""

@@ -80,7 +80,7 @@ def test_module_wrap_policy() -> None:
 
 
 def test_callable_policy_sees_what_is_not_wrapped_yet() -> None:
-    """A callable is asked whether to descend, then, with the elements that no chosen submodule holds, whether to wrap."""
+    """A callable is asked whether to descend, then, told what no chosen submodule holds, whether to wrap."""
     asked: dict[int, int] = {}
 
     def at_least_20(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -101,7 +101,10 @@ def test_a_policy_that_does_not_descend_ends_there() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
-    [("blocks", ValueError, 'expected "auto".*found the string .blocks.'), (3, TypeError, "auto_wrap_policy.*found int")],
+    [
+        ("blocks", ValueError, 'expected "auto".*found the string .blocks.'),
+        (3, TypeError, "auto_wrap_policy.*found int"),
+    ],
 )
 def test_other_policies_are_refused(policy: Any, error: type[Exception], message: str) -> None:
     """Anything else is an error that names the argument and what was found."""
