@@ -1,8 +1,10 @@
 """Marker operators `fsdp_flat::*`: one node each in a traced graph, real bodies for eager execution.
 
-    unshard(handle)           -> one full view per parameter        forward
-    pack_grads(gradients)     -> one flat buffer laid out like the parameters    backward, the derivative of unshard ...
-    reduce_grads(flat buffer) -> this rank's slice of the mean      ... in two steps
+    unshard(handle)       -> the full flat parameter                  forward
+    views(full)           -> one full view per parameter              plain aten views, autograd included
+    reduce_grads(packed)  -> this rank's slice of the mean            backward, the derivative of unshard
+    pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
+                                                                      concatenation that autograd derives from `views`
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
@@ -22,18 +24,20 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward) -> Tensor[]",
+    "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward) -> Tensor",
     tags=_TAGS,
 )
-torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::reduce_grads", "(Tensor packed, str layout, str group, int group_size) -> Tensor", tags=_TAGS
 )
+torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
-PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
+VIEWS = torch.ops.fsdp_flat.views.default
 REDUCE_GRADS = torch.ops.fsdp_flat.reduce_grads.default
-MARKERS = (UNSHARD, PACK_GRADS, REDUCE_GRADS)
+PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
+MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -42,27 +46,71 @@ def alias(tensor: Tensor) -> Tensor:
     return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def view_parameters(full: Tensor, layout: FlatParamLayout) -> list[Tensor]:
-    """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes."""
-    return [
-        full.narrow(0, offset, numel).view(shape)
-        for shape, offset, numel in zip(layout.shapes, layout.offsets, layout.numels, strict=True)
-    ]
+def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
+    """Views of `full`, 1-D `[layout.numel]`, in the parameters' shapes, cut by a single split.
+
+    The split's derivative concatenates the gradients, zeros for padding and for unused parameters: it packs them.
+    """
+    parsed = FlatParamLayout.parse(layout)
+    runs = full.split_with_sizes([segment.numel for segment in parsed.segments])
+    views = [full.new_empty(shape) for shape in parsed.shapes] if 0 in parsed.numels else [full] * len(parsed.shapes)
+    for run, segment in zip(runs, parsed.segments, strict=True):
+        if segment.parameter is not None:
+            views[segment.parameter] = run.view(parsed.shapes[segment.parameter])
+    return views
+
+
+torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_parameters)
 
 
 @torch.library.impl("fsdp_flat::unshard", "default")
-def _unshard(handle: Tensor, layout: str, group: str, group_size: int, reshard_after_forward: bool) -> list[Tensor]:
-    parsed = FlatParamLayout.parse(layout)
-    sharded = parsed.world_size > 1
-    full = collectives.all_gather(handle, group_size, group) if sharded else alias(handle)
-    return view_parameters(full, parsed)
+def _unshard(handle: Tensor, layout: str, group: str, group_size: int, reshard_after_forward: bool) -> Tensor:
+    if FlatParamLayout.parse(layout).world_size > 1:
+        return collectives.all_gather(handle, group_size, group)
+    return handle.clone()  # an operator may not return its input; eager code does not come here, compiled code drops it
 
 
 @torch.library.register_fake("fsdp_flat::unshard")
-def _unshard_fake(
-    handle: Tensor, layout: str, group: str, group_size: int, reshard_after_forward: bool
-) -> list[Tensor]:
-    return [handle.new_empty(shape) for shape in FlatParamLayout.parse(layout).shapes]
+def _unshard_fake(handle: Tensor, layout: str, group: str, group_size: int, reshard_after_forward: bool) -> Tensor:
+    return handle.new_empty(FlatParamLayout.parse(layout).numel)
+
+
+def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.where, _ = inputs
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return REDUCE_GRADS(grad, *ctx.where), None, None, None, None
+
+
+torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
+
+
+class ReduceInBackward(torch.autograd.Function):
+    """What `unshard` is for whole parameters in eager: the same memory in forward, `reduce_grads` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, where: tuple[str, str, int]) -> Tensor:
+        """`handle` itself, as a view; `where` is the layout, the group and its size."""
+        ctx.where = where
+        return handle.view_as(handle)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The mean of `grad`, 1-D `[numel]`, over the group."""
+        return REDUCE_GRADS(grad, *ctx.where), None
+
+
+@torch.library.impl("fsdp_flat::reduce_grads", "default")
+def _reduce_grads(packed: Tensor, layout: str, group: str, group_size: int) -> Tensor:
+    if FlatParamLayout.parse(layout).world_size > 1:
+        return collectives.reduce_scatter(packed, group_size, group)
+    return collectives.all_reduce(packed, group) if group_size > 1 else packed.clone()
+
+
+@torch.library.register_fake("fsdp_flat::reduce_grads")
+def _reduce_grads_fake(packed: Tensor, layout: str, group: str, group_size: int) -> Tensor:
+    return packed.new_empty(FlatParamLayout.parse(layout).shard_numel)
 
 
 @torch.library.impl("fsdp_flat::pack_grads", "default")
@@ -86,28 +134,3 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
 
 def _first(grads: list[Tensor | None]) -> Tensor:
     return next(grad for grad in grads if grad is not None)
-
-
-@torch.library.impl("fsdp_flat::reduce_grads", "default")
-def _reduce_grads(packed: Tensor, layout: str, group: str, group_size: int) -> Tensor:
-    if FlatParamLayout.parse(layout).world_size > 1:
-        return collectives.reduce_scatter(packed, group_size, group)
-    return collectives.all_reduce(packed, group) if group_size > 1 else packed.clone()
-
-
-@torch.library.register_fake("fsdp_flat::reduce_grads")
-def _reduce_grads_fake(packed: Tensor, layout: str, group: str, group_size: int) -> Tensor:
-    return packed.new_empty(FlatParamLayout.parse(layout).shard_numel)
-
-
-def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, ctx.layout, ctx.group, ctx.group_size, _ = inputs
-    ctx.set_materialize_grads(False)  # an unused parameter's gradient arrives as None, not as a tensor of zeros
-
-
-def _unshard_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    packed = PACK_GRADS(grads, ctx.layout)
-    return REDUCE_GRADS(packed, ctx.layout, ctx.group, ctx.group_size), None, None, None, None
-
-
-torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)

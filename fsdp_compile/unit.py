@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.layout import FlatParamLayout, ShardRecord
-from fsdp_compile.ops import UNSHARD, alias
+from fsdp_compile.ops import UNSHARD, VIEWS, ReduceInBackward, alias, view_parameters
 
 
 class ShardViews:
@@ -112,10 +112,18 @@ class Unit:
 
     def unshard(self) -> list[Tensor]:
         """Gather the flat parameter; return one differentiable full view per parameter. One all-gather."""
-        views: list[Tensor] = UNSHARD(self.handle, *self.unshard_args)
+        if torch.compiler.is_compiling():
+            views: list[Tensor] = VIEWS(UNSHARD(self.handle, *self.unshard_args), self.unshard_args[0])
+        else:
+            views = view_parameters(self._gather(), self.unshard_args[0])
         if self.frozen:
             views = [view.detach() if index in self.frozen else view for index, view in enumerate(views)]
         return views
+
+    def _gather(self) -> Tensor:
+        if self.layout.world_size == 1:
+            return ReduceInBackward.apply(self.handle, self.unshard_args[:3])
+        return UNSHARD(self.handle, *self.unshard_args)
 
     def _copy_to_shard(self) -> Tensor:
         """Copy what this rank stores of each parameter; the full flat parameter never exists."""

@@ -59,9 +59,10 @@ class Gathered:
 
         With frozen parameters in the unit, their consumers may still have to run then: the end of backward frees.
         """
-        trained = next((view for view in self.views if view.requires_grad), None)
-        if trained is not None and trained.grad_fn is not None and not self.unit.frozen:
-            trained.grad_fn.register_prehook(_weak_call(self._gradients_ready))
+        node = next((view.grad_fn for view in self.views if view.grad_fn is not None), None)
+        split = node.next_functions[0][0] if node else None  # view <- split <- gathered buffer: ops.view_parameters
+        if split is not None and not self.unit.frozen:
+            split.register_prehook(_weak_call(self._gradients_ready))
 
     def _before_backward(self, _grad: Tensor) -> None:
         if self.backward != current_backward():

@@ -1,11 +1,10 @@
 """Markers become functional collectives with separate waits, so that later passes can move start and wait apart.
 
-unshard        ->  all_gather_into_tensor, wait_tensor, then slice and view for each parameter that is used
-reduce_grads   ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
-pack_grads     stays: Inductor lowers it without copies (pack_grads.py)
+unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use
+reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
+the concatenation that it reads         ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
 """
 
-import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,17 +24,13 @@ _RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the mar
 
 
 def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
-    """Replace every marker but `pack_grads`; tag what is left and what is new."""
+    """Replace the markers; tag what takes their place."""
     tags = _tags_by_marker(graph)
-    for marker in list(graph.nodes):
-        if marker.target is UNSHARD:
-            _expand_unshard(graph, marker, tags[marker])
-        elif marker.target is REDUCE_GRADS:
-            _expand_reduce(graph, marker, tags[marker])
-        elif marker.target is PACK_GRADS:
-            set_tag(marker, Tag("pack", *tags[marker]))
+    for marker, unit in tags.items():
+        (_expand_unshard if marker.target is UNSHARD else _expand_reduce)(graph, marker, unit)
 
 
+Emit = Callable[..., fx.Node]
 _Unit = tuple[int, str, bool]  # number, path, reshard: what a tag says beside its kind
 
 
@@ -46,7 +41,7 @@ def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
     for node in graph.nodes:
         if node.target is UNSHARD:
             units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[4])
-        elif node.target in (PACK_GRADS, REDUCE_GRADS):
+        elif node.target is REDUCE_GRADS:
             units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
     return units
 
@@ -67,32 +62,56 @@ def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     if layout.world_size > 1:
         start = emit("gather", collectives.ALL_GATHER, handle, group_size, group)
         full = emit("wait", collectives.WAIT, start)
-    for item in list(marker.users):
-        assert item.target is operator.getitem, f"{marker} is used by {item}, not by indexing"
-        index: int = item.args[1]  # type: ignore[assignment]
-        begin, end = layout.offsets[index], layout.offsets[index] + layout.numels[index]
-        part = emit("view", aten.slice.Tensor, full, 0, begin, end)
-        item.replace_all_uses_with(emit("view", aten.view.default, part, list(layout.shapes[index])))
-        graph.erase_node(item)
+    for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
+        _slice_instead(graph, split, full, layout, emit)
+    marker.replace_all_uses_with(full)  # type: ignore[arg-type]
     graph.erase_node(marker)
+
+
+def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParamLayout, emit: Emit) -> None:
+    """A slice for each run that is used: unlike a split, it can be moved to where it is used."""
+    for run in list(split.users):
+        segment = layout.segments[run.args[1]]  # type: ignore[index]
+        run.replace_all_uses_with(
+            emit("view", aten.slice.Tensor, full, 0, segment.offset, segment.offset + segment.numel)
+        )
+        graph.erase_node(run)
+    graph.erase_node(split)
 
 
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     packed, text, group, group_size = marker.args
     emit = _emitter(graph, marker, unit)
-    if FlatParamLayout.parse(text).world_size > 1:  # type: ignore[arg-type]
+    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]
+    packed = _pack_instead(packed, layout, emit)  # type: ignore[arg-type]
+    if layout.world_size > 1:
         start = emit("reduce", collectives.REDUCE_SCATTER, packed, "avg", group_size, group)
     elif group_size > 1:  # type: ignore[operator]
         start = emit("reduce", collectives.ALL_REDUCE, packed, "avg", group)
     else:
-        marker.replace_all_uses_with(packed)  # type: ignore[arg-type]
+        marker.replace_all_uses_with(packed)
         graph.erase_node(marker)
         return
     marker.replace_all_uses_with(emit("wait_reduce", collectives.WAIT, start))
     graph.erase_node(marker)
 
 
-def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Callable[..., fx.Node]:
+def _pack_instead(concatenated: fx.Node, layout: FlatParamLayout, emit: Emit) -> fx.Node:
+    """`pack_grads` in place of the concatenation of all segments that autograd derived from our own split.
+
+    Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
+    """
+    segments = layout.segments
+    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(segments):  # type: ignore[arg-type]
+        return concatenated
+    grads: list[fx.Node | None] = [None] * len(layout.shapes)
+    for run, segment in zip(concatenated.args[0], segments, strict=True):  # type: ignore[arg-type]
+        if segment.parameter is not None and run.target is not aten.full.default:  # a constant: no gradient
+            grads[segment.parameter] = run
+    return emit("pack", PACK_GRADS, grads, layout.text)
+
+
+def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Emit:
     """A function that adds a tagged node in the marker's place, with the value that it would have."""
     inherited = {
         k: v for k, v in marker.meta.items() if k not in (*_RECOMPUTE_KEYS, "val", "tensor_meta", "eager_input_vals")
@@ -102,8 +121,8 @@ def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Callable[..., fx.
         with graph.inserting_before(marker):
             node = graph.create_node("call_function", target, args, name=f"{kind}_{unit[1] or 'root'}")
         node.meta = dict(inherited)
-        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
-        with values[0].fake_mode:
+        values = fx.map_arg(args, lambda arg: arg.meta["val"])
+        with marker.meta["val"].fake_mode:
             node.meta["val"] = target(*values)
         set_tag(node, Tag(kind, *unit))
         return node

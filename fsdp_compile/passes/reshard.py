@@ -13,7 +13,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import UNSHARD
 from fsdp_compile.passes.tags import Tag, get_tag, tagged
 from fsdp_compile.passes.torch_private import saved_for_backward
-from fsdp_compile.passes.views import is_view
+from fsdp_compile.passes.views import is_view, readers
 
 
 def reshard(graph: fx.Graph, config: CompileConfig) -> None:
@@ -21,14 +21,14 @@ def reshard(graph: fx.Graph, config: CompileConfig) -> None:
 
     No `ac_graph_id`: with one, a gather inside a checkpoint region and used by a later one would be saved after all.
     """
-    for node in tagged(graph, "gather", "wait", "view"):
-        tag = get_tag(node)
+    for wait in tagged(graph, "wait"):
+        tag = get_tag(wait)
         assert tag is not None
-        node.meta.pop("ac_graph_id", None)
-        if tag.reshard:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        elif tag.kind == "wait":
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        policy = CheckpointPolicy.MUST_RECOMPUTE if tag.reshard else CheckpointPolicy.MUST_SAVE
+        views, _ = readers(wait)
+        for node in (wait.args[0], wait, *(views if tag.reshard else ())):
+            node.meta.pop("ac_graph_id", None)
+            node.meta["recompute"] = policy
 
 
 def check_saved(graph: fx.Graph, config: CompileConfig) -> None:

@@ -56,36 +56,43 @@ tangents_1: f32[4, 2]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0
-view_1: f32[5, 3] = view(view_0, [5, 3])  # view 0
-view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0
-view_3: f32[5] = view(view_2, [5])  # view 0
-permute: f32[3, 5] = permute(view_1, [1, 0])
-addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0
+view: f32[5, 3] = view(view_0, [5, 3])
+permute: f32[3, 5] = permute(view, [1, 0])
+addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
 relu: f32[4, 5] = relu(addmm)
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2
-view_5: f32[2, 5] = view(view_4, [2, 5])  # view 2
-view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2
-view_7: f32[2] = view(view_6, [2])  # view 2
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2
+view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2
+view_2: f32[2, 5] = view(view_9, [2, 5])
+permute_1: f32[5, 2] = permute(view_2, [1, 0])
+addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
 permute_2: f32[2, 5] = permute(permute_1, [1, 0])
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-view: f32[2] = view(sum_1, [2])
-pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, view], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2
+view_4: f32[2] = view(sum_1, [2])
+view_6: f32[10] = view(mm_1, [10])
+full_default: f32[6] = full([6], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+full_default_1: f32[46] = full([46], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+cat: f32[64] = cat([view_6, full_default, view_4, full_default_1])
+pack_2: f32[64] = fsdp_flat.pack_grads([view_6, view_4], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
-full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-where: f32[4, 5] = where.self(le, full_default, mm)
+full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
-reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0
+view_7: f32[15] = view(mm_2, [15])
+full_default_3: f32[1] = full([1], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+full_default_4: f32[5] = full([5], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+full_default_5: f32[43] = full([43], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+cat_1: f32[64] = cat([view_7, full_default_3, full_default_4, full_default_5])
+pack_0: f32[64] = fsdp_flat.pack_grads([view_7, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
 return [addmm_1, wait_reduce_0, None, wait_reduce_2]""",
     )
@@ -103,36 +110,43 @@ tangents_1: f32[4, 2]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_1: f32[5, 3] = view(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
-view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
-view_3: f32[5] = view(view_2, [5])  # view 0, MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view_1, [1, 0])
-addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view: f32[5, 3] = view(view_0, [5, 3])  # MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
+addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
 relu: f32[4, 5] = relu(addmm)
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = view(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
-view_7: f32[2] = view(view_6, [2])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
-permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = view(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-view: f32[2] = view(sum_1, [2])
-pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, view], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2
+view_4: f32[2] = view(sum_1, [2])
+view_6: f32[10] = view(mm_1, [10])
+full_default: f32[6] = full([6], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+full_default_1: f32[46] = full([46], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+cat: f32[64] = cat([view_6, full_default, view_4, full_default_1])
+pack_2: f32[64] = fsdp_flat.pack_grads([view_6, view_4], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
-full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-where: f32[4, 5] = where.self(le, full_default, mm)
+full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
-reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0
+view_7: f32[15] = view(mm_2, [15])
+full_default_3: f32[1] = full([1], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+full_default_4: f32[5] = full([5], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+full_default_5: f32[43] = full([43], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+cat_1: f32[64] = cat([view_7, full_default_3, full_default_4, full_default_5])
+pack_0: f32[64] = fsdp_flat.pack_grads([view_7, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
 return [addmm_1, wait_reduce_0, None, wait_reduce_2]""",
     )
@@ -149,20 +163,18 @@ primals_3: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
-view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
-view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view_1, [1, 0])
-addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
+addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
 relu: f32[4, 5] = relu(addmm)
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
-view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
 return [addmm_1, primals_1, primals_2, primals_3, relu]""",
     )
 
@@ -178,20 +190,18 @@ primals_3: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
-view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
-view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view_1, [1, 0])
-addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
+addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
 relu: f32[4, 5] = relu(addmm)
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
-view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
 return [addmm_1, primals_1, primals_2, primals_3, relu]""",
     )
 
@@ -208,19 +218,17 @@ gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
-view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
-view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view_1, [1, 0])
-addmm: f32[4, 5] = addmm(view_3, primals_2, permute)
+view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
+addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
 relu: f32[4, 5] = relu(addmm)
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
-view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-addmm_1: f32[4, 2] = addmm(view_7, relu, permute_1)
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
 return [addmm_1, primals_1, primals_2, primals_3, relu]""",
     )
 
@@ -237,19 +245,17 @@ gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_
 gather_2: f32[64] = control_deps([gather_0], subgraph_gather_2, primals_3)  # gather 2, MUST_RECOMPUTE
 wait_0: f32[64] = control_deps([gather_2], subgraph_wait_0, gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_1: f32[5, 3] = reshape(view_0, [5, 3])  # view 0, MUST_RECOMPUTE
-view_2: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
-view_3: f32[5] = reshape(view_2, [5])  # view 0, MUST_RECOMPUTE
-permute: f32[3, 5] = permute(view_1, [1, 0])
-addmm: f32[4, 5] = control_deps([wait_0], subgraph_addmm, view_3, primals_2, permute)
+view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
+view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
+permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
+addmm: f32[4, 5] = control_deps([wait_0], subgraph_addmm, view_8, primals_2, permute)
 relu: f32[4, 5] = relu(addmm)
 wait_2: f32[64] = control_deps([addmm], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-view_6: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
-view_7: f32[2] = reshape(view_6, [2])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_7, relu, permute_1)
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_10, relu, permute_1)
 return [addmm_1, primals_1, primals_2, primals_3, relu]""",
     )
 
@@ -266,25 +272,27 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-view: f32[2] = reshape(sum_1, [2])
-pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, view], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+view_4: f32[2] = reshape(sum_1, [2])
+view_6: f32[10] = reshape(mm_1, [10])
+pack_2: f32[64] = fsdp_flat.pack_grads([view_6, view_4], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2, MUST_SAVE
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
-full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-where: f32[4, 5] = where.self(le, full_default, mm)
+full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
-reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+view_7: f32[15] = reshape(mm_2, [15])
+pack_0: f32[64] = fsdp_flat.pack_grads([view_7, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
 return [wait_reduce_0, None, wait_reduce_2]""",
     )
@@ -302,24 +310,24 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2, MUST_SAVE
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
-full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-where: f32[4, 5] = where.self(le, full_default, mm)
+full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
-reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
 return [wait_reduce_0, None, wait_reduce_2]""",
     )
@@ -337,23 +345,23 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = mm(tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = reduce_scatter_tensor(pack_grads, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
-full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-where: f32[4, 5] = where.self(le, full_default, mm)
+full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
-reduce_0: f32[16] = reduce_scatter_tensor(pack_grads_1, 'avg', 4, '0')  # reduce 0, MUST_SAVE
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
 return [wait_reduce_0, None, wait_reduce_2]""",
@@ -372,23 +380,23 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
-view_4: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
-view_5: f32[2, 5] = reshape(view_4, [2, 5])  # view 2, MUST_RECOMPUTE
-permute_1: f32[5, 2] = permute(view_5, [1, 0])
-permute_2: f32[2, 5] = permute(permute_1, [1, 0])
+view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
+view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
+permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
+permute_2: f32[2, 5] = permute(permute_1, [1, 0])  # MUST_RECOMPUTE
 mm: f32[4, 5] = control_deps([wait_2], subgraph_mm, tangents_1, permute_2)
 permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
-pack_grads: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = control_deps([mm], subgraph_reduce_2, pack_grads)  # reduce 2, MUST_SAVE
+pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
+reduce_2: f32[16] = control_deps([mm], subgraph_reduce_2, pack_2)  # reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
-full_default: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-where: f32[4, 5] = where.self(le, full_default, mm)
+full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_grads_1: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
-reduce_0: f32[16] = control_deps([reduce_2], subgraph_reduce_0, pack_grads_1)  # reduce 0, MUST_SAVE
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+reduce_0: f32[16] = control_deps([reduce_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
 wait_reduce_2: f32[16] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = control_deps([wait_reduce_2], subgraph_wait_reduce_0, reduce_0)  # wait_reduce 0, MUST_SAVE
 return [wait_reduce_0, None, wait_reduce_2]""",

@@ -1,23 +1,15 @@
 """What a training script may do with a sharded model: each thing alone, then clean steps with the right numbers."""
 
 import copy
-import gc
-import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-from models import MODELS, MODULES, Case, checkpointed, squared_error, vectors
+from models import MODELS, MODULES, Case, squared_error, vectors
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_compile import collectives, fully_shard
+from fsdp_compile import fully_shard
 
 from .ranks import Ranks
 from .training import (
@@ -30,7 +22,6 @@ from .training import (
     executor,
     follow,
     mine,
-    shard,
     twins,
     units,
     whole,
@@ -409,204 +400,3 @@ def _train_strictly(rank: int) -> None:
 def test_operators_return_no_aliases(two: Ranks) -> None:
     """`aot_eager` runs where torch refuses operators whose results share memory: its default when `$CI` is set."""
     two.run(_train_strictly)
-
-
-# --- activation checkpointing -----------------------------------------------------------------------------------------
-
-
-def _recompute(rank: int, where: str, how: str, strategy: str) -> tuple[list[int], list[int]]:
-    plain, case = (Case(partial(checkpointed, kind), vectors, squared_error) for kind in ("none", where))
-    expected, model = shard(plain, strategy), shard(case, strategy)
-    run = executor(model, how)
-    for seed in (1, 2):
-        backward(expected, plain, mine(plain, seed))
-        with _spied() as calls:
-            backward(run, case, mine(case, seed))
-        assert_bitwise(model, expected, f"pass {seed}")
-    return _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [("inside", "eager"), ("inside", "aot_eager"), ("around", "eager"), ("pair", "eager"), ("reentrant", "eager")],
-)
-def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:
-    """Recomputing activations in or around units changes no bit, gathers once in forward and backward, reduces once."""
-    for gathers, reduces in two.run(_recompute, where, how, strategy):
-        assert all(count <= 2 for count in gathers), gathers
-        assert all(count == 1 for count in reduces), reduces
-        if strategy == "SHARD_GRAD_OP" and where != "reentrant":
-            assert all(count == 1 for count in gathers), gathers
-
-
-# --- communication and memory -----------------------------------------------------------------------------------------
-
-
-class _Call(NamedTuple):
-    """A collective that ran."""
-
-    kind: str  # gather, reduce or all_reduce
-    numel: int  # of the unit's full buffer; blocks share one size, the root has another
-    result: int  # address of the result's storage
-    gathered: StorageWeakRef | None  # the storage that an all-gather made
-
-
-@contextmanager
-def _spied() -> Iterator[list[_Call]]:
-    """Record the collectives that run inside."""
-    calls: list[_Call] = []
-
-    def spy(name: str, kind: str, sizes: Callable[..., int]) -> Any:
-        original = getattr(collectives, name)
-
-        def spying(*args: Any) -> Any:
-            out = original(*args)
-            storage = out.untyped_storage() if out is not None else args[0].untyped_storage()
-            made = StorageWeakRef(storage) if name == "all_gather" else None
-            calls.append(_Call(kind, sizes(*args), storage.data_ptr(), made))
-            return out
-
-        return mock.patch.object(collectives, name, spying)
-
-    with (
-        spy("all_gather", "gather", lambda shard, size, group: shard.numel() * size),
-        spy("all_gather_into", "gather", lambda full, *_: full.numel()),
-        spy("reduce_scatter", "reduce", lambda full, *_: full.numel()),
-        spy("all_reduce", "all_reduce", lambda full, *_: full.numel()),
-    ):
-        yield calls
-
-
-def _per_unit(model: nn.Module, calls: list[_Call], kind: str) -> list[int]:
-    """How often the root, and how often on average each block, was gathered or reduced."""
-    counts = Counter(call.numel for call in calls if call.kind == kind)
-    sizes = Counter(unit.layout.numel for unit in units(model))
-    assert counts.keys() <= sizes.keys() and all(count % sizes[numel] == 0 for numel, count in counts.items()), counts
-    return [counts[numel] // sizes[numel] for numel in sizes]
-
-
-def _count(rank: int, how: str, strategy: str) -> dict[str, list[int]]:
-    model = shard(MLP, strategy)
-    run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
-    seen = []
-    for seed in range(3):
-        with _spied() as calls:
-            backward(run, MLP, mine(MLP, seed))
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.append({kind: _per_unit(model, calls, kind) for kind in ("gather", "reduce", "all_reduce")})
-    assert seen[0] == seen[1] == seen[2], seen
-    return seen[0]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "gathers", "reduces", "all_reduces"),  # of the root, of each block
-    [
-        ("FULL_SHARD", [1, 2], [1, 1], [0, 0]),
-        ("SHARD_GRAD_OP", [1, 1], [1, 1], [0, 0]),
-        ("NO_SHARD", [0, 0], [0, 0], [1, 1]),
-    ],
-)
-def test_collectives_per_step(two: Ranks, strategy: str, gathers: list, reduces: list, all_reduces: list) -> None:
-    """Eager steps run the collectives that the strategy promises and no more (E-TEST-4)."""
-    expected = {"gather": gathers, "reduce": reduces, "all_reduce": all_reduces}
-    assert two.run(_count, "eager", strategy) == [expected] * 2
-
-
-def _kept(calls: list[_Call]) -> Counter[int]:
-    """Bytes that are left of what all-gathers made, by the size of the unit's full buffer in elements."""
-    kept: Counter[int] = Counter()
-    for call in calls:
-        if call.gathered is not None:
-            alive = torch.UntypedStorage._new_with_weak_ptr(call.gathered.cdata)
-            kept[call.numel] += alive.nbytes() if alive is not None else 0
-    return kept
-
-
-def _soon(holds: Callable[[], bool]) -> bool:
-    """Whether `holds` within two seconds: gloo's threads drop tensors a moment after the collective has ended."""
-    deadline = time.monotonic() + 2.0
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
-
-
-def _assert_freed(calls: list[_Call], when: str) -> None:
-    """Nothing is left of what all-gathers made."""
-    assert _soon(lambda: _kept(calls).total() == 0), f"kept {when}: {_kept(calls)} bytes"
-
-
-def _watch_memory(rank: int, strategy: str, how: str) -> None:
-    model = shard(MLP, strategy)
-    run = executor(model, how)
-    root, block = (module._fsdp_scope[0].layout.numel for module in (model, model.blocks[0]))
-    for step in range(2):
-        with _spied() as calls:
-            loss = MLP.loss(run, mine(MLP, step))
-        assert set(_kept(calls)) == {root, block}
-        if how == "eager":
-            blocks = 3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0
-            assert _kept(calls) == {root: 4 * root, block: blocks}, f"kept after forward: {_kept(calls)} bytes"
-        loss.backward()
-        assert all(unit.views is None for unit in units(model)), "views are left"
-        if how == "eager":
-            _assert_freed(calls, "after backward while the loss is alive")
-        del loss
-        _assert_freed(calls, "after backward")
-    with _spied() as calls, torch.no_grad():
-        run(mine(MLP, 9)[0])
-    _assert_freed(calls, "after a forward without gradients")
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@both_ways
-def test_gathered_memory(two: Ranks, how: str, strategy: str) -> None:
-    """Full parameters live as long as the strategy says between forward and backward, and never longer than these."""
-    two.run(_watch_memory, strategy, how)
-
-
-def _watch_gradients(rank: int, how: str) -> None:
-    for name in ("mlp", "frozen"):
-        case = MODELS[name]
-        model = shard(case)
-        run = executor(model, how)
-        with _spied() as calls:
-            backward(run, case, mine(case, 1))
-        reduced = {call.result for call in calls if call.kind == "reduce"}
-        for unit in units(model):
-            places = {p.grad.untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
-            trained_here = any(p.requires_grad and p.numel() for p in unit.params)
-            assert len(places) == trained_here, f"{unit}: gradients in {len(places)} storages"
-            assert places <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
-
-
-@both_ways
-def test_gradients_are_not_copied(two: Ranks, how: str) -> None:
-    """All gradients of a unit are views of what its reduce-scatter returned."""
-    two.run(_watch_gradients, how)
-
-
-def _drop(rank: int, how: str, strategy: str) -> None:
-    model = shard(MLP, strategy)
-    run, optimizer = executor(model, how), OPTIMIZERS["momentum"](model.parameters())
-    for seed in range(2):
-        backward(run, MLP, mine(MLP, seed))
-        optimizer.step()
-    backward(run, MLP, mine(MLP, 2))
-    with torch.no_grad():
-        run(mine(MLP, 3)[0])
-    left = [weakref.ref(unit) for unit in units(model)]
-    shards = [StorageWeakRef(unit.shard.untyped_storage()) for unit in units(model)]
-    del model, run, optimizer
-    torch._dynamo.reset()
-    gc.collect()
-    assert not any(unit() for unit in left), "units are left"
-    assert _soon(lambda: all(shard.expired() for shard in shards)), "shards are left"
-
-
-@all_strategies
-@both_ways
-def test_a_dropped_model_is_freed(two: Ranks, how: str, strategy: str) -> None:
-    """When the last reference to a trained model goes, so do its units and shards."""
-    two.run(_drop, how, strategy)
