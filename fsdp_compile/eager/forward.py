@@ -42,7 +42,7 @@ def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple,
 def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     opened = []
     for unit in module._fsdp_scope:  # type: ignore[union-attr]
-        if unit.views is None:
+        if unit.views is None or unit.views_backward != -1:  # the latter: left behind by a backward pass that failed
             unit.views = unit.unshard()
             opened.append(unit)
     try:

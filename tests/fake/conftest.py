@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from generated import kernels_not_built
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WORLD_SIZE, RANK = 4, 1
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def fake_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=RANK, world_size=WORLD_SIZE, store=FakeStore())
     yield
@@ -19,7 +20,7 @@ def fake_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Compile anew in every test: passes do not run on a cache hit."""
+    """Compile anew in every test, as passes do not run on a cache hit, up to the generated code and no further."""
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True), kernels_not_built():
         yield

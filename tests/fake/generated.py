@@ -7,9 +7,15 @@ program.moves()                    stores, inside any kernel, of a value that wa
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest import mock
 
+import torch
 from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import Layout
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 _ASSIGN = re.compile(r"^(buf\d+) = (.+)$")
@@ -174,6 +180,30 @@ def _loaded(value: str, defined: dict[str, str]) -> str | None:
     if load is None or re.search(r"\btmp\d+\b", expression[len(load[1]) :].replace(load[1], "")):
         return None  # computed, or looked up by an index that is data, as an embedding is
     return _loaded(load[1], defined) if load[1].startswith("tmp") else load[1]
+
+
+@contextmanager
+def kernels_not_built() -> Iterator[None]:
+    """Inductor generates code and does not build it: compiled graphs return empty tensors of the right shapes.
+
+    On a fake process group values mean nothing, and building takes nearly all of the time.
+    """
+
+    def only_generate(lowering: GraphLowering) -> SimpleNamespace:
+        code = lowering.codegen()[0].value
+        if GraphLowering.save_output_code is not None:  # somebody, as below, collects the code
+            GraphLowering.save_output_code(code)
+        outputs = [out.maybe_get_layout() for out in lowering.graph_outputs]
+        return SimpleNamespace(call=lambda args: [_empty(layout) for layout in outputs])
+
+    with mock.patch.object(GraphLowering, "compile_to_module", only_generate):
+        yield
+
+
+def _empty(layout: Layout | None) -> Tensor | None:
+    if layout is None:
+        return None  # no gradient for this input
+    return torch.empty_strided(list(map(int, layout.size)), list(map(int, layout.stride)), dtype=layout.dtype)
 
 
 def programs(run: Callable[[], Tensor]) -> tuple[Program, Program]:
