@@ -32,6 +32,7 @@ class Gathered:
         self.views = unit.unshard()
         self.storage = self.views[0].untyped_storage()
         self.nbytes = self.storage.nbytes()
+        self.versions = [param._version for param in unit.params]
         self.backward = -1  # the backward pass that has opened the views
         self.recomputed_into = False  # whether a forward recomputed in backward reads these views
         unit.views, unit.views_backward = self.views, current_backward()
@@ -91,11 +92,20 @@ class Gathered:
 
     def _gather_again(self) -> None:
         unit = self.unit
+        self._check_unchanged()
         self.storage.resize_(self.nbytes)
         # A tensor of its own, so that the write does not count as an in-place change of the saved views.
         full = unit.shard.new_empty(0).set_(self.storage, 0, (unit.layout.numel,), (1,))
         _, group, group_size, _ = unit.unshard_args
         collectives.all_gather_into(full, unit.shard, group_size, group)
+
+    def _check_unchanged(self) -> None:
+        for name, param, version in zip(self.unit.layout.names, self.unit.params, self.versions, strict=True):
+            if param._version != version:
+                raise RuntimeError(
+                    f"parameter {name}: expected the values of the forward pass in its backward pass, found it "
+                    f"changed in place in between; run backward before the optimizer's step"
+                )
 
     def _free(self) -> None:
         self.storage.resize_(0)

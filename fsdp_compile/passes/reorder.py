@@ -65,11 +65,12 @@ def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
         for start in [user for user in pack.users if user.target in STARTS]:
             pack.append(start)
             started.append(start)
+    place = {node: i for i, node in enumerate(graph.nodes)}
     for index, start in enumerate(started):
         later = index + in_flight if in_flight is not None else len(started)
         where = started[later] if later < len(started) else graph.output_node()
         for wait in [user for user in start.users if user.target is WAIT]:
-            where.prepend(wait)
+            min(where, *wait.users, key=lambda node: place[node]).prepend(wait)  # a sum of two reduces reads it earlier
 
 
 def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:

@@ -247,6 +247,24 @@ def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: boo
     two.run(_forward_only, how, strategy, held)
 
 
+def _change_in_between(rank: int) -> None:
+    reference, model = twins(MLP)
+    loss = MLP.loss(model, mine(MLP, 7))
+    with torch.no_grad():
+        for each in (model, reference):
+            for param in each.parameters():
+                param.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"parameter up.weight: .*changed in place in between"):
+        loss.backward()
+    model.zero_grad()
+    follow(model, reference, MLP)
+
+
+def test_parameters_changed_between_forward_and_backward(two: Ranks) -> None:
+    """As in plain autograd, that is an error and not a wrong gradient; the model stays usable (E-LIM-6)."""
+    two.run(_change_in_between)
+
+
 def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
     pairs = [twins(MLP, strategy) for strategy in strategies]
     runs = [executor(model, how) for _, model in pairs]
