@@ -1,10 +1,11 @@
 """CPU time of a compiled step outside kernels and collectives: sharded against `torch.compile` of the unsharded model.
 
 A GPT whose tensors are tiny, so that a step is nearly all host work; a fake process group, whose collectives return at
-once. Two measures, in microseconds of CPU time per step, the variants interleaved:
+once. Three measures, in microseconds of CPU time per step, the variants interleaved:
 
-    guards    a forward whose compiled graph does nothing: Dynamo's guards, inputs, outputs
-    step      forward and backward compiled by Inductor, zero_grad: guards, wrappers, autograd, tiny kernels
+    guards        a forward whose compiled graph does nothing: Dynamo's guards, inputs, outputs
+    step          forward and backward compiled by Inductor, zero_grad: guards, wrappers, autograd, tiny kernels
+    collectives   the same gathers, reduces and waits as in the sharded step, called by themselves: what to take off
 """
 
 import argparse
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import fully_shard
+from fsdp_compile import collectives, fully_shard
+from fsdp_compile.unit import unit_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -66,6 +68,21 @@ def whole_step(layers: int, sharded: bool) -> Step:
     return step
 
 
+def collectives_only(layers: int, sharded: bool) -> Step:
+    """Per unit two gathers and one reduce with their waits; nothing for the unsharded model."""
+    units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))} if sharded else set()
+    buffers = [(unit, unit.shard.new_empty(unit.layout.numel)) for unit in units]
+
+    def step() -> None:
+        for unit, full in buffers:
+            _, group, group_size, _ = unit.unshard_args
+            collectives.all_gather(unit.shard, group_size, group)
+            collectives.all_gather(unit.shard, group_size, group)
+            collectives.reduce_scatter(full, group_size, group)
+
+    return step
+
+
 def cpu_microseconds(step: Step, repeat: int) -> float:
     """CPU time of this process per call."""
     begin = time.process_time()
@@ -98,6 +115,7 @@ def main() -> None:
     figures = {
         "guards": compare(guards_only, args.layers, args.rounds, repeat=200),
         "step": compare(whole_step, args.layers, args.rounds, repeat=20),
+        "collectives": compare(collectives_only, args.layers, args.rounds, repeat=20),
     }
     print(f"{'us of CPU time per step':28}{'unsharded':>12}{'sharded':>12}{'added per block':>18}")
     for name, row in figures.items():

@@ -30,7 +30,8 @@ def _worst(rank: int, name: str, how: str, strategy: str) -> dict[str, float]:
 
 
 def _check(ranks: Ranks, name: str, how: str, strategy: str = "FULL_SHARD") -> None:
-    for worst in ranks.run(_worst, name, how, strategy):
+    for rank, worst in enumerate(ranks.run(_worst, name, how, strategy)):
+        print(f"{name} {how} {strategy} rank {rank} of {ranks.world_size}: {worst}")
         assert set(worst) == set(OPTIMIZERS)
         assert all(difference <= TOLERANCE for difference in worst.values()), worst
 
@@ -53,7 +54,7 @@ def test_inductor_on_two(two: Ranks, name: str) -> None:
     _check(two, name, "inductor")
 
 
-@pytest.mark.parametrize("name", ["gpt", "frozen"])
+@pytest.mark.parametrize("name", MODELS)
 def test_inductor_on_four(four: Ranks, name: str) -> None:
     """Four ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(four, name, "inductor")
