@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_compile.config import CompileConfig
@@ -61,6 +62,7 @@ class Pipeline(CustomGraphPass):
             self._run_passes(graph)
 
     def _run_passes(self, graph: fx.Graph) -> None:
+        _check_registered()
         register_pack_lowering()
         for step in self.passes:
             step.run(graph, self.config)
@@ -80,6 +82,15 @@ class Pipeline(CustomGraphPass):
                 return None
             others.append(key)
         return (_hash_of_sources(), torch.__version__, self.stage, self.config, *others)
+
+
+def _check_registered() -> None:
+    """Half of the pipeline alone would be right and slow, without a word. reshard.py looks for the other half."""
+    if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
+        raise RuntimeError(
+            "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
+            "found another pass; register yours before fully_shard (ours runs after it)"
+        )
 
 
 def _as_tuple(previous: Any) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ def _check_expanded(graph: fx.Graph, config: CompileConfig) -> None:
     if "insert_collectives" not in config.disable and graph.find_nodes(op="call_function", target=UNSHARD):
         raise RuntimeError(
             "torch._inductor.config.joint_custom_post_pass: expected the pipeline that fully_shard registered, found "
-            "another pass; register yours before fully_shard (ours runs after it) or use backend='fsdp_compile'"
+            "another pass; register yours before fully_shard (ours runs after it)"
         )
 
 

@@ -67,12 +67,13 @@ def test_install_chains_to_a_pass_that_is_there() -> None:
     assert seen == [True]  # it saw the markers, so it ran before our passes
 
 
-def test_a_pass_that_replaces_ours_is_noticed() -> None:
+@pytest.mark.parametrize("hook", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
+def test_a_pass_that_replaces_ours_is_noticed(hook: str) -> None:
     """If another pass takes our place after fully_shard, compiling raises instead of keeping all parameters."""
     model = fully_shard(small())
     with (
-        inductor_config.patch(joint_custom_post_pass=Recorder(lambda graph: None)),
-        pytest.raises(Exception, match="joint_custom_post_pass: expected the pipeline that fully_shard registered"),
+        inductor_config.patch({hook: Recorder(lambda graph: None)}),
+        pytest.raises(Exception, match=f"{hook}: expected the pipeline that fully_shard registered"),
     ):
         step(torch.compile(model), X)
 
