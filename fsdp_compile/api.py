@@ -1,13 +1,19 @@
 """`fully_shard`: check the arguments, choose units, shard their parameters, swap classes."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fsdp_compile.eager import sharded_forward
 from fsdp_compile.lookup import add_lookups, add_mixin
@@ -31,7 +37,9 @@ class FSDPModule:
         def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return sharded_forward(self, forward, args, kwargs)
 
-        return gathered_forward
+        # A code object for each class: Dynamo counts recompilations per code object, and these are different programs.
+        gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
+        return functools.wraps(forward)(gathered_forward)
 
 
 def fully_shard(
@@ -85,6 +93,8 @@ def _resolve_group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | N
         raise ValueError(
             f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
         )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("fully_shard: expected to be called outside inference_mode, found it on; leave it first")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "process_group: expected an initialised default group, found none; "
@@ -129,6 +139,7 @@ def _plan_units(model: nn.Module, modules: list[nn.Module]) -> list[tuple[nn.Mod
         raise ValueError(f"model: expected a module with parameters, found none in {type(model).__name__}")
     if isinstance(model, FSDPModule):
         raise ValueError(f"model: {type(model).__name__} is sharded already; call fully_shard once per module")
+    _check_hooks(model)
     taken: set[nn.Parameter] = set()
     planned = []
     for module in modules:
@@ -139,6 +150,17 @@ def _plan_units(model: nn.Module, modules: list[nn.Module]) -> list[tuple[nn.Mod
     return planned
 
 
+def _check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that compute a weight before forward: they run before the gather and would see shards."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
+                raise ValueError(
+                    f"module {path or type(model).__name__}: expected no hook that computes a weight before forward, "
+                    f"found {type(hook).__name__}; use torch.nn.utils.parametrizations or parametrize instead"
+                )
+
+
 def _path_of(module: nn.Module, model: nn.Module) -> str:
     return next(name for name, found in model.named_modules() if found is module)
 
@@ -146,6 +168,10 @@ def _path_of(module: nn.Module, model: nn.Module) -> str:
 def _check_params(params: NamedParams, path: str) -> None:
     for name, param in params:
         full_name = f"{path}.{name}" if path else name
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"parameter {full_name}: expected a parameter with values, found a lazy one; run a forward"
+            )
         if not param.is_floating_point():
             raise ValueError(
                 f"parameter {full_name}: expected a floating dtype, found {param.dtype}; register it as a buffer"
@@ -156,6 +182,11 @@ def _check_params(params: NamedParams, path: str) -> None:
             )
         _check_equal("dtype", full_name, param.dtype, params[0], "cast the module to one dtype or make it its own unit")
         _check_equal("device", full_name, param.device, params[0], "move the module to one device before fully_shard")
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {full_name}: expected a parameter with values, found one on the meta device; "
+                f"call module.to_empty(device=...) and initialise it before fully_shard"
+            )
 
 
 def _check_equal(what: str, name: str, found: Any, first: tuple[str, nn.Parameter], remedy: str) -> None:

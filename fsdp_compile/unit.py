@@ -30,6 +30,7 @@ class ShardViews:
     def __init__(self, layout: FlatParamLayout, rank: int) -> None:
         self.sizes: list[int] = []  # of the runs that cover the shard, padding included
         self.places: list[int | None] = []  # for each parameter the run that is its part; None: not on this rank
+        self.names, self.addresses = layout.names, list[int | None]()
         self.shapes = layout.shapes if layout.world_size == 1 else None  # whole parameters keep their shape
         end = 0
         for record in layout.records(rank):
@@ -38,6 +39,23 @@ class ShardViews:
                 end = record.offset + record.numel
             self.places.append(len(self.sizes) - 1 if record else None)
         self.sizes.append(layout.shard_numel - end)
+
+    def remember_memory(self, shard: Tensor) -> None:
+        """Note where `shard` and its parts lie, for `check_attached`."""
+        self.storage = shard.untyped_storage().data_ptr()
+        self.addresses = [None if part is None else part.data_ptr() for part in self.of(shard)]
+
+    def check_attached(self, params: Sequence[nn.Parameter]) -> None:
+        """Raise RuntimeError if a parameter no longer lies in the shard: training it would change nothing.
+
+        All ranks raise: an empty parameter is a view of the shard as well.
+        """
+        for name, address, param in zip(self.names, self.addresses, params, strict=True):
+            if param.data_ptr() != address and (address or param.untyped_storage().data_ptr() != self.storage):
+                raise RuntimeError(
+                    f"parameter {name}: expected it to lie in its unit's shard, found other memory; its data was "
+                    f"replaced after fully_shard (.to(), .half(), .data = ...): do that before, or copy into it"
+                )
 
     def of(self, flat: Tensor) -> list[Tensor | None]:
         """The parts of `flat`, 1-D `[shard_numel]`: views, 1-D or, unsharded, in full shape; None: not on this rank."""
@@ -59,10 +77,12 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, views: ShardViews, *params: nn.Parameter) -> Tensor:
         ctx.views, ctx.params = views, params
+        views.remember_memory(shard)
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
+        ctx.views.check_attached(ctx.params)
         pairs = zip(ctx.views.of(grad), ctx.params, strict=True)
         return (None, None, *[part if param.requires_grad else None for part, param in pairs])
 
@@ -138,15 +158,27 @@ class Unit:
 
     def _adopt(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
-        self.shard, views = shard, ShardViews(self.layout, self.rank)
-        for index, (param, part) in enumerate(zip(self.params, views.of(shard), strict=True)):
-            param.data = shard.new_empty(self._absent_shape(index)) if part is None else part
+        self.shard, self._shard_views = shard, ShardViews(self.layout, self.rank)
+        parts = self._shard_views.of(shard)
+        for index, (param, part) in enumerate(zip(self.params, parts, strict=True)):
+            param.data = shard[:0].view(self._absent_shape(index)) if part is None else part
             param._fsdp_unit = (weakref.ref(self), index)  # type: ignore[attr-defined]
         with torch.enable_grad():
-            self.handle: Tensor = _Join.apply(shard, views, *self.params)
+            self.handle: Tensor = _Join.apply(shard, self._shard_views, *self.params)
         # With no trainable parameter the handle itself carries no gradient and nothing needs detaching.
         trains = self.handle.requires_grad
+        self._joined_without = [param for param in self.params if not param.requires_grad]
         self.frozen = tuple(i for i, p in enumerate(self.params) if trains and not p.requires_grad)
+
+    def refresh(self) -> None:
+        """Notice, before an eager forward, what was done to the parameters since.
+
+        Raises:
+            RuntimeError: a parameter's data was replaced.
+        """
+        self._shard_views.check_attached(self.params)
+        if any(param.requires_grad for param in self._joined_without):
+            self._adopt(self.shard)  # thawed: the join has no edge to it yet
 
     def _absent_shape(self, index: int) -> tuple[int, ...]:
         return (0,) if self.layout.world_size > 1 else self.layout.shapes[index]

@@ -29,8 +29,9 @@ class Gathered:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        unit.refresh()
         self.views = unit.unshard()
-        self.storage = self.views[0].untyped_storage()
+        self.storage = max((view.untyped_storage() for view in self.views), key=lambda storage: storage.nbytes())
         self.nbytes = self.storage.nbytes()
         self.versions = [param._version for param in unit.params]
         self.backward = -1  # the backward pass that has opened the views
@@ -48,12 +49,20 @@ class Gathered:
             self._free()
 
     def _hook_outputs(self, output: Any) -> bool:
-        """Gather again when a gradient reaches an output. False if an output might hide tensors from us."""
+        """Gather again when a gradient reaches an output.
+
+        False if the storage must stay: an output lies in it, or might hide tensors from us.
+        """
         leaves = tree_leaves(output)
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
                 leaf.register_hook(self._before_backward)
-        return all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        return all(isinstance(leaf, (Tensor, *_PLAIN)) and not self._holds(leaf) for leaf in leaves)
+
+    def _holds(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return False
+        return leaf.untyped_storage().data_ptr() == self.storage.data_ptr()
 
     def hook_gradients(self) -> None:
         """Free as soon as every view has its gradient, before these are packed.

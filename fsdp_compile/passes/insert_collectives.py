@@ -106,9 +106,14 @@ def _pack_instead(concatenated: fx.Node, layout: FlatParamLayout, emit: Emit) ->
         return concatenated
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
     for run, segment in zip(concatenated.args[0], segments, strict=True):  # type: ignore[arg-type]
-        if segment.parameter is not None and run.target is not aten.full.default:  # a constant: no gradient
+        if segment.parameter is not None and not _is_zeros(run):
             grads[segment.parameter] = run
     return emit("pack", PACK_GRADS, grads, layout.text)
+
+
+def _is_zeros(run: fx.Node) -> bool:
+    """What the split's derivative puts where a run has no gradient."""
+    return run.target is aten.full.default and bool(run.args[1] == 0)
 
 
 def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Emit:

@@ -13,7 +13,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import UNSHARD
 from fsdp_compile.passes.tags import Tag, get_tag, tagged
 from fsdp_compile.passes.torch_private import saved_for_backward
-from fsdp_compile.passes.views import is_view, readers
+from fsdp_compile.passes.views import derived, is_view_or_cast
 
 
 def reshard(graph: fx.Graph, config: CompileConfig) -> None:
@@ -25,8 +25,7 @@ def reshard(graph: fx.Graph, config: CompileConfig) -> None:
         tag = get_tag(wait)
         assert tag is not None
         policy = CheckpointPolicy.MUST_RECOMPUTE if tag.reshard else CheckpointPolicy.MUST_SAVE
-        views, _ = readers(wait)
-        for node in (wait.args[0], wait, *(views if tag.reshard else ())):
+        for node in (wait.args[0], wait, *(derived(wait) if tag.reshard else ())):
             node.meta.pop("ac_graph_id", None)
             node.meta["recompute"] = policy
 
@@ -67,9 +66,9 @@ def _gathered_beneath(node: fx.Node) -> Tag | None:
 
 
 def _origins(node: fx.Node) -> Iterator[fx.Node]:
-    """`node` and what it is a view of."""
+    """`node` and what it is a view or a cast of: under autocast the cast of a gathered buffer is one too."""
     while True:
         yield node
-        if not is_view(node):
+        if not is_view_or_cast(node):
             return
         node = node.args[0]  # type: ignore[assignment]

@@ -32,6 +32,22 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
+def is_view_or_cast(node: fx.Node) -> bool:
+    """Whether `node` is its first argument in another shape or dtype."""
+    return is_view(node) or node.target is torch.ops.prims.convert_element_type.default
+
+
+def derived(node: fx.Node) -> list[fx.Node]:
+    """The views and casts of `node`, and theirs."""
+    found: dict[fx.Node, None] = {}
+    work = [node]
+    while work:
+        users = [user for user in work.pop().users if is_view_or_cast(user) and user not in found]
+        found.update(dict.fromkeys(users))
+        work += users
+    return list(found)
+
+
 def readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The views of `node`, views of views included, and the other nodes that read it or them; each once."""
     views: dict[fx.Node, None] = {}

@@ -1,6 +1,7 @@
 """`fully_shard`: refusals, identity, classes, nesting, strategies; on a fake group, so without values."""
 
 import copy
+import inspect
 import re
 import warnings
 from typing import Any
@@ -239,3 +240,40 @@ def test_unusual_modules_trace_as_one_graph(name: str) -> None:
     case = MODULES[name]
     model = torch.compile(fully_shard(case.build()), fullgraph=True, backend="aot_eager")
     case.loss(model, case.batch(1, 4)).backward()
+
+
+def test_values_that_are_not_there_yet_are_refused() -> None:
+    """Parameters on the meta device and lazy ones: ValueError with the name and the remedy."""
+    with torch.device("meta"):
+        model = mlp()
+    refused(
+        model, ValueError, r"parameter stem.weight: .*on the meta device; call module.to_empty", auto_wrap_policy=None
+    )
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"parameter 0.weight: .*found a lazy one; run a forward"):
+        fully_shard(lazy)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_hooks_that_compute_weights_are_refused(norm: Any) -> None:
+    """Hooks that build a weight before forward run before the gather: ValueError that names the replacement."""
+    refused(nn.Sequential(norm(nn.Linear(3, 3))), ValueError, "module 0: .*found .*Norm; use torch.nn.utils.param")
+
+
+def test_inference_mode_is_refused() -> None:
+    """Sharding makes tensors that must train: RuntimeError under inference_mode."""
+    model = mlp()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="outside inference_mode"):
+        fully_shard(model)
+
+
+def test_signature_of_forward_is_kept() -> None:
+    """Code that inspects a model's forward sees the original's parameters."""
+    assert list(inspect.signature(fully_shard(mlp()).forward).parameters) == ["x"]
+
+
+def test_many_classes_compile_in_one_process() -> None:
+    """Dynamo limits recompilations per code object: each class of sharded modules has its own."""
+    for number in range(torch._dynamo.config.recompile_limit + 2):
+        model = type(f"Model{number}", (nn.Linear,), {})(3, 3)
+        torch.compile(fully_shard(model), fullgraph=True, backend="eager")(torch.ones(1, 3))

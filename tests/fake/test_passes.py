@@ -153,6 +153,15 @@ def test_checkpointed_blocks_save_no_gathered_parameters() -> None:
     assert len(saved) < len(plain)
 
 
+def test_autocast_saves_no_cast_of_gathered_parameters() -> None:
+    """A cast of a gathered parameter is recomputed as a view of it is: autocast too saves only shards (I4)."""
+    with torch.autocast("cpu", torch.bfloat16):
+        saved, graph = saved_nodes(MODELS["mlp"].build(), vectors(1, 4), MODELS["mlp"].loss)
+    weights = {tuple(p.shape) for p in MODELS["mlp"].build().parameters() if p.dim() == 2}
+    shapes = {tuple(node.meta["val"].shape) for node in saved}
+    assert tagged(graph, "wait") and not shapes & (weights | {shape[::-1] for shape in weights})
+
+
 def test_shard_grad_op_saves_the_gathered_buffer_and_gathers_once() -> None:
     """Under SHARD_GRAD_OP backward gathers nothing."""
     with printed_graphs() as graphs:

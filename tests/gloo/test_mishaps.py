@@ -1,0 +1,169 @@
+"""Things users do that an earlier version answered with wrong numbers, a crash or a leak."""
+
+import pytest
+import torch
+from models import MODELS, Residual, Stack, squared_error, vectors
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .test_communication import _spied
+from .training import assert_same_gradients, executor, follow, mine, shard, twins, units
+
+MLP = MODELS["mlp"]
+every_way = pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+
+
+class _OnesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):  # type: ignore[no-untyped-def]
+        return weight * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return torch.ones_like(grad)
+
+
+class _ConstantGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ _OnesGradient.apply(self.weight) + self.bias)
+
+
+def _constant(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(_ConstantGradient())
+    squared_error(executor(model, how), vectors(rank, 4)).backward()
+    (unit,) = units(model)
+    record = unit.records[0]
+    assert record and torch.equal(model.weight.grad, torch.ones(record.numel))
+
+
+@every_way
+def test_a_constant_gradient_is_not_taken_for_none(two: Ranks, how: str) -> None:
+    """A gradient that is a constant in the graph arrives; only zeros stand for no gradient."""
+    two.run(_constant, how)
+
+
+def _thaw(rank: int) -> None:
+    reference, model = twins(MLP)
+    for each in (reference, model):
+        each.stem.requires_grad_(False)
+        each.blocks[0].requires_grad_(False)
+    sharded = fully_shard(_copy_of(reference))
+    for each in (reference, sharded):
+        each.requires_grad_(True)
+    follow(sharded, reference, MLP)
+
+
+def _copy_of(reference: nn.Module) -> nn.Module:
+    model = MLP.build()
+    model.load_state_dict(reference.state_dict())
+    for mine_, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        mine_.requires_grad_(theirs.requires_grad)
+    return model
+
+
+def test_parameters_frozen_at_first_can_be_thawed(two: Ranks) -> None:
+    """Parameters that were frozen in fully_shard, some of a unit or all, train once requires_grad is set (E-NONE-5)."""
+    two.run(_thaw)
+
+
+def _replace(rank: int, how: str) -> None:
+    model = shard(MLP)
+    run = executor(model, how)
+    squared_error(run, mine(MLP, 1)).backward()
+    model._apply(lambda tensor: tensor.clone())
+    with pytest.raises(RuntimeError, match=r"parameter .*: expected it to lie in its unit's shard, found other memory"):
+        squared_error(run, mine(MLP, 2)).backward()
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_replaced_data_is_an_error_on_all_ranks(four: Ranks, how: str) -> None:
+    """After .to() and its like, training raises on every rank instead of training tensors that nobody reads."""
+    four.run(_replace, how)
+
+
+class _ReturnsWeight(Residual):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.up.weight.t()
+
+
+class _Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_ReturnsWeight(7, 9) for _ in range(2))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, weight = block(x)
+            x = x + weight.square().mean()
+        return self.head(x)
+
+
+def _returned(rank: int, how: str) -> None:
+    torch.manual_seed(0)
+    reference = _Penalised()
+    torch.manual_seed(0)
+    model = fully_shard(_Penalised())
+    batch = vectors(3, 4)
+    for each in (reference, executor(model, how)):
+        squared_error(each, batch).backward()
+    assert_same_gradients(model, reference)
+
+
+@every_way
+def test_a_unit_may_return_its_parameter(two: Ranks, how: str) -> None:
+    """A view of a parameter among a unit's outputs stays readable: the unit is not freed beneath it."""
+    two.run(_returned, how)
+
+
+class _Passes(Residual):
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, prompt = both
+        return super().forward(x + prompt), prompt
+
+
+def _pass_leaf(rank: int) -> None:
+    model = fully_shard(nn.Sequential(_Passes(7, 9), _Passes(7, 9)))
+    prompt = torch.zeros(7, requires_grad=True)
+    counts = []
+    for seed in range(3):
+        with _spied() as calls:
+            model((vectors(seed, 4)[0], prompt))[0].sum().backward()
+        counts.append(sum(call.kind == "gather" for call in calls))
+    assert counts == [4, 4, 4], counts
+
+
+def test_a_leaf_passed_through_keeps_no_forward_alive(two: Ranks) -> None:
+    """A persistent tensor that blocks hand on does not collect hooks: each step gathers each unit twice, no more."""
+    two.run(_pass_leaf)
+
+
+class _EmptyFirst(Residual):
+    def __init__(self) -> None:
+        super().__init__(11, 9)
+        up, down = self.up, self.down
+        del self.up, self.down
+        self.nothing, self.up, self.down = nn.Parameter(torch.empty(0, 3)), up, down
+
+
+def _empty_first(rank: int) -> None:
+    model = fully_shard(Stack([_EmptyFirst(), _EmptyFirst()]))
+    loss = squared_error(model, vectors(rank, 4))
+    for block in model.blocks:
+        (unit,) = units(block)
+        (gathered,) = unit.awaiting_backward
+        assert gathered.nbytes >= unit.layout.numel * 4 and gathered.storage.nbytes() == 0
+    loss.backward()
+    assert model.blocks[0].nothing.grad is None
+
+
+def test_a_parameter_without_elements_may_come_first(two: Ranks) -> None:
+    """The storage that is freed is the gathered one, whichever parameter is first (E-FLAT-12)."""
+    two.run(_empty_first)
