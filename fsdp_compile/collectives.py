@@ -13,8 +13,9 @@ _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
+ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
-STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from fsdp_compile.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import PACK_GRADS
@@ -30,6 +31,8 @@ def pack_in_place(graph: fx.Graph, config: CompileConfig) -> None:
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         grads = pack.args[0]
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in grads])
+        for reduce in [user for user in pack.users if user.target is ALL_REDUCE and len(pack.users) == 1]:
+            reduce.target = ALL_REDUCE_IN_PLACE  # out of place, Inductor would copy the buffer first
     graph.eliminate_dead_code()
 
 

@@ -8,7 +8,7 @@ from generated import Program, programs
 from models import MODELS, MODULES
 from torch import nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 CASES = {**MODELS, "mha": MODULES["mha"], "tied_ends": MODULES["tied_ends"]}
@@ -67,3 +67,15 @@ def test_the_count_sees_copies() -> None:
     model = torch.compile(fully_shard(case.build()), backend=fsdp_compile_backend, options=options)
     inputs = case.batch(1, 4)
     assert programs(lambda: case.loss(model, inputs))[1].parameter_moves()
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+def test_other_strategies_copy_nothing(strategy: str) -> None:
+    """Kept parameters are not copied, and whole gradients are reduced in the buffer that they were written into."""
+    torch.manual_seed(0)
+    case = MODELS["mlp"]
+    model = torch.compile(fully_shard(case.build(), sharding_strategy=ShardingStrategy[strategy]), fullgraph=True)
+    inputs = case.batch(1, 4)
+    forward, backward = programs(lambda: case.loss(model, inputs))
+    assert backward.packed() and len(backward.products_into_packs()) == 8
+    assert forward.parameter_moves() == backward.parameter_moves() == []
