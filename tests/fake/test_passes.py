@@ -35,6 +35,14 @@ def test_every_pass_can_be_left_out_by_name() -> None:
         assert ran == {p.name for p in PASSES} - {left_out.name}
 
 
+def test_the_backend_is_found_by_name() -> None:
+    """The installed package registers `backend="fsdp_compile"`, options included."""
+    model = fully_shard(small())
+    with printed_graphs() as graphs:
+        step(torch.compile(model, fullgraph=True, backend="fsdp_compile", options={"disable": ("pin",)}), X)
+    assert graphs and not any("after pin" in graph for graph in graphs)
+
+
 def test_unknown_names_are_refused() -> None:
     """An unknown option or pass name is a ValueError that lists the known ones."""
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reordr",)})
