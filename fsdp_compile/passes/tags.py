@@ -47,12 +47,7 @@ def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
     return [n for n in graph.nodes if (tag := get_tag(n)) is not None and tag.kind in kinds]
 
 
-def has_tags(graph: fx.Graph) -> bool:
-    """Whether any node carries a tag."""
-    return any(get_tag(node) for node in graph.nodes)
-
-
 def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:
     """Whether the graph has our markers or tags; all other graphs are left untouched."""
     targets = set(markers)
-    return has_tags(graph) or any(node.target in targets for node in graph.nodes)
+    return any(get_tag(node) or node.target in targets for node in graph.nodes)
