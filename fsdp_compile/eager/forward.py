@@ -28,8 +28,10 @@ def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple,
         for unit in closed:
             open_for_recomputation(unit)
         return forward(module, *args, **kwargs)
-    opened = [Gathered(unit) for unit in closed]
+    opened: list[Gathered] = []
     try:
+        for unit in closed:
+            opened.append(Gathered(unit))  # one by one: if one fails, those before it are closed
         output = forward(module, *args, **kwargs)
     finally:
         for gathered in opened:
