@@ -54,7 +54,7 @@ def test_inductor_on_two(two: Ranks, name: str) -> None:
     _check(two, name, "inductor")
 
 
-# Not every model: with four ranks on two cores the compiled MLP has aborted in about one run of forty (heap corruption,
+# Not every model: with four ranks on two cores the compiled MLP has aborted in 3 of about 36 runs (heap corruption,
 # cause not found yet; README, limits). These two have not.
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 def test_inductor_on_four(four: Ranks, name: str) -> None:
