@@ -213,20 +213,20 @@ def _connect(model: nn.Module) -> None:
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
     for scope in list(_scopes(model)):
-        for unit in scope._fsdp_scope:  # type: ignore[union-attr]
+        for unit in scope._fsdp_scope:
             unit.is_root = scope is model
             _widen(unit, scope, users.get(unit, []), model)
 
 
-def _scopes(model: nn.Module) -> Iterator[nn.Module]:
+def _scopes(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _widen(unit: Unit, scope: nn.Module, users: list[nn.Module], model: nn.Module) -> None:
+def _widen(unit: Unit, scope: Any, users: list[nn.Module], model: nn.Module) -> None:
     """Move `unit` to the innermost sharded module that encloses all its users: tied parameters are gathered once."""
     if set(users) <= set(scope.modules()):
         return
     enclosing = [m for m in _scopes(model) if set(users) <= set(m.modules())]
     innermost = min(enclosing, key=lambda m: sum(1 for _ in m.modules()))
-    scope.__dict__["_fsdp_scope"] = tuple(u for u in scope._fsdp_scope if u is not unit)  # type: ignore[union-attr]
-    innermost.__dict__["_fsdp_scope"] = (*innermost._fsdp_scope, unit)  # type: ignore[misc]
+    scope.__dict__["_fsdp_scope"] = tuple(u for u in scope._fsdp_scope if u is not unit)
+    innermost.__dict__["_fsdp_scope"] = (*innermost._fsdp_scope, unit)

@@ -52,13 +52,13 @@ def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type | None) ->
 
 
 @functools.cache
-def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: type | None) -> type[nn.Module]:
+def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any) -> type[nn.Module]:
     namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     if mixin is None:
         return type(original.__name__, (original,), namespace)
-    namespace["forward"] = mixin.wrap_forward(original.forward)  # type: ignore[attr-defined]
+    namespace["forward"] = mixin.wrap_forward(original.forward)
     return type("FSDP" + original.__name__, (mixin, original), namespace)
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.unit import Unit
 
 
-def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp_scope` gathered.
 
     A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
@@ -23,7 +22,7 @@ def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple,
     """
     if torch.compiler.is_compiling():
         return _traced(module, forward, args, kwargs)
-    closed = [unit for unit in module._fsdp_scope if not _is_open(unit)]  # type: ignore[union-attr]
+    closed = [unit for unit in module._fsdp_scope if not _is_open(unit)]
     if current_backward() != -1:
         for unit in closed:
             open_for_recomputation(unit)
@@ -41,9 +40,9 @@ def sharded_forward(module: nn.Module, forward: Callable[..., Any], args: tuple,
     return output
 
 
-def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     opened = []
-    for unit in module._fsdp_scope:  # type: ignore[union-attr]
+    for unit in module._fsdp_scope:
         if unit.views is None or unit.views_backward != -1:  # the latter: left behind by a backward pass that failed
             unit.views = unit.unshard()
             opened.append(unit)

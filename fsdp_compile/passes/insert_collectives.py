@@ -56,7 +56,7 @@ def _path(marker: fx.Node) -> str:
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     handle, text, group, group_size, _ = marker.args
-    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]
+    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
     full = handle
     if layout.world_size > 1:
@@ -64,14 +64,14 @@ def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
         full = emit("wait", collectives.WAIT, start)
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         _slice_instead(graph, split, full, layout, emit)
-    marker.replace_all_uses_with(full)  # type: ignore[arg-type]
+    marker.replace_all_uses_with(full)  # type: ignore[arg-type]  # fx arguments are untyped
     graph.erase_node(marker)
 
 
 def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParamLayout, emit: Emit) -> None:
     """A slice for each run that is used: unlike a split, it can be moved to where it is used."""
     for run in list(split.users):
-        segment = layout.segments[run.args[1]]  # type: ignore[index]
+        segment = layout.segments[run.args[1]]  # type: ignore[index]  # likewise
         run.replace_all_uses_with(
             emit("view", aten.slice.Tensor, full, 0, segment.offset, segment.offset + segment.numel)
         )
@@ -82,11 +82,11 @@ def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParam
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     packed, text, group, group_size = marker.args
     emit = _emitter(graph, marker, unit)
-    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]
-    packed = _pack_instead(packed, layout, emit)  # type: ignore[arg-type]
+    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
+    packed = _pack_instead(packed, layout, emit)  # type: ignore[arg-type]  # fx arguments are untyped
     if layout.world_size > 1:
         start = emit("reduce", collectives.REDUCE_SCATTER, packed, "avg", group_size, group)
-    elif group_size > 1:  # type: ignore[operator]
+    elif group_size > 1:  # type: ignore[operator]  # likewise
         start = emit("reduce", collectives.ALL_REDUCE, packed, "avg", group)
     else:
         marker.replace_all_uses_with(packed)
@@ -102,10 +102,10 @@ def _pack_instead(concatenated: fx.Node, layout: FlatParamLayout, emit: Emit) ->
     Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
     """
     segments = layout.segments
-    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(segments):  # type: ignore[arg-type]
+    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(segments):  # type: ignore[arg-type]  # fx arguments are untyped
         return concatenated
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
-    for run, segment in zip(concatenated.args[0], segments, strict=True):  # type: ignore[arg-type]
+    for run, segment in zip(concatenated.args[0], segments, strict=True):  # type: ignore[arg-type]  # fx arguments are untyped
         if segment.parameter is not None and not _is_zeros(run):
             grads[segment.parameter] = run
     return emit("pack", PACK_GRADS, grads, layout.text)
