@@ -11,21 +11,24 @@ from torch.distributed import _functional_collectives  # noqa: F401  (registers 
 _c10d = torch.ops._c10d_functional
 
 ALL_GATHER = _c10d.all_gather_into_tensor.default
+ALL_GATHER_INTO = _c10d.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
-STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
+STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * group_size]` of the same dtype."""
-    return WAIT(ALL_GATHER(shard, group_size, group))
+    full = shard.new_empty(shard.numel() * group_size)
+    all_gather_into(full, shard, group_size, group)
+    return full
 
 
 def all_gather_into(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
     """All-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`, in place."""
-    WAIT(_c10d.all_gather_into_tensor_out(shard, group_size, group, out=full))
+    WAIT(ALL_GATHER_INTO(shard, group_size, group, out=full))
 
 
 def reduce_scatter(full: Tensor, group_size: int, group: str) -> Tensor:

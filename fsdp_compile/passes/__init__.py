@@ -5,10 +5,12 @@ insert_collectives.py   markers become functional collectives with separate wait
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
+gather_into.py          all-gathers write into a buffer that the graph allocates
 inductor.py             the hook-up: default path and backend
 tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
 """
 
+from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
 from fsdp_compile.passes.pack_grads import pack_in_place
 from fsdp_compile.passes.pipeline import Pass
@@ -21,5 +23,6 @@ PASSES = (
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reorder", "post_grad", reorder),
+    Pass("gather_into", "post_grad", gather_into),
     Pass("pin", "post_grad", pin),
 )

@@ -37,10 +37,12 @@ joint after reshard
 forward after check_saved
 forward after pack_in_place
 forward after reorder
+forward after gather_into
 forward after pin
 backward after check_saved
 backward after pack_in_place
 backward after reorder
+backward after gather_into
 backward after pin""",
     )
 
@@ -242,8 +244,10 @@ def test_forward_after_pin(graphs: dict[str, str]) -> None:
 primals_1: f32[16]
 primals_2: f32[4, 3]
 primals_3: f32[16]
-gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
-gather_2: f32[64] = control_deps([gather_0], subgraph_gather_2, primals_3)  # gather 2, MUST_RECOMPUTE
+full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_0: f32[64] = all_gather_into_tensor_out(primals_1, 4, '0', out=full_0)  # gather 0, MUST_RECOMPUTE
+full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_2: f32[64] = control_deps([gather_0], subgraph_gather_2, primals_3, full_2)  # gather 2, MUST_RECOMPUTE
 wait_0: f32[64] = control_deps([gather_2], subgraph_wait_0, gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
 view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
@@ -379,7 +383,8 @@ primals_2: f32[4, 3]
 primals_3: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_2: f32[64] = all_gather_into_tensor_out(primals_3, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE

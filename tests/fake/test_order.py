@@ -134,3 +134,11 @@ def test_all_waits_at_the_end_if_asked() -> None:
     last_product = max(i for i, step in enumerate(backward.steps) if step.is_product)
     reduced = {step.out for step in backward.steps if step.is_reduce}
     assert all(i > last_product for i, s in enumerate(backward.steps) if s.is_wait and s.names[0] in reduced)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gathers_are_not_the_coalesced_form(backend: str) -> None:
+    """Every gather is given its output: the allocating form corrupts gloo's memory on torch 2.13 (gather_into.py)."""
+    gathers = [step for program in cached("mlp", backend) for step in program.steps if step.is_gather]
+    assert gathers
+    assert all("all_gather_into_tensor_out" in gather.function for gather in gathers)

@@ -54,9 +54,7 @@ def test_inductor_on_two(two: Ranks, name: str) -> None:
     _check(two, name, "inductor")
 
 
-# Not every model: with four ranks on two cores the compiled MLP has aborted in 3 of about 36 runs (heap corruption,
-# cause not found yet; README, limits). These two have not.
-@pytest.mark.parametrize("name", ["gpt", "frozen"])
+@pytest.mark.parametrize("name", MODELS)
 def test_inductor_on_four(four: Ranks, name: str) -> None:
     """Four ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(four, name, "inductor")
