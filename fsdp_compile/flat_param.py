@@ -69,12 +69,15 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, tie: "_Tie", *params: nn.Parameter) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.tie = tie
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
         tie: _Tie = ctx.tie
+        if grad is None:  # nothing was reduced: no_sync
+            return (None, None, *[None] * len(tie.params))
         tie.arrival.wait()
         tie.check_attached()
         for param in tie.params:

@@ -5,6 +5,8 @@
     reduce_grads(packed)  -> this rank's slice of the mean            backward, the derivative of unshard
     pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
                                                                       concatenation that autograd derives from `views`
+    cast_shard(shard)     -> it in another dtype, in one buffer       only in Inductor's graphs
+    wait_gather(full, shard) -> `full`, filled                        only in Inductor's graphs: `shard` lives so long
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
@@ -25,7 +27,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define(
     "fsdp_flat::unshard",
     "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward, str replicas='', "
-    "ScalarType? reduce_dtype=None) -> Tensor",
+    "ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
@@ -35,11 +37,15 @@ torch.library.define(
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor shard) -> Tensor", tags=_TAGS)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
 REDUCE_GRADS = torch.ops.fsdp_flat.reduce_grads.default
 PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
+CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
+WAIT_GATHER = torch.ops.fsdp_flat.wait_gather.default
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS)
 
 
@@ -67,27 +73,47 @@ torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_paramet
 
 
 @torch.library.impl("fsdp_flat::unshard", "default")
-def _unshard(handle: Tensor, layout: str, group: str, group_size: int, *_: Any) -> Tensor:
+def _unshard(
+    handle: Tensor,
+    layout: str,
+    group: str,
+    group_size: int,
+    reshard_after_forward: bool,
+    replicas: str = "",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    shard = handle if compute_dtype is None else handle.to(compute_dtype)
     if FlatParamLayout.parse(layout).world_size > 1:
-        return collectives.all_gather(handle, group_size, group)
-    return handle.clone()  # an operator may not return its input; compiled code drops the copy
+        return collectives.all_gather(shard, group_size, group)
+    return handle.clone() if shard is handle else shard  # an operator may not return its input; a pass drops the copy
 
 
 @torch.library.register_fake("fsdp_flat::unshard")
-def _unshard_fake(handle: Tensor, layout: str, *_: Any) -> Tensor:
-    return handle.new_empty(FlatParamLayout.parse(layout).numel)
+def _unshard_fake(
+    handle: Tensor,
+    layout: str,
+    group: str,
+    group_size: int,
+    reshard_after_forward: bool,
+    replicas: str = "",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return handle.new_empty(FlatParamLayout.parse(layout).numel, dtype=compute_dtype or handle.dtype)
 
 
 def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    handle, *where, _, replicas, ctx.reduce_dtype = inputs
+    handle, *where, _, replicas, compute_dtype, reduce_dtype = inputs
     ctx.where = (*where, replicas) if replicas else tuple(where)
-    ctx.dtype = handle.dtype
+    ctx.compute_dtype, ctx.dtype = compute_dtype or handle.dtype, handle.dtype
+    ctx.reduce_dtype = reduce_dtype or ctx.compute_dtype
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.reduce_dtype is None:
-        return REDUCE_GRADS(grad, *ctx.where), *[None] * 6
-    return REDUCE_GRADS(grad.to(ctx.reduce_dtype), *ctx.where).to(ctx.dtype), *[None] * 6
+    packed = grad if ctx.reduce_dtype == ctx.compute_dtype else grad.to(ctx.reduce_dtype)
+    mean = REDUCE_GRADS(packed, *ctx.where)
+    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 7
 
 
 torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
@@ -123,6 +149,16 @@ def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
 @torch.library.register_fake("fsdp_flat::pack_grads")
 def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
+
+
+@torch.library.register_fake("fsdp_flat::cast_shard")
+def _cast_shard_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(shard, dtype=dtype)
+
+
+@torch.library.register_fake("fsdp_flat::wait_gather")
+def _wait_gather_fake(full: Tensor, shard: Tensor) -> Tensor:
+    return torch.empty_like(full)
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:

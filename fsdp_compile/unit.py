@@ -81,15 +81,15 @@ class Unit:
         self._traced = [self._constants(flat) for flat in self.flats]
         self._mark()
 
-    def _constants(self, flat: FlatParam) -> tuple[torch.dtype | None, tuple[Any, ...]]:
-        """What the marker operators of a traced forward carry: the dtype to cast to, if any, and their arguments."""
+    def _constants(self, flat: FlatParam) -> tuple[Any, ...]:
+        """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
         compute, reduce = self.compute_dtype(flat), self.reduce_dtype(flat)
         where = (flat.layout.text, self.group_name, self.group_size, self.reshard_after_forward)
-        cast = compute if compute != flat.shard.dtype else None
-        if reduce == compute and self.replicas is None:
-            return cast, where
+        if compute == reduce == flat.shard.dtype and self.replicas is None:
+            return where
         replicas = "" if self.replicas is None else self.replicas.group_name
-        return cast, (*where, replicas, None if reduce == compute else reduce)
+        cast = compute if compute != flat.shard.dtype else None
+        return (*where, replicas, cast, reduce if reduce != compute else None)
 
     @property
     def is_sharded(self) -> bool:
@@ -129,9 +129,8 @@ class Unit:
     def traced_views(self) -> list[Tensor]:
         """Record the gather of all flat parameters; one differentiable full view per parameter."""
         views: list[Tensor] = []
-        for flat, (cast, where) in zip(self.flats, self._traced, strict=True):
-            handle = flat.handle if cast is None else flat.handle.to(cast)
-            found: list[Tensor] = VIEWS(UNSHARD(handle, *where), where[0])
+        for flat, where in zip(self.flats, self._traced, strict=True):
+            found: list[Tensor] = VIEWS(UNSHARD(flat.handle, *where), where[0])
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 

@@ -19,6 +19,7 @@ from fsdp_compile.ops import PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.tags import Kind, Tag, set_tag
 
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 
 _RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; reshard.py decides instead
 
@@ -55,12 +56,13 @@ def _path(marker: fx.Node) -> str:
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    handle, text, group, group_size = marker.args[:4]
+    handle, text, group, group_size, _, *rest = marker.args
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
-    full = handle
+    compute_dtype = rest[1] if rest else None
+    full = handle if compute_dtype is None else emit("cast", CAST, handle, compute_dtype)
     if layout.world_size > 1:
-        start = emit("gather", collectives.ALL_GATHER, handle, group_size, group)
+        start = emit("gather", collectives.ALL_GATHER, full, group_size, group)
         full = emit("wait", collectives.WAIT, start)
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         _slice_instead(graph, split, full, layout, emit)

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import PACK_GRADS
+from fsdp_compile.ops import PACK_GRADS, WAIT_GATHER
+from fsdp_compile.passes.insert_collectives import CAST
 from fsdp_compile.passes.tags import tagged
 from fsdp_compile.passes.views import readers
 
@@ -41,10 +42,19 @@ def _place_gathers(graph: fx.Graph) -> None:
         for node in (wait, *views):
             first.prepend(node)
         anchor = previous if previous is not None else _first_compute(graph)
-        gather = wait.args[0]
-        if gather is not anchor:
-            anchor.prepend(gather)  # type: ignore[arg-type]
+        gather: fx.Node = wait.args[0]  # type: ignore[assignment]
+        moved = [*_cast_of(gather), gather]
+        while anchor in moved:
+            anchor = anchor.next
+        for node in moved:
+            anchor.prepend(node)
         previous = wait
+
+
+def _cast_of(gather: fx.Node) -> list[fx.Node]:
+    """The cast of the shard to the dtype in which it is gathered, if there is one."""
+    shard: fx.Node = gather.args[0]  # type: ignore[assignment]
+    return [shard] if shard.target is CAST else []
 
 
 def _first_compute(graph: fx.Graph) -> fx.Node:
@@ -70,7 +80,11 @@ def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
         later = index + in_flight if in_flight is not None else len(started)
         where = started[later] if later < len(started) else graph.output_node()
         for wait in [user for user in start.users if user.target is WAIT]:
-            min(where, *wait.users, key=lambda node: place[node]).prepend(wait)  # a sum of two reduces reads it earlier
+            casts = [user for user in wait.users if user.target is CAST]  # to the dtype of the shard
+            others = [user for each in (wait, *casts) for user in each.users if user not in casts]
+            first = min(where, *others, key=lambda node: place[node])  # a sum of two reduces reads it earlier
+            for node in (wait, *casts):
+                first.prepend(node)
 
 
 def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:
@@ -91,7 +105,7 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target is WAIT:
+    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER):
         return True
     return _is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 

@@ -53,18 +53,21 @@ def test_joint_after_insert_collectives(graphs: dict[str, str]) -> None:
         graphs["joint after insert_collectives"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 tangents_1: f32[4, 2]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0
-view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0
 view: f32[5, 3] = view(view_0, [5, 3])
+gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0
+wait_1: f32[64] = wait_tensor(gather_1)  # wait 0
+view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0
 permute: f32[3, 5] = permute(view, [1, 0])
-addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
+addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2
 view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2
@@ -88,16 +91,14 @@ le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
-mm_2: f32[5, 3] = mm(permute_6, primals_2)
+mm_2: f32[5, 3] = mm(permute_6, primals_3)
 view_7: f32[15] = view(mm_2, [15])
-full_default_3: f32[1] = full([1], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-full_default_4: f32[5] = full([5], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-full_default_5: f32[43] = full([43], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-cat_1: f32[64] = cat([view_7, full_default_3, full_default_4, full_default_5])
-pack_0: f32[64] = fsdp_flat.pack_grads([view_7, None], '5x3@0,5@16|64/4%16')  # pack 0
+full_default_3: f32[49] = full([49], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+cat_1: f32[64] = cat([view_7, full_default_3])
+pack_0: f32[64] = fsdp_flat.pack_grads([view_7], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
-return [addmm_1, wait_reduce_0, None, wait_reduce_2]""",
+return [addmm_1, wait_reduce_0, None, None, wait_reduce_2]""",
     )
 
 
@@ -107,18 +108,21 @@ def test_joint_after_reshard(graphs: dict[str, str]) -> None:
         graphs["joint after reshard"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 tangents_1: f32[4, 2]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = view(view_0, [5, 3])  # MUST_RECOMPUTE
+gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0, MUST_RECOMPUTE
+wait_1: f32[64] = wait_tensor(gather_1)  # wait 0, MUST_RECOMPUTE
+view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
+addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
@@ -142,16 +146,14 @@ le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
-mm_2: f32[5, 3] = mm(permute_6, primals_2)
+mm_2: f32[5, 3] = mm(permute_6, primals_3)
 view_7: f32[15] = view(mm_2, [15])
-full_default_3: f32[1] = full([1], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-full_default_4: f32[5] = full([5], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-full_default_5: f32[43] = full([43], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-cat_1: f32[64] = cat([view_7, full_default_3, full_default_4, full_default_5])
-pack_0: f32[64] = fsdp_flat.pack_grads([view_7, None], '5x3@0,5@16|64/4%16')  # pack 0
+full_default_3: f32[49] = full([49], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
+cat_1: f32[64] = cat([view_7, full_default_3])
+pack_0: f32[64] = fsdp_flat.pack_grads([view_7], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
-return [addmm_1, wait_reduce_0, None, wait_reduce_2]""",
+return [addmm_1, wait_reduce_0, None, None, wait_reduce_2]""",
     )
 
 
@@ -161,24 +163,27 @@ def test_forward_after_check_saved(graphs: dict[str, str]) -> None:
         graphs["forward after check_saved"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
+gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0, MUST_RECOMPUTE
+wait_1: f32[64] = wait_tensor(gather_1)  # wait 0, MUST_RECOMPUTE
+view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
+addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
 addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
     )
 
 
@@ -188,24 +193,27 @@ def test_forward_after_pack_in_place(graphs: dict[str, str]) -> None:
         graphs["forward after pack_in_place"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
+gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0, MUST_RECOMPUTE
+wait_1: f32[64] = wait_tensor(gather_1)  # wait 0, MUST_RECOMPUTE
+view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
+addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
 addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
     )
 
 
@@ -215,16 +223,19 @@ def test_forward_after_reorder(graphs: dict[str, str]) -> None:
         graphs["forward after reorder"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-addmm: f32[4, 5] = addmm(view_8, primals_2, permute)
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
+wait_1: f32[64] = wait_tensor(gather_1)  # wait 0, MUST_RECOMPUTE
+view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
+addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
@@ -232,7 +243,7 @@ view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
 addmm_1: f32[4, 2] = addmm(view_10, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
     )
 
 
@@ -242,18 +253,22 @@ def test_forward_after_pin(graphs: dict[str, str]) -> None:
         graphs["forward after pin"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_0: f32[64] = all_gather_into_tensor_out(primals_1, 4, '0', out=full_0)  # gather 0, MUST_RECOMPUTE
-full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_2: f32[64] = control_deps([gather_0], subgraph_gather_2, primals_3, full_2)  # gather 2, MUST_RECOMPUTE
-wait_0: f32[64] = control_deps([gather_2], subgraph_wait_0, gather_0)  # wait 0, MUST_RECOMPUTE
+full_1: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_1: f32[64] = control_deps([gather_0], subgraph_gather_1, primals_2, full_1)  # gather 0, MUST_RECOMPUTE
+wait_0: f32[64] = control_deps([gather_1], subgraph_wait_0, gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
-view_8: f32[5] = slice.Tensor(wait_0, 0, 16, 21)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-addmm: f32[4, 5] = control_deps([wait_0], subgraph_addmm, view_8, primals_2, permute)
+full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_2: f32[64] = control_deps([wait_0], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
+wait_1: f32[64] = control_deps([gather_2], subgraph_wait_1, gather_1)  # wait 0, MUST_RECOMPUTE
+view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
+addmm: f32[4, 5] = control_deps([wait_1], subgraph_addmm, view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)
 wait_2: f32[64] = control_deps([addmm], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
@@ -261,7 +276,7 @@ view_10: f32[2] = slice.Tensor(wait_2, 0, 16, 18)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
 addmm_1: f32[4, 2] = control_deps([wait_2], subgraph_addmm_1, view_10, relu, permute_1)
-return [addmm_1, primals_1, primals_2, primals_3, relu]""",
+return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
     )
 
 
@@ -271,11 +286,12 @@ def test_backward_after_check_saved(graphs: dict[str, str]) -> None:
         graphs["backward after check_saved"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
@@ -294,12 +310,12 @@ le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
-mm_2: f32[5, 3] = mm(permute_6, primals_2)
+mm_2: f32[5, 3] = mm(permute_6, primals_3)
 view_7: f32[15] = reshape(mm_2, [15])
-pack_0: f32[64] = fsdp_flat.pack_grads([view_7, None], '5x3@0,5@16|64/4%16')  # pack 0
+pack_0: f32[64] = fsdp_flat.pack_grads([view_7], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""",
+return [wait_reduce_0, None, None, wait_reduce_2]""",
     )
 
 
@@ -309,11 +325,12 @@ def test_backward_after_pack_in_place(graphs: dict[str, str]) -> None:
         graphs["backward after pack_in_place"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
@@ -330,11 +347,11 @@ le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
-mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+mm_2: f32[5, 3] = mm(permute_6, primals_3)
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""",
+return [wait_reduce_0, None, None, wait_reduce_2]""",
     )
 
 
@@ -344,11 +361,12 @@ def test_backward_after_reorder(graphs: dict[str, str]) -> None:
         graphs["backward after reorder"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
-gather_2: f32[64] = all_gather_into_tensor(primals_3, 4, '0')  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
@@ -364,12 +382,12 @@ le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
-mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+mm_2: f32[5, 3] = mm(permute_6, primals_3)
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""",
+return [wait_reduce_0, None, None, wait_reduce_2]""",
     )
 
 
@@ -379,12 +397,13 @@ def test_backward_after_pin(graphs: dict[str, str]) -> None:
         graphs["backward after pin"],
         """\
 primals_1: f32[16]
-primals_2: f32[4, 3]
-primals_3: f32[16]
+primals_2: f32[16]
+primals_3: f32[4, 3]
+primals_4: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_2: f32[64] = all_gather_into_tensor_out(primals_3, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor_out(primals_4, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE
@@ -400,10 +419,10 @@ le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
-mm_2: f32[5, 3] = mm(permute_6, primals_2)
-pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, None], '5x3@0,5@16|64/4%16')  # pack 0
+mm_2: f32[5, 3] = mm(permute_6, primals_3)
+pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = control_deps([reduce_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
 wait_reduce_2: f32[16] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2)  # wait_reduce 2, MUST_SAVE
 wait_reduce_0: f32[16] = control_deps([wait_reduce_2], subgraph_wait_reduce_0, reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, wait_reduce_2]""",
+return [wait_reduce_0, None, None, wait_reduce_2]""",
     )

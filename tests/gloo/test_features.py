@@ -361,7 +361,7 @@ def _fail_in_backward(model: nn.Module) -> Any:
 
 
 def _fail_after_reduce(model: nn.Module) -> Any:
-    return units(model.blocks[1])[0].handle.register_hook(_raise)
+    return units(model.blocks[1])[0].flats[0].handle.register_hook(_raise)
 
 
 def _fail_at_output(model: nn.Module) -> Any:
