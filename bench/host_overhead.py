@@ -71,14 +71,13 @@ def whole_step(layers: int, sharded: bool) -> Step:
 def collectives_only(layers: int, sharded: bool) -> Step:
     """Per unit two gathers and one reduce with their waits; nothing for the unsharded model."""
     units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))} if sharded else set()
-    buffers = [(unit, unit.shard.new_empty(unit.layout.numel)) for unit in units]
+    buffers = [(unit, flat.shard, flat.shard.new_empty(flat.layout.numel)) for unit in units for flat in unit.flats]
 
     def step() -> None:
-        for unit, full in buffers:
-            _, group, group_size, _ = unit.unshard_args
-            collectives.all_gather(unit.shard, group_size, group)
-            collectives.all_gather(unit.shard, group_size, group)
-            collectives.reduce_scatter(full, group_size, group)
+        for unit, shard, full in buffers:
+            collectives.all_gather(shard, unit.group_size, unit.group_name)
+            collectives.all_gather(shard, unit.group_size, unit.group_name)
+            collectives.reduce_scatter(full, unit.group_size, unit.group_name)
 
     return step
 

@@ -7,7 +7,8 @@ CompileConfig   what to choose about compilation, for `torch.compile(model, back
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_compile.api import FSDPModule, fully_shard
+from fsdp_compile.api import fully_shard
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.module import FSDPModule
 
 __all__ = ["CompileConfig", "FSDPModule", "ModuleWrapPolicy", "ShardingStrategy", "fully_shard"]

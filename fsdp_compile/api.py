@@ -1,22 +1,23 @@
 """`fully_shard`: check the arguments, choose units, shard their parameters, swap classes."""
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fsdp_compile.eager import sharded_forward
+from fsdp_compile.eager import Root
+from fsdp_compile.eager.inputs import full_precision_in_eval
 from fsdp_compile.lookup import add_lookups, add_mixin
+from fsdp_compile.module import FSDPModule
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.unit import Unit, unit_of
 from fsdp_compile.wrap import AutoWrapPolicy, choose_units
@@ -27,21 +28,6 @@ NamedParams = list[tuple[str, nn.Parameter]]
 _STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
-class FSDPModule:
-    """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
-
-    @staticmethod
-    def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the swapped class: `forward` with the module's units gathered around it."""
-
-        def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return sharded_forward(self, forward, args, kwargs)
-
-        # A code object for each class: Dynamo counts recompilations per code object, and these are different programs.
-        gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
-        return functools.wraps(forward)(gathered_forward)
-
-
 def fully_shard(
     model: ModuleT,
     *,
@@ -49,6 +35,7 @@ def fully_shard(
     process_group: dist.ProcessGroup | None = None,
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     auto_wrap_policy: AutoWrapPolicy = "auto",
+    mixed_precision: MixedPrecision | None = None,
 ) -> ModuleT:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
@@ -82,7 +69,8 @@ def fully_shard(
     planned = _plan_units(model, modules)
     for module, params in planned:  # all checks are done: from here on nothing fails
         reshard = sharding_strategy is ShardingStrategy.FULL_SHARD
-        _make_unit(module, Unit(params, group, shards, reshard) if params else None)
+        unit = Unit(params, group, shards, reshard, precision=mixed_precision) if params else None
+        _make_unit(module, unit, mixed_precision)
     _connect(model)
     install()
     return model
@@ -180,7 +168,6 @@ def _check_params(params: NamedParams, path: str) -> None:
             raise ValueError(
                 f"parameter {full_name}: expected at least one dimension, found a scalar; give it the shape [1]"
             )
-        _check_equal("dtype", full_name, param.dtype, params[0], "cast the module to one dtype or make it its own unit")
         _check_equal("device", full_name, param.device, params[0], "move the module to one device before fully_shard")
         if param.is_meta:
             raise ValueError(
@@ -196,8 +183,10 @@ def _check_equal(what: str, name: str, found: Any, first: tuple[str, nn.Paramete
                          f"found {found}; {remedy}")  # fmt: skip
 
 
-def _make_unit(module: nn.Module, unit: Unit | None) -> None:
+def _make_unit(module: nn.Module, unit: Unit | None, precision: MixedPrecision | None) -> None:
     module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
+    module.__dict__["_fsdp_precision"] = precision
+    module.__dict__["_fsdp_full_precision_in_eval"] = full_precision_in_eval()
     add_mixin(module, FSDPModule)
 
 
@@ -212,7 +201,9 @@ def _connect(model: nn.Module) -> None:
             add_lookups(module, {name: at for name, at in managed.items() if name not in known})
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
+    root = Root()
     for scope in list(_scopes(model)):
+        scope.__dict__["_fsdp_root"], scope.__dict__["_fsdp_is_root"] = root, scope is model
         for unit in scope._fsdp_scope:
             unit.is_root = scope is model
             _widen(unit, scope, users.get(unit, []), model)

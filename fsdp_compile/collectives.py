@@ -19,21 +19,37 @@ WAIT = _c10d.wait_tensor.default
 STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
 
 
+def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
+    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
+    ALL_GATHER_INTO(shard, group_size, group, out=full)
+
+
+def wait(tensor: Tensor) -> None:
+    """Order what comes after the collectives that write `tensor`; nothing if there are none."""
+    WAIT(tensor)
+
+
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * group_size]` of the same dtype."""
     full = shard.new_empty(shard.numel() * group_size)
-    all_gather_into(full, shard, group_size, group)
+    start_all_gather(full, shard, group_size, group)
+    wait(full)
     return full
 
 
-def all_gather_into(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
-    """All-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`, in place."""
-    WAIT(ALL_GATHER_INTO(shard, group_size, group, out=full))
+def start_reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -> Tensor:
+    """Begin to reduce `full`, 1-D `[n * group_size]`; the result, 1-D `[n]`, is this rank's slice after `wait`."""
+    return REDUCE_SCATTER(full, op, group_size, group)
 
 
 def reduce_scatter(full: Tensor, group_size: int, group: str) -> Tensor:
     """Average `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
-    return WAIT(REDUCE_SCATTER(full, "avg", group_size, group))
+    return WAIT(start_reduce_scatter(full, group_size, group))
+
+
+def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
+    """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
+    ALL_REDUCE_IN_PLACE(full, op, group)
 
 
 def all_reduce(full: Tensor, group: str) -> Tensor:

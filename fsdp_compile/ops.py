@@ -1,6 +1,6 @@
 """Marker operators `fsdp_flat::*`: one node each in a traced graph, real bodies for eager execution.
 
-    unshard(handle)       -> the full flat parameter                  forward
+    unshard(handle)       -> the full flat parameter                  forward, when traced
     views(full)           -> one full view per parameter              plain aten views, autograd included
     reduce_grads(packed)  -> this rank's slice of the mean            backward, the derivative of unshard
     pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
@@ -24,12 +24,15 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward) -> Tensor",
+    "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward, str replicas='', "
+    "ScalarType? reduce_dtype=None) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
 torch.library.define(
-    "fsdp_flat::reduce_grads", "(Tensor packed, str layout, str group, int group_size) -> Tensor", tags=_TAGS
+    "fsdp_flat::reduce_grads",
+    "(Tensor packed, str layout, str group, int group_size, str replicas='') -> Tensor",
+    tags=_TAGS,
 )
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
 
@@ -64,52 +67,42 @@ torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_paramet
 
 
 @torch.library.impl("fsdp_flat::unshard", "default")
-def _unshard(handle: Tensor, layout: str, group: str, group_size: int, reshard_after_forward: bool) -> Tensor:
+def _unshard(handle: Tensor, layout: str, group: str, group_size: int, *_: Any) -> Tensor:
     if FlatParamLayout.parse(layout).world_size > 1:
         return collectives.all_gather(handle, group_size, group)
-    return handle.clone()  # an operator may not return its input; eager code does not come here, compiled code drops it
+    return handle.clone()  # an operator may not return its input; compiled code drops the copy
 
 
 @torch.library.register_fake("fsdp_flat::unshard")
-def _unshard_fake(handle: Tensor, layout: str, group: str, group_size: int, reshard_after_forward: bool) -> Tensor:
+def _unshard_fake(handle: Tensor, layout: str, *_: Any) -> Tensor:
     return handle.new_empty(FlatParamLayout.parse(layout).numel)
 
 
 def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.where, _ = inputs
+    handle, *where, _, replicas, ctx.reduce_dtype = inputs
+    ctx.where = (*where, replicas) if replicas else tuple(where)
+    ctx.dtype = handle.dtype
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return REDUCE_GRADS(grad, *ctx.where), None, None, None, None
+    if ctx.reduce_dtype is None:
+        return REDUCE_GRADS(grad, *ctx.where), *[None] * 6
+    return REDUCE_GRADS(grad.to(ctx.reduce_dtype), *ctx.where).to(ctx.dtype), *[None] * 6
 
 
 torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
 
 
-class ReduceInBackward(torch.autograd.Function):
-    """What `unshard` is for whole parameters in eager: the same memory in forward, `reduce_grads` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, handle: Tensor, where: tuple[str, str, int]) -> Tensor:
-        """`handle` itself, as a view; `where` is the layout, the group and its size."""
-        ctx.where = where
-        return handle.view_as(handle)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The mean of `grad`, 1-D `[numel]`, over the group."""
-        return REDUCE_GRADS(grad, *ctx.where), None
-
-
 @torch.library.impl("fsdp_flat::reduce_grads", "default")
-def _reduce_grads(packed: Tensor, layout: str, group: str, group_size: int) -> Tensor:
+def _reduce_grads(packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "") -> Tensor:
     if FlatParamLayout.parse(layout).world_size > 1:
-        return collectives.reduce_scatter(packed, group_size, group)
+        mean = collectives.reduce_scatter(packed, group_size, group)
+        return collectives.all_reduce(mean, replicas) if replicas else mean
     return collectives.all_reduce(packed, group) if group_size > 1 else packed.clone()
 
 
 @torch.library.register_fake("fsdp_flat::reduce_grads")
-def _reduce_grads_fake(packed: Tensor, layout: str, group: str, group_size: int) -> Tensor:
+def _reduce_grads_fake(packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "") -> Tensor:
     return packed.new_empty(FlatParamLayout.parse(layout).shard_numel)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
+from fsdp_compile.eager.inputs import cast_inputs, computes_in_full_precision
+from fsdp_compile.eager.root import Root
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.unit import Unit
 
@@ -21,22 +23,31 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     used as it is. If forward raises, the units are closed and the module stays usable.
     """
     if torch.compiler.is_compiling():
-        return _traced(module, forward, args, kwargs)
+        return _traced(module, forward, *cast_inputs(module, args, kwargs))
     closed = [unit for unit in module._fsdp_scope if not _is_open(unit)]
     if current_backward() != -1:
         for unit in closed:
             open_for_recomputation(unit)
         return forward(module, *args, **kwargs)
+    root: Root = module._fsdp_root
+    if module._fsdp_is_root:
+        root.begin_iteration()
+    args, kwargs = cast_inputs(module, args, kwargs)
     opened: list[Gathered] = []
     try:
         for unit in closed:
-            opened.append(Gathered(unit))  # one by one: if one fails, those before it are closed
+            gathered = root.gather(unit, computes_in_full_precision(module))
+            gathered.open()  # one by one: if one fails, those before it are closed
+            opened.append(gathered)
         output = forward(module, *args, **kwargs)
     finally:
         for gathered in opened:
             gathered.unit.views = None
+        if module._fsdp_is_root:
+            root.end_iteration()
     for gathered in opened:
-        gathered.end_forward(output)
+        gathered.end_forward((args, kwargs), output, keep=module._fsdp_is_root)
+        root.ended_forward(gathered)
     return output
 
 
@@ -44,7 +55,7 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
     opened = []
     for unit in module._fsdp_scope:
         if unit.views is None or unit.views_backward != -1:  # the latter: left behind by a backward pass that failed
-            unit.views = unit.unshard()
+            unit.views = unit.traced_views()
             opened.append(unit)
     try:
         return forward(module, *args, **kwargs)

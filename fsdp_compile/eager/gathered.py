@@ -8,50 +8,139 @@ Freeing resizes the storage to zero bytes: autograd's saved views stay valid obj
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile import collectives
+from fsdp_compile.eager.reduce import reduce_gradients
 from fsdp_compile.eager.torch_private import call_after_backward, current_backward, tree_leaves
+from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.ops import alias, view_parameters
 from fsdp_compile.unit import Unit
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
+class FullBuffer:
+    """A flat parameter in full, `[layout.numel]`, in the dtype and on the device that its unit computes in.
+
+    Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
+    """
+
+    def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
+        self.unit, self.flat = unit, flat
+        self.is_shard = not unit.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
+        self.full = (
+            alias(flat.shard) if self.is_shard else torch.empty(flat.layout.numel, dtype=dtype, device=unit.device)
+        )
+        self.storage = self.full.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.filling = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the memory was given back."""
+        return self.storage.nbytes() == 0 < self.nbytes
+
+    def start(self) -> None:
+        """Begin to fill it from the shards."""
+        if self.is_shard:
+            return
+        if self.is_free:
+            self.storage.resize_(self.nbytes)
+        shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
+        if self.unit.is_sharded:
+            collectives.start_all_gather(self.full, shard, self.unit.group_size, self.unit.group_name)
+        else:
+            self.full.copy_(shard)
+        self.filling = self.unit.is_sharded
+
+    def wait(self) -> None:
+        """It may be read from here on."""
+        if self.filling:
+            collectives.wait(self.full)
+            self.filling = False
+
+    def views(self) -> list[Tensor]:
+        """The parameters' full views. Their version counter is not this buffer's: filling it again is no change."""
+        return view_parameters(alias(self.full), self.flat.layout.text)
+
+    def free(self) -> None:
+        """Give the memory back; views stay valid objects and may be read after the next fill."""
+        self.wait()
+        if not self.is_shard:
+            self.storage.resize_(0)
+
+
 class Gathered:
-    """The full views that one forward of `unit` gathered, and the storage beneath them.
+    """The full views that one forward of `unit` gathered, and the buffers beneath them.
 
     Owned by the graph of that forward, through the hooks on its outputs: it goes when the graph goes.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, full_precision: bool = False) -> None:
+        self.unit, self.full_precision = unit, full_precision
+        self.root: Any = None  # eager.root.Root
+        self.before: weakref.ref[Gathered] | None = None  # the forward that ended before this one
         unit.refresh()
-        self.views = unit.unshard()
-        self.storage = max((view.untyped_storage() for view in self.views), key=lambda storage: storage.nbytes())
-        self.nbytes = self.storage.nbytes()
+        self.buffers = [
+            FullBuffer(unit, flat, flat.shard.dtype if full_precision else unit.compute_dtype(flat))
+            for flat in unit.flats
+        ]
         self.versions = [param._version for param in unit.params]
         self.backward = -1  # the backward pass that has opened the views
         self.recomputed_into = False  # whether a forward recomputed in backward reads these views
-        unit.views, unit.views_backward = self.views, current_backward()
+        self.still_read = False  # whether frozen parameters may be read after the trained ones have their gradients
+        with torch.no_grad():
+            for buffer in self.buffers:
+                buffer.start()
 
-    def end_forward(self, output: Any) -> None:
-        """Arrange for backward; free the storage if the unit reshards after forward and backward can fill it again."""
+    def open(self) -> None:
+        """Wait for the gather; give the unit its views."""
+        for buffer in self.buffers:
+            buffer.wait()
+        self.views = self._differentiable_views()
+        self.unit.views, self.unit.views_backward = self.views, current_backward()
+
+    def _differentiable_views(self) -> list[Tensor]:
+        trained = [flat for flat in self.unit.flats if flat.trains]
+        if not trained or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.plain_views(self.unit.flats)
+        found = iter(_FullViews.apply(self, trained, *[flat.handle for flat in trained]))
+        views: list[Tensor] = []
+        for buffer in self.buffers:
+            if buffer.flat.trains:
+                views += [next(found) for _ in buffer.flat.params]
+            else:
+                with torch.no_grad():
+                    views += buffer.views()
+        return views
+
+    def plain_views(self, flats: Sequence[FlatParam]) -> list[Tensor]:
+        """Full views of the parameters of `flats`, without autograd history of ours."""
+        return [view for buffer in self.buffers if buffer.flat in flats for view in buffer.views()]
+
+    def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
+        """Arrange for backward; free the buffers unless `keep` or backward could not fill them again."""
         if not torch.is_grad_enabled():
-            return  # nothing was saved: the storage goes with its last view
+            return  # nothing was saved: the buffers go with their last views
         self.unit.awaiting_backward.add(self)
         hooked = self._hook_outputs(output)
-        self.hook_gradients()
-        if hooked and self.unit.reshard_after_forward and not self.unit.is_root:
-            self._free()
+        if self.unit.has_frozen:
+            self._hook_inputs(inputs)
+        if hooked and self.unit.reshard_after_forward and not keep:
+            self.free()
 
     def _hook_outputs(self, output: Any) -> bool:
         """Gather again when a gradient reaches an output.
 
-        False if the storage must stay: an output lies in it, or might hide tensors from us.
+        False if the buffers must stay: an output lies in one, or might hide tensors from us.
         """
         leaves = tree_leaves(output)
         for leaf in leaves:
@@ -62,62 +151,109 @@ class Gathered:
     def _holds(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return False
-        return leaf.untyped_storage().data_ptr() == self.storage.data_ptr()
+        return any(leaf.untyped_storage().data_ptr() == buffer.storage.data_ptr() for buffer in self.buffers)
 
-    def hook_gradients(self) -> None:
-        """Free as soon as every view has its gradient, before these are packed.
-
-        With frozen parameters in the unit, their consumers may still have to run then: the end of backward frees.
-        """
-        node = next((view.grad_fn for view in self.views if view.grad_fn is not None), None)
-        split = node.next_functions[0][0] if node else None  # view <- split <- gathered buffer: ops.view_parameters
-        if split is not None and not self.unit.frozen:
-            split.register_prehook(_weak_call(self._gradients_ready))
+    def _hook_inputs(self, inputs: Any) -> None:
+        """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
+        needed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if needed:
+            self.still_read = True
+            torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
 
     def _before_backward(self, _grad: Tensor) -> None:
         if self.backward != current_backward():
-            self.open()
+            self.reopen()
 
-    def open(self) -> None:
-        """Make the views readable for the running backward pass: gather again if the storage was freed."""
+    def reopen(self) -> None:
+        """Make the views readable for the running backward pass: gather again what was freed."""
         self.backward = current_backward()
         call_after_backward(self.close)
-        if self.storage.nbytes() == 0:
-            self._gather_again()
+        self.prefetch()
+        for buffer in self.buffers:
+            buffer.wait()
         self.unit.views, self.unit.views_backward = self.views, self.backward
+        if self.root is not None:
+            self.root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
 
-    def _gradients_ready(self) -> None:
-        # Several forwards of one unit recomputed in one backward all read these views: wait for the last of them.
-        if not (self.recomputed_into and len(self.unit.awaiting_backward) > 1):
+    def prefetch(self) -> bool:
+        """Begin to gather again what was freed; whether anything was."""
+        freed = [buffer for buffer in self.buffers if buffer.is_free]
+        if freed:
+            self._check_unchanged()
+        with torch.no_grad():
+            for buffer in freed:
+                buffer.start()
+        return bool(freed)
+
+    def free_if_unused(self) -> None:
+        """At the end of a backward pass for which this was gathered ahead: free it if nothing read it (E-PRE-5)."""
+        if self.backward == -1 and self.unit.reshard_after_forward:
+            self.free()
+
+    def gradients_ready(self) -> None:
+        """All trained parameters' gradients are there: free before they are packed, if nobody reads the views now.
+
+        Several forwards of one unit recomputed in one backward all read these views: wait for the last of them. A
+        reentrant checkpoint runs a backward pass of its own within the one that opened the views.
+        """
+        shared = self.recomputed_into and len(self.unit.awaiting_backward) > 1
+        if not (self.still_read or shared or self.backward not in (-1, current_backward())):
+            self.close()
+        if self.root is not None:
+            self.root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
+
+    def _inputs_ready(self) -> None:
+        self.still_read = False
+        if self.backward == current_backward() and not self.recomputed_into:
             self.close()
 
     def close(self) -> None:
-        """The backward pass needs the views no longer: free the storage."""
+        """The backward pass needs the views no longer: free the buffers."""
         self.unit.awaiting_backward.discard(self)
         if self.unit.views is self.views:
             self.unit.views = None
-        if self.unit.layout.world_size > 1:
-            self._free()
-
-    def _gather_again(self) -> None:
-        unit = self.unit
-        self._check_unchanged()
-        self.storage.resize_(self.nbytes)
-        # A tensor of its own, so that the write does not count as an in-place change of the saved views.
-        full = unit.shard.new_empty(0).set_(self.storage, 0, (unit.layout.numel,), (1,))
-        _, group, group_size, _ = unit.unshard_args
-        collectives.all_gather_into(full, unit.shard, group_size, group)
+        self.free()
 
     def _check_unchanged(self) -> None:
-        for name, param, version in zip(self.unit.layout.names, self.unit.params, self.versions, strict=True):
+        for name, param, version in zip(self.unit.names, self.unit.params, self.versions, strict=True):
             if param._version != version:
                 raise RuntimeError(
                     f"parameter {name}: expected the values of the forward pass in its backward pass, found it "
                     f"changed in place in between; run backward before the optimizer's step"
                 )
 
-    def _free(self) -> None:
-        self.storage.resize_(0)
+    def free(self) -> None:
+        """Give the buffers' memory back."""
+        for buffer in self.buffers:
+            buffer.free()
+
+
+class _FullViews(torch.autograd.Function):
+    """The full views of the flat parameters that train; backward frees them, packs their gradients and reduces them.
+
+    Note on lifetime: the views own this node, so it must not own the `Gathered` that owns the views.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
+        views, frozen = [], []
+        for buffer in gathered.buffers:
+            if buffer.flat in flats:
+                found = buffer.views()
+                views += found
+                frozen += [found[index] for index in buffer.flat.frozen]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(views)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # one per parameter, full shape
+        gathered = ctx.gathered()
+        if gathered is not None:
+            gathered.gradients_ready()
+        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads))
 
 
 def open_for_recomputation(unit: Unit) -> None:
@@ -129,11 +265,13 @@ def open_for_recomputation(unit: Unit) -> None:
     gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:
         gathered = Gathered(unit)
-        gathered.hook_gradients()
+        gathered.open()
+        gathered.backward = current_backward()
+        unit.awaiting_backward.add(gathered)
         call_after_backward(gathered.close)  # also keeps it until then
         return
     gathered.recomputed_into = True
-    gathered.open()
+    gathered.reopen()
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:

@@ -55,7 +55,7 @@ def _path(marker: fx.Node) -> str:
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    handle, text, group, group_size, _ = marker.args
+    handle, text, group, group_size = marker.args[:4]
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
     full = handle
@@ -80,7 +80,7 @@ def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParam
 
 
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    packed, text, group, group_size = marker.args
+    packed, text, group, group_size, *replicas = marker.args
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     packed = _pack_instead(packed, layout, emit)  # type: ignore[arg-type]  # fx arguments are untyped
@@ -92,7 +92,10 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
         marker.replace_all_uses_with(packed)
         graph.erase_node(marker)
         return
-    marker.replace_all_uses_with(emit("wait_reduce", collectives.WAIT, start))
+    mean = emit("wait_reduce", collectives.WAIT, start)
+    if replicas:  # hybrid: the shard alone crosses the slow links
+        mean = emit("wait_reduce", collectives.WAIT, emit("reduce", collectives.ALL_REDUCE, mean, "avg", replicas[0]))
+    marker.replace_all_uses_with(mean)
     graph.erase_node(marker)
 
 

@@ -132,10 +132,10 @@ def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
     names = {p: name for name, p in after.items()}
     for unit in units(model):
         assert unit.rank == RANK
-        for param, record in zip(unit.params, unit.layout.records(RANK), strict=True):
+        for param, record in zip(unit.params, unit.records, strict=True):
             expected = values[names[param]][record.first : record.last + 1] if record else torch.empty(0)
             assert torch.equal(param.detach(), expected)
-            assert not record or param.untyped_storage().data_ptr() == unit.shard.untyped_storage().data_ptr()
+            assert not record or param.untyped_storage().data_ptr() == unit.flats[0].shard.untyped_storage().data_ptr()
 
 
 def test_alignment_of_every_view() -> None:
@@ -144,8 +144,8 @@ def test_alignment_of_every_view() -> None:
     I2, E-COMP-6.
     """
     for unit in units(fully_shard(GPT())):
-        assert all(offset % 16 == 0 for offset in unit.layout.offsets)
-        assert unit.layout.shard_numel % 16 == 0
+        assert all(offset % 16 == 0 for flat in unit.flats for offset in flat.layout.offsets)
+        assert all(flat.layout.shard_numel % 16 == 0 for flat in unit.flats)
 
 
 def test_classes_stay_what_they_were() -> None:
@@ -243,7 +243,7 @@ def test_one_rank_means_no_shard() -> None:
 def test_mesh_of_one_dimension() -> None:
     """A 1-D mesh gives its group."""
     (unit, *_) = units(fully_shard(mlp(), mesh=init_device_mesh("cpu", (WORLD_SIZE,))))
-    assert unit.layout.world_size == WORLD_SIZE and unit.rank == RANK
+    assert unit.flats[0].layout.world_size == WORLD_SIZE and unit.rank == RANK
 
 
 @pytest.mark.parametrize("name", MODULES)

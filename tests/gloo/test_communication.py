@@ -35,7 +35,7 @@ class _Call(NamedTuple):
     kind: str  # gather, reduce or all_reduce
     numel: int  # of the unit's full buffer; blocks share one size, the root has another
     result: int  # address of the result's storage
-    gathered: StorageWeakRef | None  # the storage that an all-gather made
+    gathered: StorageWeakRef | None  # the storage that an all-gather filled
 
 
 @contextmanager
@@ -49,17 +49,17 @@ def _spied() -> Iterator[list[_Call]]:
         def spying(*args: Any) -> Any:
             out = original(*args)
             storage = out.untyped_storage() if out is not None else args[0].untyped_storage()
-            made = StorageWeakRef(storage) if name == "all_gather" else None
+            made = StorageWeakRef(storage) if name == "start_all_gather" else None
             calls.append(_Call(kind, sizes(*args), storage.data_ptr(), made))
             return out
 
         return mock.patch.object(collectives, name, spying)
 
     with (
-        spy("all_gather", "gather", lambda shard, size, group: shard.numel() * size),
-        spy("all_gather_into", "gather", lambda full, *_: full.numel()),
-        spy("reduce_scatter", "reduce", lambda full, *_: full.numel()),
+        spy("start_all_gather", "gather", lambda full, *_: full.numel()),
+        spy("start_reduce_scatter", "reduce", lambda full, *_: full.numel()),
         spy("all_reduce", "all_reduce", lambda full, *_: full.numel()),
+        spy("start_all_reduce", "all_reduce", lambda full, *_: full.numel()),
     ):
         yield calls
 
@@ -67,7 +67,7 @@ def _spied() -> Iterator[list[_Call]]:
 def _per_unit(model: nn.Module, calls: list[_Call], kind: str) -> list[int]:
     """How often the root, and how often on average each block, was gathered or reduced."""
     counts = Counter(call.numel for call in calls if call.kind == kind)
-    sizes = Counter(unit.layout.numel for unit in units(model))
+    sizes = Counter(unit.flats[0].layout.numel for unit in units(model))
     assert counts.keys() <= sizes.keys() and all(count % sizes[numel] == 0 for numel, count in counts.items()), counts
     return [counts[numel] // sizes[numel] for numel in sizes]
 
@@ -106,8 +106,10 @@ def test_collectives_per_step(two: Ranks, strategy: str, gathers: list, reduces:
 def _kept(calls: list[_Call]) -> Counter[int]:
     """Bytes that are left of what all-gathers made, by the size of the unit's full buffer in elements."""
     kept: Counter[int] = Counter()
+    seen = set()
     for call in calls:
-        if call.gathered is not None:
+        if call.gathered is not None and call.gathered.cdata not in seen:
+            seen.add(call.gathered.cdata)
             alive = torch.UntypedStorage._new_with_weak_ptr(call.gathered.cdata)
             kept[call.numel] += alive.nbytes() if alive is not None else 0
     return kept
@@ -129,7 +131,7 @@ def _assert_freed(calls: list[_Call], when: str) -> None:
 def _watch_memory(rank: int, strategy: str, how: str) -> None:
     model = shard(MLP, strategy)
     run = executor(model, how)
-    root, block = (module._fsdp_scope[0].layout.numel for module in (model, model.blocks[0]))
+    root, block = (module._fsdp_scope[0].flats[0].layout.numel for module in (model, model.blocks[0]))
     for step in range(2):
         with _spied() as calls:
             loss = MLP.loss(run, mine(MLP, step))
@@ -189,7 +191,7 @@ def _drop(rank: int, how: str, strategy: str) -> None:
     with torch.no_grad():
         run(mine(MLP, 3)[0])
     left = [weakref.ref(unit) for unit in units(model)]
-    shards = [StorageWeakRef(unit.shard.untyped_storage()) for unit in units(model)]
+    shards = [StorageWeakRef(flat.shard.untyped_storage()) for unit in units(model) for flat in unit.flats]
     del model, run, optimizer
     torch._dynamo.reset()
     gc.collect()

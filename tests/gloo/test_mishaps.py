@@ -159,7 +159,8 @@ def _empty_first(rank: int) -> None:
     for block in model.blocks:
         (unit,) = units(block)
         (gathered,) = unit.awaiting_backward
-        assert gathered.nbytes >= unit.layout.numel * 4 and gathered.storage.nbytes() == 0
+        (buffer,) = gathered.buffers
+        assert buffer.nbytes >= unit.flats[0].layout.numel * 4 and buffer.storage.nbytes() == 0
     loss.backward()
     assert model.blocks[0].nothing.grad is None
 

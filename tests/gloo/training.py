@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
+from fsdp_compile.eager.gathered import Gathered
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.unit import Unit, unit_of
 
@@ -94,8 +95,10 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     full: dict[nn.Parameter, Tensor] = {}
     with torch.no_grad():
         for unit in units(model):
-            views = unit.unshard()
-            full.update((param, view.clone()) for param, view in zip(unit.params, views, strict=True))
+            gathered = Gathered(unit, full_precision=True)
+            gathered.open()
+            unit.views = None
+            full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
     return {name: full[param] for name, param in model.named_parameters()}
 
 

@@ -1,0 +1,52 @@
+"""What a sharded module's inputs and buffers become under mixed precision."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+FULL_PRECISION_IN_EVAL = "FSDP_COMPILE_FULL_PREC_IN_EVAL"
+
+
+def computes_in_full_precision(module: Any) -> bool:
+    """Whether mixed precision is left aside: in eval mode, with the switch on at `fully_shard` (E-MP-7)."""
+    return module._fsdp_full_precision_in_eval and not module.training
+
+
+def full_precision_in_eval() -> bool:
+    """The switch `FSDP_COMPILE_FULL_PREC_IN_EVAL`: on if it is exactly "1" (E-ENV-3)."""
+    return os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
+
+
+def cast_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Cast floating tensors among the arguments to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14)."""
+    policy = module._fsdp_precision
+    if policy is None or policy.param_dtype is None or computes_in_full_precision(module):
+        return args, kwargs
+    if not (policy.cast_forward_inputs or (policy.cast_root_forward_inputs and module._fsdp_is_root)):
+        return args, kwargs
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(policy.param_dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, (args, kwargs))
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the floating buffers of `module` and below to `dtype`, except below other sharded modules (E-MP-16)."""
+    if dtype is None:
+        return
+    for owner in _own_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                owner._buffers[name] = buffer.to(dtype)
+
+
+def _own_modules(module: nn.Module) -> list[nn.Module]:
+    owned = [module]
+    for child in module.children():
+        if "_fsdp_scope" not in child.__dict__:
+            owned += _own_modules(child)
+    return owned
