@@ -1,4 +1,5 @@
-# run: train the example on 2 processes   test: style, types, tests   bench: peers side by side   size: lines of code
+# run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
+# size: lines of code   spec: which statements of the specification have a test
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
 PYTHON ?= python3
@@ -6,7 +7,7 @@ PY := .venv/bin/python
 TIERS := $(foreach tier,unit fake gloo gpu,$(wildcard tests/$(tier)))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test bench size format clean compiler
+.PHONY: run test bench size spec format clean compiler
 
 run: compiler .venv/stamp
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -22,6 +23,9 @@ bench: compiler .venv/stamp
 
 size:
 	@$(PYTHON) tools/size.py
+
+spec:
+	@$(PYTHON) tools/spec_coverage.py
 
 format: .venv/stamp
 	$(PY) -m ruff format .

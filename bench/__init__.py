@@ -1,4 +1,5 @@
-"""Measurements that anyone can repeat. `python -m bench` runs them all; so far:
+"""Measurements that anyone can repeat. `python -m bench` runs them all, `python -m bench NAME ...` one of them:
 
 host_overhead.py    CPU time of a compiled step outside kernels and collectives
+eager_peers.py      our eager runtime against FSDP2, on two gloo ranks and by host time (peers.py: models, systems)
 """

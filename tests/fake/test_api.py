@@ -38,7 +38,7 @@ def refused(model: Any, error: type[Exception], message: str, **arguments: Any) 
 
 
 def test_mesh_and_group_together_are_refused() -> None:
-    """Both `mesh` and `process_group`: ValueError that names both (E-PG-1)."""
+    """Both `mesh` and `process_group`: ValueError that names both (E-PG-1, E-ERR-48)."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     refused(
         mlp(),
@@ -74,7 +74,10 @@ def with_parameter(param: torch.Tensor) -> nn.Module:
 
 
 def test_parameters_that_cannot_be_sharded_are_refused() -> None:
-    """ValueError with the parameter's full name, what was found, and the remedy; nothing is sharded (E-FLAT-9, 11)."""
+    """ValueError with the parameter's full name, what was found, and the remedy; nothing is sharded.
+
+    E-FLAT-9, E-FLAT-11, E-ERR-19..20, E-ERR-58.
+    """
     refused(
         with_parameter(torch.tensor(1.0)), ValueError, r"parameter blocks.1.down.extra: .*found a scalar; .*shape \[1\]"
     )
@@ -96,7 +99,7 @@ def test_parameters_that_cannot_be_sharded_are_refused() -> None:
 
 
 def test_models_without_parameters_are_refused() -> None:
-    """A model without any parameter: ValueError that names its class."""
+    """A model without any parameter: ValueError that names its class (E-ERR-17)."""
     refused(nn.Sequential(nn.ReLU()), ValueError, "model: expected a module with parameters, found none in Sequential")
 
 
@@ -116,7 +119,10 @@ def test_without_a_process_group_the_remedy_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
-    """The same parameter objects under the same names, 1-D, in one storage per unit; slices as the layout says (I1)."""
+    """The same parameter objects under the same names, 1-D, in one storage per unit; slices as the layout says.
+
+    I1, E-VIEW-6, E-VIEW-7, E-LIM-18.
+    """
     model = mlp()
     before = dict(model.named_parameters())
     values = {name: p.detach().clone().flatten() for name, p in before.items()}
@@ -133,7 +139,10 @@ def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
 
 
 def test_alignment_of_every_view() -> None:
-    """Every full view starts at a multiple of 16 elements, and every shard has a multiple of 16 elements (I2)."""
+    """Every full view starts at a multiple of 16 elements, and every shard has a multiple of 16 elements.
+
+    I2, E-COMP-6.
+    """
     for unit in units(fully_shard(GPT())):
         assert all(offset % 16 == 0 for flat in unit.flats for offset in flat.layout.offsets)
         assert all(flat.layout.shard_numel % 16 == 0 for flat in unit.flats)
@@ -175,7 +184,7 @@ def test_deepcopy_is_independent() -> None:
 
 
 def test_nested_calls_keep_inner_units() -> None:
-    """Submodules that are sharded already keep their units; "auto" takes the rest as one unit."""
+    """Submodules that are sharded already keep their units; "auto" takes the rest as one unit (E-FLAT-7)."""
     model = mlp()
     inner = fully_shard(model.blocks[1], auto_wrap_policy=None)
     kept = units(inner)
@@ -194,7 +203,7 @@ def test_a_policy_and_a_unit_without_parameters_of_its_own() -> None:
 
 
 def test_tied_parameters_have_one_place() -> None:
-    """A parameter used in several units belongs to one, which is gathered around all its users."""
+    """A parameter used in several units belongs to one, which is gathered around all its users (E-FLAT-2)."""
     for model, scope in ((tied_blocks(), ""), (tied_ends(), ""), (GPT(tied=True), "")):
         count = len(list(model.parameters()))
         fully_shard(model)
@@ -216,7 +225,10 @@ def test_tied_parameters_across_nested_calls() -> None:
 
 
 def test_one_rank_means_no_shard() -> None:
-    """A group of one rank: a UserWarning that names the strategy asked for, and whole parameters (E-STRAT-6)."""
+    """A group of one rank: a UserWarning that names the strategy asked for, and whole parameters.
+
+    E-STRAT-6, E-STRAT-8, E-VIEW-8, E-INIT-17.
+    """
     alone = [dist.new_group([rank]) for rank in range(WORLD_SIZE)][RANK]
     model = mlp()
     shapes = [p.shape for p in model.parameters()]

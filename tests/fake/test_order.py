@@ -64,7 +64,7 @@ def late_reduces(backward: Program) -> list[int]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", BUILD)
 def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
-    """Gather i+1 starts before the first matrix product of unit i, in forward and in backward."""
+    """Gather i+1 starts before the first matrix product of unit i, in forward and in backward (E-LIM-15)."""
     for program in cached(name, backend):
         assert sum(step.is_gather for step in program.steps) == len(BUILD[name]().blocks) + 1  # type: ignore[arg-type]
         assert late_gathers(program) == []

@@ -98,7 +98,7 @@ def _count(rank: int, how: str, strategy: str) -> dict[str, list[int]]:
     ],
 )
 def test_collectives_per_step(two: Ranks, strategy: str, gathers: list, reduces: list, all_reduces: list) -> None:
-    """Eager steps run the collectives that the strategy promises and no more (E-TEST-4)."""
+    """Eager steps run the collectives that the strategy promises and no more (E-TEST-4, E-STRAT-3)."""
     expected = {"gather": gathers, "reduce": reduces, "all_reduce": all_reduces}
     assert two.run(_count, "eager", strategy) == [expected] * 2
 
@@ -153,7 +153,10 @@ def _watch_memory(rank: int, strategy: str, how: str) -> None:
 @sharded
 @both_ways
 def test_gathered_memory(two: Ranks, how: str, strategy: str) -> None:
-    """Full parameters live as long as the strategy says between forward and backward, and never longer than these."""
+    """Full parameters live as long as the strategy says between forward and backward, and never longer than these.
+
+    E-STRAT-4, E-TEST-5.
+    """
     two.run(_watch_memory, strategy, how)
 
 
@@ -174,7 +177,7 @@ def _watch_gradients(rank: int, how: str) -> None:
 
 @both_ways
 def test_gradients_are_not_copied(two: Ranks, how: str) -> None:
-    """All gradients of a unit are views of what its reduce-scatter returned."""
+    """All gradients of a unit are views of what its reduce-scatter returned (E-GRAD-1)."""
     two.run(_watch_gradients, how)
 
 
@@ -224,7 +227,10 @@ def _recompute(rank: int, where: str, how: str, strategy: str) -> tuple[list[int
     [("inside", "eager"), ("inside", "aot_eager"), ("around", "eager"), ("pair", "eager"), ("reentrant", "eager")],
 )
 def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:
-    """Recomputing activations in or around units changes no bit, gathers once in forward and backward, reduces once."""
+    """Recomputing activations in or around units changes no bit, gathers once in forward and backward, reduces once.
+
+    E-AC-1.
+    """
     for gathers, reduces in two.run(_recompute, where, how, strategy):
         assert all(count <= 2 for count in gathers), gathers
         assert all(count == 1 for count in reduces), reduces

@@ -56,7 +56,7 @@ def test_modules(two: Ranks, name: str, how: str) -> None:
 
 @pytest.mark.parametrize("name", ["tied_blocks", "tied_ends"])
 def test_tied_on_four(four: Ranks, name: str) -> None:
-    """Tied parameters are one parameter whichever rank stores it."""
+    """Tied parameters are one parameter whichever rank stores it (E-LIM-5)."""
     four.run(_train_module, name, "eager")
 
 
@@ -69,7 +69,7 @@ def _train_tied(rank: int, how: str, strategy: str) -> None:
 @all_strategies
 @both_ways
 def test_tied_embedding_and_head(two: Ranks, how: str, strategy: str) -> None:
-    """One parameter under two names stays one, and its gradient is the unsharded one."""
+    """One parameter under two names stays one, and its gradient is the unsharded one (E-VIEW-9, E-GRAD-3)."""
     two.run(_train_tied, how, strategy)
 
 
@@ -86,7 +86,10 @@ def _train_frozen(rank: int, how: str) -> None:
 
 @both_ways
 def test_frozen(two: Ranks, how: str) -> None:
-    """Frozen parameters keep `grad` None and their value; the others train as unsharded."""
+    """Frozen parameters keep `grad` None and their value; the others train as unsharded.
+
+    E-FRZ-1, E-GRAD-1.
+    """
     two.run(_train_frozen, how)
 
 
@@ -148,7 +151,10 @@ def _optimizer_first(rank: int, how: str) -> None:
 
 @both_ways
 def test_optimizer_made_before(two: Ranks, how: str) -> None:
-    """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after."""
+    """Every parameter object stays the same, so an optimizer made before `fully_shard` trains as one made after.
+
+    E-VIEW-6, E-INIT-3.
+    """
     two.run(_optimizer_first, how)
 
 
@@ -168,7 +174,7 @@ def _accumulate(rank: int, how: str, strategy: str) -> None:
 @all_strategies
 @both_ways
 def test_accumulation(two: Ranks, how: str, strategy: str) -> None:
-    """Two backward passes leave the sum of their gradients."""
+    """Two backward passes leave the sum of their gradients (E-ACC-4, E-RED-5)."""
     two.run(_accumulate, how, strategy)
 
 
@@ -222,7 +228,10 @@ def _evaluate_between(rank: int, how: str, strategy: str) -> None:
 @all_strategies
 @both_ways
 def test_evaluation_between_steps(two: Ranks, how: str, strategy: str) -> None:
-    """A forward without gradients sees the parameters of that moment and leaves the next training step alone."""
+    """A forward without gradients sees the parameters of that moment and leaves the next training step alone.
+
+    E-STRAT-10.
+    """
     two.run(_evaluate_between, how, strategy)
 
 
@@ -243,7 +252,10 @@ def _forward_only(rank: int, how: str, strategy: str, held: bool) -> None:
 @all_strategies
 @both_ways
 def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: bool) -> None:
-    """A forward whose backward does not come leaves nothing stale: the next one sees parameters changed in place."""
+    """A forward whose backward does not come leaves nothing stale: the next one sees parameters changed in place.
+
+    E-STRAT-10.
+    """
     two.run(_forward_only, how, strategy, held)
 
 

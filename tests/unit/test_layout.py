@@ -159,9 +159,11 @@ def test_shard_summary_lists_present_parameters_only():
     ],
 )
 def test_alignment_1_equals_sharding_without_original_parameters(parameters, world_size, shard_numel, zeros, present):
-    """With a grid of 1, shards, records and zeros are those of a flat parameter without alignment (E-SHARD-1, -3, -6).
+    """With a grid of 1, shards, records and zeros are those of a flat parameter without alignment.
 
     There the shards are padded; here the buffer's end is, by the same elements.
+
+    E-SHARD-1, E-SHARD-3, E-SHARD-6.
     """
     layout = FlatParamLayout.build(parameters, world_size, alignment=1)
     assert layout.shard_numel == shard_numel
@@ -192,7 +194,7 @@ def test_alignment_of_other_minimum():
 
 
 def test_default_alignment_is_never_under_16_bytes():
-    """The default grid is a multiple of every dtype's 16-byte grid (E-FLAT-13)."""
+    """The default grid is a multiple of every dtype's 16-byte grid (E-FLAT-13, E-FLAT-14, E-FLAT-21)."""
     assert all(DEFAULT_ALIGNMENT % alignment_of(itemsize) == 0 for itemsize in (1, 2, 4, 8, 16))
     assert FlatParamLayout.build(ABC, 1).offsets == (0, 16, 32)
 
@@ -293,7 +295,10 @@ def test_places_equal_the_running_total_of_the_specification(shapes, world_size,
 @fast
 @given(layouts())
 def test_shards_rebuild_every_parameter(layout):
-    """`unsharded[c*r + offset + k] == param[first + k]`; ranks' parts cover a parameter once, in order (E-SHARD-7)."""
+    """`unsharded[c*r + offset + k] == param[first + k]`; ranks' parts cover a parameter once, in order.
+
+    E-SHARD-4, E-SHARD-7.
+    """
     unsharded = [None] * layout.numel  # each element: (parameter, index in it), None for padding
     for index, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True)):
         assert unsharded[offset : offset + numel] == [None] * numel  # no overlap
@@ -434,7 +439,10 @@ def test_layout_refuses_what_it_cannot_prove(changes, message):
     ],
 )
 def test_build_refuses(parameters, options, message):
-    """Nothing is laid out from an empty list, repeated names, negative dimensions or counts below one (E-FLAT-9)."""
+    """Nothing is laid out from an empty list, repeated names, negative dimensions or counts below one.
+
+    E-FLAT-9, E-ERR-18.
+    """
     with pytest.raises(ValueError, match=message):
         FlatParamLayout.build(parameters, **({"world_size": 2} | options))
 

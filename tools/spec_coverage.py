@@ -1,0 +1,140 @@
+"""Which statements of the eager runtime's specification have a test: `make spec` writes tests/spec_coverage.md.
+
+    tests/spec_ids.txt          every id with its topic
+    tests/spec_left_out.toml    ids without a test, by id or range: the reason
+    tests/**/test_*.py          a test proves the ids that its docstring or its comments name: E-PG-1, E-PG-11..13
+
+With --check nothing is written; the exit status is 1 if the file is out of date or an id is unknown or contradicts.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1] / "tests"
+ID = re.compile(r"\bE-([A-Z]+)-(\d+)(?:\.\.(\d+))?")
+LATER = ("SD", "OSD")  # sections of a later milestone, not counted
+
+
+class Coverage(NamedTuple):
+    """What the three sources say."""
+
+    topics: dict[str, str]
+    tests: dict[str, list[str]]  # id -> tests that cite it
+    reasons: dict[str, str]  # id -> why it has no test
+    errors: list[str]
+
+
+def ids_in(text: str) -> list[str]:
+    """Ids that a text names, ranges written out."""
+    spans = ((topic, int(first), int(last or first)) for topic, first, last in ID.findall(text))
+    return [f"E-{topic}-{number}" for topic, first, last in spans for number in range(first, last + 1)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_topics(root: Path) -> dict[str, str]:
+    """Topic by id, in the specification's order."""
+    lines = (root / "spec_ids.txt").read_text().splitlines()
+    return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines}
+
+
+def read_reasons(root: Path) -> dict[str, str]:
+    """Reason by id."""
+    left_out = tomllib.loads((root / "spec_left_out.toml").read_text())
+    return {spec_id: reason for span, reason in left_out.items() for spec_id in ids_in(span)}
+
+
+def read_tests(root: Path) -> dict[str, list[str]]:
+    """Tests by id."""
+    tests: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("test_*.py")):
+        for name, text in cited_texts(path.read_text()):
+            for spec_id in dict.fromkeys(ids_in(text)):
+                tests.setdefault(spec_id, []).append(f"{path.relative_to(root).as_posix()}::{name}")
+    return tests
+
+
+def cited_texts(source: str) -> Iterator[tuple[str, str]]:
+    """Name of each test function, and its docstring and comments."""
+    comments = list(comments_of(source))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            inside = [text for line, text in comments if first <= line <= (node.end_lineno or first)]
+            yield node.name, "\n".join([ast.get_docstring(node) or "", *inside])
+
+
+def comments_of(source: str) -> Iterable[tuple[int, str]]:
+    """Line and text of each comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+
+
+def collect(root: Path) -> Coverage:
+    """All three sources, and where they contradict each other."""
+    topics, tests, reasons = read_topics(root), read_tests(root), read_reasons(root)
+    errors = [
+        f"{i}: expected an id of spec_ids.txt, found it in {', '.join(tests[i])}" for i in tests if i not in topics
+    ]
+    errors += [
+        f"{i}: expected an id of spec_ids.txt, found it in spec_left_out.toml" for i in reasons if i not in topics
+    ]
+    both = [i for i in tests if i in reasons]
+    errors += [f"{i}: expected a test or a reason, found both; take it out of spec_left_out.toml" for i in both]
+    return Coverage(topics, tests, reasons, errors)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def summary(coverage: Coverage) -> str:
+    """How much is covered, sections of a later milestone aside."""
+    counted = [i for i in coverage.topics if i.split("-")[1] not in LATER]
+    tested = sum(i in coverage.tests for i in counted)
+    reasoned = sum(i in coverage.reasons for i in counted)
+    left = len(counted) - tested - reasoned
+    return (
+        f"{tested} of {len(counted)} statements have a test ({tested / len(counted):.1%}), "
+        f"{reasoned} are left out with a reason, {left} are open; state dict sections (E-SD, E-OSD) not counted"
+    )
+
+
+def render(coverage: Coverage) -> str:
+    """The table."""
+    lines = ["<!-- Written by tools/spec_coverage.py: run `make spec`. -->", "", "# Coverage of the specification", ""]
+    lines += [f"{summary(coverage)}.", "", "| id | topic | tests, or why there is none |", "| --- | --- | --- |"]
+    for spec_id, topic in coverage.topics.items():
+        proof = "<br>".join(f"`{test}`" for test in coverage.tests.get(spec_id, ()))
+        lines.append(f"| {spec_id} | {topic} | {proof or coverage.reasons.get(spec_id, '**open**')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    """Write the table, or check it; the exit status."""
+    coverage, target = collect(root), root / "spec_coverage.md"
+    errors, text = coverage.errors, render(coverage)
+    if arguments == ["--check"]:
+        if not target.exists() or target.read_text() != text:
+            errors.append(
+                f"{target.name}: expected what the tests and lists say, found it out of date; run `make spec`"
+            )
+    elif arguments:
+        errors = [f"expected --check or nothing, found {' '.join(arguments)}"]
+    elif not errors:
+        target.write_text(text)
+    for error in errors:
+        print(f"spec_coverage: error: {error}", file=sys.stderr)
+    print(summary(coverage))
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
