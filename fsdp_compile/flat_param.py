@@ -92,20 +92,29 @@ class _Tie:
 
     def __init__(self, views: ShardViews, arrival: Arrival, names: Sequence[str], shard: Tensor) -> None:
         self.views, self.arrival, self.names = views, arrival, names
-        self.storage = shard.untyped_storage().data_ptr()
-        self.addresses = [None if part is None else part.data_ptr() for part in views.of(shard)]
+        self.addresses = [0 if part is None else part.data_ptr() for part in views.of(shard)]
+        self.absent = [index for index, address in enumerate(self.addresses) if not address]
+        self.end = shard.storage_offset() + shard.numel()  # where absent parameters lie, as views without elements
         self.params: tuple[nn.Parameter, ...] = ()
 
+    def is_attached(self) -> bool:
+        """Whether all parameters lie in the shard. At every forward: no more than a comparison for each parameter."""
+        if [param.data_ptr() for param in self.params] != self.addresses:
+            return False
+        return all(self.params[index].storage_offset() == self.end for index in self.absent)
+
     def detached(self) -> list[int]:
-        """Indices of the parameters that no longer lie in the shard; an empty one is a view of the shard as well."""
-        return [
-            index
-            for index, (address, param) in enumerate(zip(self.addresses, self.params, strict=True))
-            if param.data_ptr() != address and (address or param.untyped_storage().data_ptr() != self.storage)
-        ]
+        """Indices of the parameters that no longer lie in the shard."""
+        return [index for index in range(len(self.params)) if not self._lies_in_shard(index)]
+
+    def _lies_in_shard(self, index: int) -> bool:
+        param, address = self.params[index], self.addresses[index]
+        return param.data_ptr() == address and (address != 0 or param.storage_offset() == self.end)
 
     def check_attached(self) -> None:
         """Raise RuntimeError if a parameter no longer lies in the shard: training it would change nothing."""
+        if self.is_attached():
+            return
         for index in self.detached():
             raise RuntimeError(
                 f"parameter {self.names[index]}: expected it to lie in its unit's shard, found other memory; its data "
@@ -125,7 +134,8 @@ class FlatParam:
 
     Attributes:
         shard: this rank's slice, 1-D `[layout.shard_numel]`.
-        handle: `shard` as a differentiable tensor.
+        handle: `shard` as a differentiable tensor; None while the parameters are lent in full shape.
+        trains: whether any parameter had `requires_grad` when the join was made.
         frozen: indices of the parameters that do not require grad, if others do.
         unsynced: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
         arrival: the shard's gradient that a reduce is still computing.
@@ -137,6 +147,7 @@ class FlatParam:
         self.rank = rank
         self.unsynced: Any = None  # eager.accumulate.Unsynced
         self.arrival = Arrival()
+        self.handle: Tensor | None = None
         self._views = ShardViews(self.layout, rank)
         self.adopt(self._copy_to_shard(device))
 
@@ -144,11 +155,6 @@ class FlatParam:
     def records(self) -> tuple[ShardRecord | None, ...]:
         """For each parameter the part that this rank stores."""
         return self.layout.records(self.rank)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any parameter had `requires_grad` when the join was made."""
-        return self.handle.requires_grad
 
     def parts(self, flat: Tensor) -> list[Tensor | None]:
         """The parameters' parts of `flat`, a tensor laid out like the shard; None: not on this rank."""
@@ -167,51 +173,51 @@ class FlatParam:
     def adopt(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
         self.shard = shard
-        for index, (param, part) in enumerate(zip(self.params, self.parts(shard), strict=True)):
-            param.data = shard[:0].view(self._absent_shape(index)) if part is None else part
+        self._point_at_shard()
         self._tie = _Tie(self._views, self.arrival, self.layout.names, shard)
         self._tie.params = tuple(self.params)
         with torch.enable_grad():
-            self.handle: Tensor = _Join.apply(shard, self._tie, *self.params)
+            self.handle = _Join.apply(shard, self._tie, *self.params)
+        self._joined = self.handle
+        self.trains = self._joined.requires_grad
+        self.joined_without = [param for param in self.params if not param.requires_grad]
         self.note_frozen()
-        self._joined_without = [param for param in self.params if not param.requires_grad]
+
+    def _point_at_shard(self) -> None:
+        for index, (param, part) in enumerate(zip(self.params, self.parts(self.shard), strict=True)):
+            param.data = self.shard[self.shard.numel() :].view(self._absent_shape(index)) if part is None else part
 
     def note_frozen(self) -> None:
         """See which parameters train now."""
+        self._trained = [param.requires_grad for param in self.params]
         # With no trainable parameter the handle itself carries no gradient and nothing needs detaching.
-        self.frozen = tuple(i for i, p in enumerate(self.params) if self.trains and not p.requires_grad)
+        self.frozen = tuple(i for i, trained in enumerate(self._trained) if self.trains and not trained)
 
-    def refresh(self) -> None:
-        """Notice, before an eager forward, what was done to the parameters since.
+    def is_current(self) -> bool:
+        """Whether the parameters lie where `adopt` put them and the same ones train."""
+        return self._tie.is_attached() and [param.requires_grad for param in self.params] == self._trained
 
-        Replaced data of the right size is copied into the shard (E-WB-3); a thawed parameter joins.
+    def detached(self) -> list[int]:
+        """Indices of the parameters whose data was replaced: it no longer lies in the shard."""
+        return self._tie.detached()
 
-        Raises:
-            RuntimeError: replaced data has another size than this rank's part (E-WB-4).
+    def lend(self, full: Sequence[Tensor]) -> None:
+        """Let the parameters' data be `full`, one tensor in full shape for each, until `take_back` or `adopt`.
+
+        Meanwhile there is no handle: what would compute with it, eager or compiled, finds out.
         """
-        replaced = self._tie.detached()
-        if replaced:
-            self._write_back(replaced)
-        if replaced or any(param.requires_grad for param in self._joined_without):
-            self.adopt(self.shard)
-        self.note_frozen()
+        self.handle = None
+        for param, tensor in zip(self.params, full, strict=True):
+            param.data = tensor
 
-    def _write_back(self, replaced: list[int]) -> None:
-        parts = self.parts(self.shard)
-        for index in replaced:
-            expected, found = parts[index], self.params[index]
-            numel = 0 if expected is None else expected.numel()
-            if found.numel() != numel or found.dtype != self.shard.dtype:
-                raise RuntimeError(
-                    f"parameter {self.layout.names[index]}: expected data of {numel} elements of {self.shard.dtype}, "
-                    f"this rank's part, found shape {tuple(found.shape)} of {found.dtype}; copy into the parameter, "
-                    f"or replace it inside summon_full_params"
-                )
-        with torch.no_grad():
-            for index in replaced:
-                part = parts[index]
-                if part is not None:
-                    part.copy_(self.params[index].detach().view(part.shape))
+    def take_back(self) -> None:
+        """Let the parameters lie in the shard again; graphs that were recorded before `lend` stay good."""
+        same = all(param is tied for param, tied in zip(self.params, self._tie.params, strict=True))
+        if same and all(param.device == self.shard.device for param in self.params):
+            self._point_at_shard()
+            self.handle = self._joined
+        else:  # other objects, or autograd's accumulators of these are gone: it drops them with the device
+            self.adopt(self.shard)
 
     def _absent_shape(self, index: int) -> tuple[int, ...]:
         return (0,) if self.layout.world_size > 1 else self.layout.shapes[index]

@@ -5,14 +5,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_compile.eager import sharded_forward
+from fsdp_compile.eager import Root, sharded_forward
+from fsdp_compile.eager.convert import convert
+from fsdp_compile.eager.inputs import computes_in_full_precision
+from fsdp_compile.eager.state import check_idle
+from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
+from fsdp_compile.eager.unshard import UnshardHandle, reshard
 from fsdp_compile.unit import Unit
 
 
 class FSDPModule:
     """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
+
+    _fsdp_is_root: bool
+    _fsdp_root: Root
+    _fsdp_scope: tuple[Unit, ...]
+
+    summon_full_params = staticmethod(summon_full_params)
 
     @staticmethod
     def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,11 +52,11 @@ class FSDPModule:
             RuntimeError: this module is not the root: a module around it is sharded too.
             ValueError: a forward of this module is under way.
         """
-        if not self._fsdp_is_root:  # type: ignore[attr-defined]  # set by fully_shard
+        if not self._fsdp_is_root:
             raise RuntimeError(f"no_sync: expected the root module, found {type(self).__name__} inside another sharded "
                                f"module; call it on that one")  # fmt: skip
-        check_idle(self, "no_sync")
         units = units_below(self)
+        check_idle(units, "no_sync")
         before = [unit.syncs for unit in units]
         self.set_requires_gradient_sync(False)
         try:
@@ -54,16 +65,61 @@ class FSDPModule:
             for unit, syncs in zip(units, before, strict=True):
                 unit.syncs = syncs
 
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.
+
+        That forward does not gather again (E-PRE-7), unless parameters were changed since: to know that of all ranks it
+        exchanges one number with them, if this was not called within the same forward of the root. Edits through
+        `param.data` cannot be seen. A compiled forward gathers for itself.
+
+        Args:
+            async_op: return a handle at once, whose `wait` orders what follows after the gather; the forward waits by
+                itself. False: wait, return None.
+
+        Raises:
+            AssertionError: within `summon_full_params`.
+        """
+        handle = self._fsdp_root.unshard(self._fsdp_scope, computes_in_full_precision(self))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free what `unshard` gathered, and what a forward kept for its backward, which gathers again then.
+
+        ValueError while a forward or backward of this module is under way.
+        """
+        for unit in self._fsdp_scope:
+            reshard(unit)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds parameters in full shape.
+
+        Edits are kept as in `summon_full_params`. One sharded module is gathered at a time, with those around it.
+
+        Raises:
+            ValueError: a forward or backward is under way, or parameters are in full shape already.
+        """
+        with summoned_for_apply(self):
+            return super().apply(fn)  # type: ignore[misc]  # this class comes before the module's own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""
+        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
+
+    def is_root(self) -> bool:
+        """Whether no sharded module is around this one."""
+        return self._fsdp_is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FSDPModule"]:
+        """The sharded modules among `module` and those below, in the order of `module.modules()`; or only roots."""
+        found = (each for each in module.modules() if isinstance(each, FSDPModule))
+        return [each for each in found if each.is_root() or not root_only]
+
 
 def units_below(module: Any) -> list[Unit]:
     """The units of `module` and of all modules below it, each once, in the order of `module.modules()`."""
     found = (unit for each in module.modules() for unit in each.__dict__.get("_fsdp_scope", ()))
     return list(dict.fromkeys(found))
-
-
-def check_idle(module: Any, what: str) -> None:
-    """Raise ValueError if a unit of `module` is gathered for a forward or backward that is under way (E-STATE-4)."""
-    for unit in units_below(module):
-        if unit.views is not None:
-            raise ValueError(f"{what}: expected an idle module, found {unit} in its forward or backward; "
-                             f"call it between steps")  # fmt: skip

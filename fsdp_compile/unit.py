@@ -10,6 +10,7 @@ Parameters of one dtype, device and `requires_grad` form a flat parameter: froze
 """
 
 import copy
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
 
 T = TypeVar("T")
+Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class Unit:
@@ -47,6 +49,9 @@ class Unit:
         is_root: whether no other unit encloses this one; the eager runtime keeps such a unit after forward.
         syncs: whether backward reduces gradients; `no_sync` sets it.
         comm_hook: what reduces gradients instead of the default, with its state, or None.
+        unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
+        summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
+        places: for each parameter the registries of modules, with its names there, that hold it.
     """
 
     def __init__(
@@ -78,8 +83,12 @@ class Unit:
         self.is_root = True
         self.syncs = True
         self.comm_hook: tuple[Any, Any] | None = None
-        self._traced = [self._constants(flat) for flat in self.flats]
-        self._mark()
+        self.unsharded: Any = None  # eager.gathered.Gathered
+        self.summoned: Any = None  # eager.summon.Summoned
+        self.places: list[list[Place]] = [[] for _ in self.params]
+        self.note_places()
+        self.note_dtypes()
+        self.mark()
 
     def _constants(self, flat: FlatParam) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
@@ -130,20 +139,48 @@ class Unit:
         """Record the gather of all flat parameters; one differentiable full view per parameter."""
         views: list[Tensor] = []
         for flat, where in zip(self.flats, self._traced, strict=True):
+            if flat.handle is None:
+                raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
             found: list[Tensor] = VIEWS(UNSHARD(flat.handle, *where), where[0])
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
-    def refresh(self) -> None:
-        """Notice, before an eager forward, what was done to the parameters since.
+    def add_place(self, index: int, registry: dict[str, nn.Parameter | None], name: str) -> None:
+        """Note that `registry`, a module's `_parameters`, holds parameter `index` under `name`."""
+        self.places[index].append((registry, name))
+        self.note_places()
 
-        Raises:
-            RuntimeError: a parameter's data was replaced by data of another size.
+    def note_places(self) -> None:
+        """See what modules hold now; it counts as known."""
+        flattened = [place for places in self.places for place in places]
+        self._registries = [registry for registry, _ in flattened]
+        self._names_there = [name for _, name in flattened]
+        self._held = [registry.get(name) for registry, name in flattened]
+
+    def is_current(self) -> bool:
+        """Whether modules hold the parameters that the unit knows, and these lie where it put them.
+
+        Asked at every eager forward: what is done for each parameter runs in C, at its price in eager/writeback.py.
         """
-        for flat in self.flats:
-            flat.refresh()
+        found = map(dict.get, self._registries, self._names_there)
+        return all(map(operator.is_, found, self._held)) and all(flat.is_current() for flat in self.flats)
 
-    def _mark(self) -> None:
+    def replace(self, params: dict[int, nn.Parameter]) -> None:
+        """Let other parameter objects, by index, take the places of those that the unit knows."""
+        for index, param in params.items():
+            del self.params[index]._fsdp_unit  # type: ignore[attr-defined]
+            self.params[index] = param
+        for flat, known in self.by_flat(self.params):
+            flat.params = list(known)
+        self.note_places()
+        self.mark()
+
+    def note_dtypes(self) -> None:
+        """Make anew what follows from the dtype of the shards."""
+        self._traced = [self._constants(flat) for flat in self.flats]
+
+    def mark(self) -> None:
+        """Let every parameter know its unit."""
         for index, param in enumerate(self.params):
             param._fsdp_unit = (weakref.ref(self), index)  # type: ignore[attr-defined]
 
@@ -153,8 +190,11 @@ class Unit:
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]
         twin.views, twin.awaiting_backward = None, weakref.WeakSet()
+        twin.unsharded, twin.summoned = None, None
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
-        twin._mark()
+        twin.places = copy.deepcopy(self.places, memo)
+        twin.note_places()
+        twin.mark()
         return twin
 
     def __repr__(self) -> str:

@@ -12,8 +12,8 @@ import torch
 from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
 from fsdp_compile.eager.inputs import cast_inputs, computes_in_full_precision
 from fsdp_compile.eager.root import Root
+from fsdp_compile.eager.state import is_open
 from fsdp_compile.eager.torch_private import current_backward
-from fsdp_compile.unit import Unit
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -24,7 +24,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     """
     if torch.compiler.is_compiling():
         return _traced(module, forward, *cast_inputs(module, args, kwargs))
-    closed = [unit for unit in module._fsdp_scope if not _is_open(unit)]
+    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
     if current_backward() != -1:
         for unit in closed:
             open_for_recomputation(unit)
@@ -62,11 +62,3 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
     finally:
         for unit in opened:
             unit.views = None
-
-
-def _is_open(unit: Unit) -> bool:
-    """Whether the unit's views are good to use: set by a forward under way, or by the backward pass now running.
-
-    Views left behind by a backward pass that failed belong to none of these, and are gathered anew.
-    """
-    return unit.views is not None and unit.views_backward in (-1, current_backward())

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile import collectives
 from fsdp_compile.eager.reduce import reduce_gradients
+from fsdp_compile.eager.state import check_not_summoned
 from fsdp_compile.eager.torch_private import call_after_backward, current_backward, tree_leaves
+from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.ops import alias, view_parameters
 from fsdp_compile.unit import Unit
@@ -87,12 +89,15 @@ class Gathered:
         self.unit, self.full_precision = unit, full_precision
         self.root: Any = None  # eager.root.Root
         self.before: weakref.ref[Gathered] | None = None  # the forward that ended before this one
-        unit.refresh()
+        refresh(unit)
         self.buffers = [
             FullBuffer(unit, flat, flat.shard.dtype if full_precision else unit.compute_dtype(flat))
             for flat in unit.flats
         ]
+        self.params = tuple(unit.params)
         self.versions = [param._version for param in unit.params]
+        self.iteration: Any = None  # of the root, if its forward was running
+        self.may_free = False  # between forward and backward: filled again when needed
         self.backward = -1  # the backward pass that has opened the views
         self.recomputed_into = False  # whether a forward recomputed in backward reads these views
         self.still_read = False  # whether frozen parameters may be read after the trained ones have their gradients
@@ -102,10 +107,19 @@ class Gathered:
 
     def open(self) -> None:
         """Wait for the gather; give the unit its views."""
-        for buffer in self.buffers:
-            buffer.wait()
+        self.wait()
         self.views = self._differentiable_views()
         self.unit.views, self.unit.views_backward = self.views, current_backward()
+
+    def wait(self) -> None:
+        """The buffers may be read from here on."""
+        for buffer in self.buffers:
+            buffer.wait()
+
+    def is_current(self) -> bool:
+        """Whether the unit has these parameters still, unchanged but for edits through `.data`, which nobody sees."""
+        same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
+        return same and [param._version for param in self.params] == self.versions
 
     def _differentiable_views(self) -> list[Tensor]:
         trained = [flat for flat in self.unit.flats if flat.trains]
@@ -131,10 +145,10 @@ class Gathered:
         if not torch.is_grad_enabled():
             return  # nothing was saved: the buffers go with their last views
         self.unit.awaiting_backward.add(self)
-        hooked = self._hook_outputs(output)
+        self.may_free = self._hook_outputs(output)
         if self.unit.has_frozen:
             self._hook_inputs(inputs)
-        if hooked and self.unit.reshard_after_forward and not keep:
+        if self.may_free and self.unit.reshard_after_forward and not keep:
             self.free()
 
     def _hook_outputs(self, output: Any) -> bool:
@@ -166,11 +180,11 @@ class Gathered:
 
     def reopen(self) -> None:
         """Make the views readable for the running backward pass: gather again what was freed."""
+        check_not_summoned(self.unit, "backward")
         self.backward = current_backward()
         call_after_backward(self.close)
         self.prefetch()
-        for buffer in self.buffers:
-            buffer.wait()
+        self.wait()
         self.unit.views, self.unit.views_backward = self.views, self.backward
         if self.root is not None:
             self.root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)

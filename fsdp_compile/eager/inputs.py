@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp_compile.lookup import own_modules
+
 FULL_PRECISION_IN_EVAL = "FSDP_COMPILE_FULL_PREC_IN_EVAL"
 
 
@@ -38,15 +40,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast the floating buffers of `module` and below to `dtype`, except below other sharded modules (E-MP-16)."""
     if dtype is None:
         return
-    for owner in _own_modules(module):
+    for owner in own_modules(module):
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 owner._buffers[name] = buffer.to(dtype)
-
-
-def _own_modules(module: nn.Module) -> list[nn.Module]:
-    owned = [module]
-    for child in module.children():
-        if "_fsdp_scope" not in child.__dict__:
-            owned += _own_modules(child)
-    return owned

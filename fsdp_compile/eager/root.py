@@ -7,12 +7,14 @@ At most one unit is gathered ahead. A wrong guess costs one gather and is freed 
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.eager.gathered import Gathered
 from fsdp_compile.eager.torch_private import call_after_backward
+from fsdp_compile.eager.unshard import UnshardHandle, take_unsharded, unshard
 from fsdp_compile.unit import Unit
 
 
@@ -33,6 +35,8 @@ class Root:
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.order: list[weakref.ref[Unit]] = []  # of the first iteration, each unit once
         self.recording = True
+        self.iteration: object | None = None  # the forward of the root module that is running
+        self.converting = False  # eager/convert.py is at work
         self._ahead: tuple[Unit, Gathered] | None = None
         self._last: weakref.ref[Gathered] | None = None  # the last to have ended its forward
 
@@ -42,11 +46,13 @@ class Root:
 
     def begin_iteration(self) -> None:
         """A forward of the root module starts."""
+        self.iteration = object()
         self._drop_ahead()
         self._last = None
 
     def end_iteration(self) -> None:
         """The forward of the root module has ended, or failed."""
+        self.iteration = None
         self._drop_ahead()
         self.recording = self.recording and not self.order
 
@@ -54,10 +60,24 @@ class Root:
         """The unit's buffers, being filled: those gathered ahead, or new ones. Gather the next unit after it."""
         if self.recording and all(known() is not unit for known in self.order):
             self.order.append(weakref.ref(unit))
-        gathered = self._take_ahead(unit, full_precision) or Gathered(unit, full_precision)
+        gathered = (
+            self._take_unsharded(unit, full_precision)
+            or self._take_ahead(unit, full_precision)
+            or Gathered(unit, full_precision)
+        )
         if self.forward_prefetch and not self.recording:
             self._gather_ahead(unit, full_precision)
         return gathered
+
+    def unshard(self, units: Sequence[Unit], full_precision: bool) -> UnshardHandle:
+        """Begin to gather `units` for their next forward, as a user asks."""
+        return unshard(units, full_precision, self.iteration)
+
+    def _take_unsharded(self, unit: Unit, full_precision: bool) -> Gathered | None:
+        if unit.unsharded is None:
+            return None
+        same_forward = unit.unsharded.iteration is self.iteration is not None
+        return take_unsharded(unit, full_precision, same_forward)
 
     def _take_ahead(self, unit: Unit, full_precision: bool) -> Gathered | None:
         if self._ahead is None or self._ahead[0] is not unit or self._ahead[1].full_precision != full_precision:
@@ -69,7 +89,7 @@ class Root:
     def _gather_ahead(self, unit: Unit, full_precision: bool) -> None:
         place = next((i for i, known in enumerate(self.order) if known() is unit), len(self.order))
         following = self.order[place + 1]() if place + 1 < len(self.order) else None
-        if following is not None and following.views is None and self._ahead is None:
+        if following is not None and following.views is following.unsharded is self._ahead is None:
             self._ahead = (following, Gathered(following, full_precision))
 
     def _drop_ahead(self) -> None:

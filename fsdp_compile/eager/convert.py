@@ -1,0 +1,126 @@
+"""`module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`: shards follow their parameters.
+
+`_apply` gives each parameter new data, or the module a new parameter. What it gave becomes a new shard, with a join of
+its own; compute dtype and device follow, but for what was set explicitly (E-MP-4).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compile.eager.state import check_idle
+from fsdp_compile.eager.unshard import discard_unsharded
+from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects
+from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.lookup import units_used_below
+from fsdp_compile.unit import Unit
+
+T = TypeVar("T")
+
+
+def convert(module: Any, transform: Callable[[], T]) -> T:
+    """Run `transform`, which may replace the data of all parameters of the sharded `module`, and make new shards of it.
+
+    Raises:
+        ValueError: a unit is not idle.
+        RuntimeError: local gradients wait in `no_sync`; or a unit's parameters come out in other sizes, in several
+            dtypes or on several devices, on the meta device, or, offloaded, not on the CPU. Parameters and gradients
+            are as before then.
+    """
+    root = module._fsdp_root
+    if root.converting:  # a sharded module below one that is being converted
+        return transform()
+    units = units_used_below(module)
+    check_idle(units, "Module._apply")
+    for unit in units:
+        _check_reduced(unit)
+        discard_unsharded(unit)
+        refresh(unit)
+    root.converting = True
+    try:
+        with _undone_by_errors(units):
+            result = transform()
+            shards = [_new_shards(unit) for unit in units]
+    finally:
+        root.converting = False
+    for unit, new in zip(units, shards, strict=True):
+        _adopt(unit, new)
+    return result
+
+
+@contextmanager
+def _undone_by_errors(units: Sequence[Unit]) -> Iterator[None]:
+    grads = [(param, param.grad, param.grad.detach()) for u in units for param in u.params if param.grad is not None]
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            put_back(unit)
+            for flat in unit.flats:
+                flat.adopt(flat.shard)
+        for param, grad, values in grads:
+            grad.data = values
+            param.grad = grad
+        raise
+
+
+def _check_reduced(unit: Unit) -> None:
+    if any(flat.unsynced is not None for flat in unit.flats):
+        raise RuntimeError(f"Module._apply: expected reduced gradients, found local ones from no_sync in {unit}; "
+                           f"run a backward outside no_sync first")  # fmt: skip
+
+
+def _new_shards(unit: Unit) -> list[Tensor | None]:
+    """For each flat parameter its new shard; None where the old one is good."""
+    new = replaced_objects(unit)
+    params = [new.get(index, param) for index, param in enumerate(unit.params)]
+    _check_device(unit, params)
+    shards = []
+    for flat, now in unit.by_flat(params):
+        _check_parts(flat, now)
+        same = all(mine is param for mine, param in zip(flat.params, now, strict=True))
+        shards.append(None if same and not flat.detached() else _pack(flat, now))
+    return shards
+
+
+def _check_device(unit: Unit, params: Sequence[nn.Parameter]) -> None:
+    device = params[0].device
+    for name, param in zip(unit.names, params, strict=True):
+        if param.device != device or param.is_meta or (unit.offload and device.type != "cpu"):
+            expected = "cpu, where an offloaded unit is stored" if unit.offload else f"{device}, with values"
+            raise RuntimeError(f"parameter {name}: expected device {expected}, found {param.device}; convert all "
+                               f"parameters of a unit alike")  # fmt: skip
+
+
+def _check_parts(flat: FlatParam, params: Sequence[nn.Parameter]) -> None:
+    for name, part, param in zip(flat.layout.names, flat.parts(flat.shard), params, strict=True):
+        expected = 0 if part is None else part.numel()
+        if param.numel() != expected or param.dtype != params[0].dtype:
+            raise RuntimeError(
+                f"parameter {name}: expected {params[0].dtype} of {expected} elements, this rank's part, found "
+                f"{param.dtype} of shape {tuple(param.shape)}; convert all parameters of a unit alike"
+            )
+
+
+def _pack(flat: FlatParam, params: Sequence[nn.Parameter]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        shard = torch.zeros(flat.shard.numel(), dtype=params[0].dtype, device=params[0].device)
+        for part, param in zip(flat.parts(shard), params, strict=True):
+            if part is not None:
+                part.copy_(param.view_as(part))
+    return shard
+
+
+def _adopt(unit: Unit, shards: Sequence[Tensor | None]) -> None:
+    give_way(unit, replaced_objects(unit))
+    for flat, shard in zip(unit.flats, shards, strict=True):
+        if shard is not None:
+            flat.adopt(shard)
+    if not unit.offload:
+        unit.device = unit.flats[0].shard.device
+    unit.note_dtypes()
+    unit.note_places()
+    unit.mark()

@@ -1,0 +1,41 @@
+"""What a unit is doing, and the errors of calls that come at a wrong time.
+
+idle        between steps; also between a forward and its backward
+open        a forward or backward under way reads the full views
+summoned    full parameters stand in the place of the sharded ones (summon.py)
+"""
+
+from collections.abc import Iterable
+
+from fsdp_compile.eager.torch_private import current_backward
+from fsdp_compile.unit import Unit
+
+
+def is_open(unit: Unit) -> bool:
+    """Whether the unit's views are good to use: set by a forward under way, or by the backward pass now running.
+
+    Views left behind by a backward pass that failed belong to none of these, and are gathered anew.
+    """
+    return unit.views is not None and unit.views_backward in (-1, current_backward())
+
+
+def doing(unit: Unit) -> str:
+    """What the unit is doing, for messages."""
+    if unit.summoned is not None:
+        return f"inside {unit.summoned.by}"
+    return "in its forward or backward" if is_open(unit) else "idle"
+
+
+def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` if a unit is open or summoned, or a backward pass is running (E-STATE-3, E-STATE-4)."""
+    for unit in units:
+        if unit.summoned is not None or is_open(unit):
+            raise error(f"{what}: expected idle units, found {unit} {doing(unit)}; call {what} between steps")
+    if current_backward() != -1:
+        raise error(f"{what}: expected to be called between steps, found a backward pass under way")
+
+
+def check_not_summoned(unit: Unit, what: str) -> None:
+    """Raise AssertionError if the unit's parameters are summoned: `what` cannot run then (E-FWD-12)."""
+    if unit.summoned is not None:
+        raise AssertionError(f"{what}: expected sharded parameters, found {unit} {doing(unit)}; leave that first")

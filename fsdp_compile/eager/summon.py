@@ -1,0 +1,233 @@
+"""`summon_full_params`: parameters in full shape, outside of forward and backward.
+
+    enter    gather -> each parameter's data becomes its full view; the same objects under the same names
+    inside   read, edit, save
+    leave    this rank's parts of the edits go back into the shard -> each parameter's data is its part again
+
+Full tensors are fresh buffers, so dropped edits leave no trace: no forward ever reads them.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compile.eager.accumulate import set_grad
+from fsdp_compile.eager.full import full_gradients, full_parameters
+from fsdp_compile.eager.state import check_idle
+from fsdp_compile.eager.unshard import discard_unsharded
+from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects, write_parts
+from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.layout import ShardRecord
+from fsdp_compile.lookup import own_units, units_used_below
+from fsdp_compile.unit import Unit
+
+APPLY = "apply"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user of full parameters asks for; the arguments of `summon_full_params`."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def check(self) -> None:
+        """Raise NotImplementedError for combinations that are not offered (E-SUM-2); warn of wasteful ones."""
+        for one, other in (("rank0_only", "writeback"), ("with_grads", "offload_to_cpu")):
+            if getattr(self, one) and getattr(self, other):
+                raise NotImplementedError(
+                    f"summon_full_params: expected not both of {one} and {other}, found both True; pass {other}=False"
+                )
+        if self.offload_to_cpu and not self.rank0_only:
+            warnings.warn(
+                "summon_full_params: offload_to_cpu without rank0_only stores a full copy of the parameters in host "
+                "memory for each rank; pass rank0_only=True, writeback=False if one rank needs them",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within, parameters are in full shape: the same objects under the same names, e.g. to inspect, edit or save them.
+
+    They are gathered in the dtype and to the device that they are stored in and computed on, without padding. All ranks
+    of the process group must enter and leave together. No forward or backward may run inside; between a forward and its
+    backward the context may be entered, but parameters not be changed.
+
+    Args:
+        module: any module. Every unit that has a parameter in it is gathered, whole.
+        recurse: False: only the units of `module` itself, and nothing if it is not sharded as a unit.
+        writeback: on leaving, also by an exception, each rank keeps its own part of its edits; ranks should make the
+            same edits. False drops them, except in-place edits under NO_SHARD.
+        rank0_only: only rank 0 of each group that parameters are sharded over sees full parameters, the others their
+            shards; all take part in the gather. Under NO_SHARD every rank has full parameters. Needs writeback=False.
+        offload_to_cpu: the full parameters lie in host memory.
+        with_grads: gradients are in full shape too, those that a rank lacks as zeros; None stays where no rank has one.
+            Edits are kept as those of parameters are, on ranks that have a gradient. Gradients that `no_sync` collected
+            are in full shape anyway and stay local.
+
+    Raises:
+        NotImplementedError: `rank0_only` with `writeback`, or `with_grads` with `offload_to_cpu`.
+        AssertionError: a forward or backward is under way, or parameters are in full shape already.
+        RuntimeError: on leaving: a parameter or gradient was replaced by one of another shape or dtype. All is as it
+            was on entering then.
+        NotImplementedError: on leaving: a shared parameter was replaced in some of its places only. As above.
+    """
+    options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    options.check()
+    units = units_used_below(module) if recurse else list(module.__dict__.get("_fsdp_scope", ()))
+    check_idle(units, "summon_full_params", AssertionError)
+    with summoned(units, options, "summon_full_params"):
+        yield
+
+
+@contextmanager
+def summoned_for_apply(module: Any) -> Iterator[None]:
+    """Full parameters of `module`, without those of sharded modules below, for `Module.apply` (E-MOD-1).
+
+    Units that an `apply` further up holds are left alone. ValueError if another is not idle.
+    """
+    units = [unit for unit in units_used_below(module) if unit.summoned is None or unit.summoned.by != APPLY]
+    check_idle(units, APPLY)
+    own = own_units(module)
+    with summoned([unit for unit in units if unit in own], Options(), APPLY):
+        yield
+
+
+@contextmanager
+def summoned(units: Sequence[Unit], options: Options, by: str) -> Iterator[None]:
+    """Full parameters of idle `units`, in the name of `by`."""
+    with ExitStack() as stack:
+        for unit in units:
+            unit_summoned = Summoned(unit, options, by)
+            stack.callback(unit_summoned.close)
+        yield
+
+
+class Summoned:
+    """A unit whose parameters are in full shape, and how it gets back.
+
+    Args:
+        unit: an idle unit.
+        options: what is asked for.
+        by: who asks, for messages.
+    """
+
+    def __init__(self, unit: Unit, options: Options, by: str) -> None:
+        self.unit, self.options, self.by = unit, options, by
+        discard_unsharded(unit)
+        refresh(unit)
+        full = [full_parameters(unit, flat) for flat in unit.flats]
+        self.shows_grads = options.with_grads and unit.is_sharded and all(f.unsynced is None for f in unit.flats)
+        grads = full_gradients(unit) if self.shows_grads else []
+        self.saved = [param.grad for param in unit.params]
+        if options.rank0_only and unit.rank != 0:
+            self.shows_grads, full = False, [[param.data for param in flat.params] for flat in unit.flats]
+        for flat, tensors in zip(unit.flats, full, strict=True):
+            flat.lend([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
+        if self.shows_grads:
+            for param, grad in zip(unit.params, grads, strict=True):
+                _put_grad(param, grad)
+        unit.summoned = self
+
+    def close(self) -> None:
+        """Keep this rank's part of the edits, if asked to, and shard the parameters again."""
+        try:
+            if self.options.writeback:
+                self._keep()
+            else:
+                put_back(self.unit)
+        except BaseException:
+            put_back(self.unit)
+            raise
+        finally:
+            self._restore()
+
+    def _keep(self) -> None:
+        """Write this rank's parts into the shard; everything is checked before."""
+        unit = self.unit
+        new = replaced_objects(unit)
+        params = [new.get(index, param) for index, param in enumerate(unit.params)]
+        for flat, values in unit.by_flat(params):
+            _check_full(flat, values, self.shows_grads)
+        pairs = zip(params, unit.records, strict=True)
+        parts = [None if record is None else _cut(param, record) for param, record in pairs]
+        if self.shows_grads:
+            self._keep_grads(params)
+        give_way(unit, new)
+        for flat, found in unit.by_flat(parts):
+            _write_changed(flat, found)
+
+    @torch.no_grad()
+    def _keep_grads(self, params: Sequence[nn.Parameter]) -> None:
+        """Copy this rank's parts into the gradients that it has; one that was set to None is None."""
+        for index, (param, record) in enumerate(zip(params, self.unit.records, strict=True)):
+            saved = self.saved[index]
+            if param.grad is None:
+                self.saved[index] = None
+            elif saved is not None and record is not None:
+                saved.copy_(_cut(param.grad, record).view_as(saved))
+
+    def _restore(self) -> None:
+        self.unit.summoned = None
+        for param in self.unit.params if self.shows_grads else ():
+            param.grad = None
+        for flat in self.unit.flats:
+            flat.take_back()
+        if self.shows_grads:
+            for param, grad in zip(self.unit.params, self.saved, strict=True):
+                _put_grad(param, grad)
+        self.unit.note_places()
+
+
+def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:
+    """Raise RuntimeError if a parameter, or its gradient, no longer has its full shape and stored dtype."""
+    for name, shape, param in zip(flat.layout.names, flat.layout.shapes, params, strict=True):
+        if tuple(param.shape) != shape or param.dtype != flat.shard.dtype:
+            raise RuntimeError(
+                f"parameter {name}: expected {flat.shard.dtype} of its full shape {shape} on leaving full parameters, "
+                f"found {param.dtype} of shape {tuple(param.shape)}; the edits are dropped"
+            )
+        if with_grads and param.grad is not None and tuple(param.grad.shape) != shape:
+            raise RuntimeError(
+                f"parameter {name}: expected a gradient of its full shape {shape} on leaving full parameters, found "
+                f"{tuple(param.grad.shape)}; the edits are dropped"
+            )
+
+
+def _cut(full: Tensor, record: ShardRecord) -> Tensor:
+    """The part of a full tensor that `record` describes, 1-D."""
+    return full.detach().reshape(-1)[record.first : record.last + 1]
+
+
+def _write_changed(flat: FlatParam, found: Sequence[Tensor | None]) -> None:
+    """Write the parts that differ into the shard; who gathered before then sees that they changed."""
+    changed = {}
+    for index, (part, new) in enumerate(zip(flat.parts(flat.shard), found, strict=True)):
+        if part is not None and new is not None and not torch.equal(part.view(-1), new.to(part.device)):
+            changed[index] = new
+    write_parts(flat, changed)
+    torch.autograd.graph.increment_version([flat.params[index] for index in changed])
+
+
+def _put_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
+        param.grad = grad
+    else:
+        set_grad(param, grad)

@@ -1,0 +1,95 @@
+"""Gathering ahead by hand: `FSDPModule.unshard` starts it, the next eager forward takes what it gathered.
+
+Parameters may change in between, and on some ranks only: an optimizer skips what has no gradient. So a forward asks all
+ranks, by an all-reduce of one number, before it reads what was gathered outside of forward; within one forward of the
+root nothing may change and nothing is asked.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_compile import collectives
+from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.eager.state import check_not_summoned, is_open
+from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.unit import Unit
+
+
+class UnshardHandle:
+    """A gather that `FSDPModule.unshard(async_op=True)` has started."""
+
+    def __init__(self, gathers: Sequence[Gathered]) -> None:
+        self._gathers = gathers
+
+    def wait(self) -> None:
+        """Order what follows on this stream after the gather; without a stream, wait for it."""
+        for gathered in self._gathers:
+            gathered.wait()
+        self._gathers = ()
+
+
+def unshard(units: Sequence[Unit], full_precision: bool, iteration: object | None) -> UnshardHandle:
+    """Begin to gather those of `units` that are not gathered. AssertionError if one is summoned.
+
+    Args:
+        units: what to gather.
+        full_precision: whether the next forward computes in the stored dtype.
+        iteration: the root's forward within which this happens, or None.
+    """
+    for unit in units:
+        check_not_summoned(unit, "unshard")
+    with torch.inference_mode(False):
+        for unit in units:
+            if not is_open(unit) and unit.unsharded is None:
+                unit.unsharded = Gathered(unit, full_precision)
+                unit.unsharded.iteration = iteration
+    return UnshardHandle([unit.unsharded for unit in units if unit.unsharded is not None])
+
+
+def reshard(unit: Unit) -> None:
+    """Free what `unshard` gathered and what past forwards kept for their backward, which will gather again.
+
+    ValueError if a forward or backward of the unit is under way.
+    """
+    if is_open(unit):
+        raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
+    discard_unsharded(unit)
+    for gathered in unit.awaiting_backward:
+        if gathered.may_free:
+            gathered.free()
+
+
+def discard_unsharded(unit: Unit) -> None:
+    """Free what `unshard` gathered, if no forward has taken it."""
+    if unit.unsharded is not None:
+        unit.unsharded.free()
+        unit.unsharded = None
+
+
+def take_unsharded(unit: Unit, full_precision: bool, same_forward: bool) -> Gathered | None:
+    """What `unshard` gathered, for a forward that begins; None if there is nothing or it is out of date on some rank.
+
+    Args:
+        full_precision: whether the forward computes in the stored dtype.
+        same_forward: whether `unshard` was called within the forward of the root that is running.
+    """
+    gathered: Gathered | None = unit.unsharded
+    if gathered is None:
+        return None
+    unit.unsharded = None
+    refresh(unit)
+    current = gathered.full_precision == full_precision and gathered.is_current()
+    if current if same_forward else _on_all_ranks(unit, current):
+        return gathered
+    gathered.free()
+    return None
+
+
+def _on_all_ranks(unit: Unit, holds: bool) -> bool:
+    if not unit.is_sharded:
+        return holds
+    denials = torch.tensor([not holds], dtype=torch.float32, device=unit.device)
+    collectives.start_all_reduce(denials, unit.group_name, "sum")
+    collectives.wait(denials)
+    return denials.item() == 0

@@ -1,0 +1,200 @@
+"""When parameters may be shown in full shape, and the methods of sharded modules that do."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import FSDPModule, fully_shard, summon_full_params
+
+from .ranks import Ranks
+from .training import (
+    assert_same_parameters,
+    build,
+    executor,
+    follow,
+    mine,
+    shard,
+    twins,
+    units,
+)
+
+MLP = MODELS["mlp"]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse(rank: int) -> None:
+    reference, model = twins(MLP)
+    combinations = {
+        "rank0_only and writeback": dict(rank0_only=True),
+        "with_grads and offload_to_cpu": dict(with_grads=True, offload_to_cpu=True),
+    }
+    for named, options in combinations.items():
+        with pytest.raises(NotImplementedError, match=named), summon_full_params(model, **options):
+            pass
+    assert_same_parameters(model, reference)
+
+
+def test_refused_combinations(two: Ranks) -> None:
+    """Combinations that are not offered raise NotImplementedError and name both options (E-SUM-2, E-ERR-44)."""
+    two.run(_refuse)
+
+
+def _nest(rank: int) -> None:
+    reference, model = twins(MLP)
+    with summon_full_params(model):
+        for nested in (model, model.blocks[1], model.blocks[1].up):
+            refused = pytest.raises(AssertionError, match=r"summon_full_params: expected idle units.* inside summon")
+            with refused, summon_full_params(nested):
+                pass
+        with pytest.raises(ValueError, match="no_sync: expected idle units"), model.no_sync():
+            pass
+        with pytest.raises(ValueError, match="apply: expected idle units"):
+            model.apply(lambda module: None)
+        with pytest.raises(ValueError, match="_apply: expected idle units"):
+            model.double()
+        with pytest.raises(AssertionError, match="unshard: expected sharded parameters"):
+            model.unshard()
+    follow(model, reference, MLP)
+
+
+def test_nesting_is_refused(two: Ranks) -> None:
+    """It does not nest, nor allow apply, conversion, no_sync or unshard (E-SUM-4, E-STATE-4, E-ERR-46)."""
+    two.run(_nest)
+
+
+def _forward_inside(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    follow(run, reference, MLP)
+    loss = MLP.loss(run, mine(MLP, 1))
+    with summon_full_params(model):
+        with pytest.raises(Exception, match="expected sharded parameters") as caught:
+            run(mine(MLP, 1)[0])
+        assert how != "eager" or caught.type is AssertionError
+        with torch.no_grad(), pytest.raises(Exception, match="expected sharded parameters"):
+            run(mine(MLP, 1)[0])
+        if how == "eager":
+            with pytest.raises(AssertionError, match="backward: expected sharded parameters"):
+                loss.backward()
+        elif strategy != "NO_SHARD":
+            with pytest.raises(RuntimeError, match="expected it to lie in its unit's shard"):
+                loss.backward()
+    model.zero_grad()
+    follow(run, reference, MLP)
+
+
+@all_strategies
+@both_ways
+def test_no_forward_or_backward_inside(two: Ranks, how: str, strategy: str) -> None:
+    """A forward inside is an AssertionError, compiled or not, a backward an error; then all is well.
+
+    E-FWD-12, E-SUM-14, E-LIM-7.
+    """
+    two.run(_forward_inside, how, strategy)
+
+
+class _Summons(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        refused = pytest.raises(AssertionError, match=r"summon_full_params: expected idle units.* in its forward")
+        with refused, summon_full_params(self):
+            pass
+        with pytest.raises(ValueError, match=r"apply: expected idle units"):
+            self.apply(lambda module: None)
+        with pytest.raises(ValueError, match=r"reshard: expected an idle unit"):
+            self.reshard()
+        return super().forward(x)
+
+
+def _summon_in_forward(rank: int) -> None:
+    model = fully_shard(_Summons(7, 5))
+    output = model(torch.randn(3, 7))
+    errors: list[Any] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        with pytest.raises(AssertionError, match="summon_full_params: expected"), summon_full_params(model):
+            pass
+        errors.append(1)
+
+    output.register_hook(hook)
+    output.sum().backward()
+    assert errors
+
+
+def test_not_in_forward_or_backward(two: Ranks) -> None:
+    """Inside a forward or backward it raises AssertionError, others ValueError, and say what the unit does.
+
+    E-SUM-4, E-SUM-14, E-ERR-9, E-ERR-46, E-MOD-1, E-STATE-3, E-STATE-4.
+    """
+    two.run(_summon_in_forward)
+
+
+# --- apply, listing ---------------------------------------------------------------------------------------------------
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        assert module.weight.shape == (module.out_features, module.in_features)
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(module.weight.numel()).view_as(module.weight) / module.weight.numel() / 20)
+
+
+def _apply(rank: int, name: str) -> None:
+    reference, model = twins(MODELS[name])
+    seen: list[nn.Module] = []
+    for each in (reference, model):
+        assert each.apply(_initialise) is each
+    assert_same_parameters(model, reference)
+    model.apply(seen.append)
+    assert [id(m) for m in seen][-1] == id(model) and len(seen) == sum(1 for _ in model.modules())
+    assert all(each.is_root() == (each is model) for each in FSDPModule.fsdp_modules(model))
+    follow(model, reference, MODELS[name])
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "gpt"])
+def test_apply(two: Ranks, name: str) -> None:
+    """`apply` hands full parameters to its function and keeps the edits; roots stay roots (E-MOD-1, E-MOD-2)."""
+    two.run(_apply, name)
+
+
+def _one_at_a_time(rank: int) -> None:
+    model = shard(MLP)
+    most = []
+
+    def look(module: nn.Module) -> None:
+        most.append(sum(unit.summoned is not None for unit in units(model)))
+
+    model.apply(look)
+    assert max(most) == 2 and units(model)[0].summoned is None
+
+
+def test_apply_gathers_one_unit_at_a_time(two: Ranks) -> None:
+    """While a unit's modules are visited only it and those around it are gathered (E-MOD-1)."""
+    two.run(_one_at_a_time)
+
+
+def _list_modules(rank: int) -> None:
+    model = shard(MLP)
+    both = nn.ModuleList([model, nn.Linear(2, 2), fully_shard(build(MLP))])
+    listed = FSDPModule.fsdp_modules(both)
+    assert listed == [m for m in both.modules() if isinstance(m, FSDPModule)] and len(listed) == 8
+    assert FSDPModule.fsdp_modules(both, root_only=True) == [both[0], both[2]]
+    assert len(model.blocks) == 3 and next(iter(model.blocks)) is model.blocks[0]
+    sequence = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert len(sequence) == 2 and sequence[0] is next(iter(sequence))
+
+
+def test_listing(two: Ranks) -> None:
+    """Sharded modules of any tree are listed, or its roots; containers keep len, iteration and indexing.
+
+    E-MOD-5, E-MOD-7.
+    """
+    two.run(_list_modules)

@@ -1,0 +1,250 @@
+"""`summon_full_params`: what is seen inside, which edits stay."""
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_compile import fully_shard, summon_full_params
+
+from .ranks import Ranks
+from .test_communication import _spied
+from .training import (
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    build,
+    executor,
+    follow,
+    full_parameters,
+    mine,
+    shard,
+    twins,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+
+
+# --- what is seen -----------------------------------------------------------------------------------------------------
+
+
+def _read(rank: int, name: str, strategy: str) -> None:
+    reference, model = twins(MODELS[name], strategy)
+    before = dict(model.named_parameters())
+    with summon_full_params(model):
+        inside = dict(model.named_parameters())
+        expected = dict(reference.named_parameters())
+        assert list(inside) == list(expected) and list(before) == list(inside)
+        for key, param in inside.items():
+            assert param is before[key], f"{key} is another object"
+            assert param.shape == expected[key].shape and torch.equal(param, expected[key]), key
+        for ours, theirs in zip(model.modules(), reference.modules(), strict=True):
+            for key, param in theirs._parameters.items():
+                if param is not None:
+                    assert getattr(ours, key) is ours._parameters[key] and torch.equal(getattr(ours, key), param)
+    assert_same_parameters(model, reference)
+    if strategy != "NO_SHARD":
+        assert all(param.dim() == 1 for param in model.parameters())
+    follow(model, reference, MODELS[name])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "frozen"])
+def test_full_parameters(two: Ranks, name: str, strategy: str) -> None:
+    """Inside, the same objects are in full shape under clean names, without padding; after, sharded, and train.
+
+    E-SUM-1, E-SUM-5, E-SUM-13, E-SUM-15, E-MOD-4, E-VIEW-6, E-VIEW-7, E-VIEW-8, E-VIEW-9.
+    """
+    two.run(_read, name, strategy)
+
+
+def _read_parts(rank: int) -> None:
+    reference, model = twins(MLP)
+    block = model.blocks[0]
+    with _spied() as calls, summon_full_params(model, recurse=False):
+        assert model.head.weight.dim() == 2 and block.up.weight.dim() == 1
+    assert len(calls) == 1
+    with summon_full_params(block.up):
+        assert torch.equal(block.up.weight, reference.blocks[0].up.weight) and model.head.weight.dim() == 1
+    with summon_full_params(model.blocks), summon_full_params(model.stem):
+        assert torch.equal(model.blocks[2].up.weight, reference.blocks[2].up.weight)
+    with _spied() as calls, summon_full_params(block.up, recurse=False), summon_full_params(nn.Linear(2, 3)):
+        assert block.up.weight.dim() == 1
+    assert not calls
+
+
+def test_of_any_module(two: Ranks) -> None:
+    """Any module will do: all units with a parameter in it are gathered; recurse=False takes its own. E-SUM-1."""
+    two.run(_read_parts)
+
+
+def _precision(rank: int) -> None:
+    reference = build(MLP)
+    model = fully_shard(build(MLP), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    with summon_full_params(model):
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+
+
+def test_stored_precision(two: Ranks) -> None:
+    """Full parameters have the stored dtype, whatever the unit computes in (E-MP-7, E-MP-19, E-SUM-5)."""
+    two.run(_precision)
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+
+def _fill_with_rank(rank: int) -> None:
+    model = fully_shard(nn.Linear(16, 4, bias=False))
+    with summon_full_params(model), torch.no_grad():
+        model.weight.fill_(rank)
+    expected = torch.arange(2.0).repeat_interleave(2)[:, None].expand(4, 16)
+    assert torch.equal(full_parameters(model)["weight"], expected)
+
+
+def test_each_rank_keeps_its_part(two: Ranks) -> None:
+    """Each rank fills with its number: zeros, then ones (E-SUM-8)."""
+    two.run(_fill_with_rank)
+
+
+def _edit(rank: int, how: str, strategy: str, change: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    follow(run, reference, MLP)
+    for each in (reference, model):
+        with summon_full_params(each), torch.no_grad():
+            for module in each.modules():
+                for name, param in list(module._parameters.items()):
+                    if change == "in place":
+                        param.mul_(0.5)
+                    elif change == "data":
+                        param.data = param.data * 0.5
+                    elif change == "copy through data":
+                        param.data.mul_(0.5)
+                    else:
+                        setattr(module, name, nn.Parameter(param * 0.5))
+    assert_same_parameters(model, reference)
+    follow(run, reference, MLP)
+
+
+@all_strategies
+@both_ways
+@pytest.mark.parametrize("change", ["in place", "data", "copy through data", "objects"])
+def test_edits_are_kept(two: Ranks, how: str, strategy: str, change: str) -> None:
+    """Edits in place, new data and new parameters all train on, eagerly and compiled (E-SUM-5, E-SUM-8, E-WB-3)."""
+    two.run(_edit, how, strategy, change)
+
+
+def _drop(rank: int, strategy: str, change: str) -> None:
+    reference, model = twins(MLP, strategy)
+    backward(model, MLP, mine(MLP, 1))  # what a forward keeps must not be what is edited
+    with torch.no_grad():
+        expected = model(mine(MLP, 2)[0])
+        with summon_full_params(model, writeback=False):
+            for module in model.modules():
+                for name, param in list(module._parameters.items()):
+                    if change == "objects":
+                        setattr(module, name, nn.Parameter(torch.full_like(param, 3.0)))
+                    else:
+                        param.fill_(3.0)
+        assert torch.equal(model(mine(MLP, 2)[0]), expected)
+    model.zero_grad()
+    assert_same_parameters(model, reference)
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("change", ["in place", "objects"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_dropped_edits_leave_no_trace(two: Ranks, strategy: str, change: str) -> None:
+    """Without writeback edits are gone, also where a forward kept gathered parameters (E-SUM-8, E-SUM-11)."""
+    two.run(_drop, strategy, change)
+
+
+def _drop_replicated(rank: int) -> None:
+    model = shard(MLP, "NO_SHARD")
+    with summon_full_params(model, writeback=False), torch.no_grad():
+        model.head.weight.fill_(3.0)
+    assert (model.head.weight == 3.0).all()
+
+
+def test_edits_of_replicated_parameters_persist(two: Ranks) -> None:
+    """Under NO_SHARD the parameters themselves are edited, with or without writeback (E-SUM-8)."""
+    two.run(_drop_replicated)
+
+
+class _Expected(Exception):
+    pass
+
+
+def _raise_inside(rank: int) -> None:
+    reference, model = twins(MLP)
+    with pytest.raises(_Expected), summon_full_params(model), torch.no_grad():
+        for each in (reference, model):
+            each.head.weight.mul_(0.5)
+        raise _Expected
+    follow(model, reference, MLP)
+
+
+def test_exceptions_inside(two: Ranks) -> None:
+    """An exception inside leaves parameters sharded, edits kept (E-SUM-5)."""
+    two.run(_raise_inside)
+
+
+def _leave_badly(rank: int, change: str) -> None:
+    reference, model = twins(MLP)
+    wrong = pytest.raises(RuntimeError, match=r"parameter up.weight: expected .*\(23, 11\).* found .*\(5,\)")
+    with wrong, summon_full_params(model), torch.no_grad():
+        model.head.weight.zero_()  # another unit: kept
+        reference.head.weight.zero_()
+        model.blocks[0].down.weight.zero_()
+        if change == "data":
+            model.blocks[0].up.weight.data = torch.zeros(5)
+        else:
+            model.blocks[0].up.weight = nn.Parameter(torch.zeros(5))
+    assert_same_parameters(model, reference)
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("change", ["data", "objects"])
+def test_replacing_by_another_shape(two: Ranks, change: str) -> None:
+    """Leaving with another shape raises, names both, and leaves that unit as it was (E-WB-4, E-ERR-32)."""
+    two.run(_leave_badly, change)
+
+
+def _between(rank: int, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    losses = [MLP.loss(reference, whole(MLP, 1)), MLP.loss(model, mine(MLP, 1))]
+    with summon_full_params(model):
+        pass
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_between_forward_and_backward(two: Ranks, strategy: str) -> None:
+    """Reading parameters between a forward and its backward changes nothing (E-SUM-14, E-LIM-6)."""
+    two.run(_between, strategy)
+
+
+def _edit_between(rank: int) -> None:
+    reference, model = twins(MLP)
+    loss = MLP.loss(model, mine(MLP, 1))
+    for each in (reference, model):
+        with summon_full_params(each), torch.no_grad():
+            for param in each.parameters():
+                param.data.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"parameter .*: .*changed in place in between"):
+        loss.backward()
+    model.zero_grad()
+    follow(model, reference, MLP)
+
+
+def test_edits_between_forward_and_backward(two: Ranks) -> None:
+    """Edits are noticed by a backward that would gather them, even those made through `.data` (E-LIM-6)."""
+    two.run(_edit_between)
