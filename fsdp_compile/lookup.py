@@ -8,13 +8,15 @@ one class and one compiled graph. All that belongs to an instance, its units, li
 """
 
 import functools
+import inspect
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from fsdp_compile.unit import Unit
+from fsdp_compile.unit import Unit, unit_of
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,44 @@ def find(module):
     views = module._fsdp_units[{slot}].views
     if views is not None:
         return views[{index}]
-    try:
-        return module._parameters[{name!r}]
-    except KeyError:
-        raise AttributeError({name!r}) from None
+    return find_closed(module, {name!r})
 """
+
+_NEAR = 8  # frames between a module's forward and the access to a parameter, at most
+
+
+def find_closed(module: Any, name: str) -> nn.Parameter | None:
+    """The parameter as it is stored, for code outside of a unit's forward.
+
+    RuntimeError if that code is the module's own forward: it needs the full parameter (E-FWD-11). Only here is that
+    looked for; a unit that is gathered does not come here, nor do `parameters()` and its like.
+    """
+    try:
+        param: nn.Parameter | None = module._parameters[name]
+    except KeyError:
+        raise AttributeError(name) from None
+    managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
+    if managed and managed[0].is_sharded and managed[0].summoned is None and _forward_runs(module):
+        raise RuntimeError(
+            f"parameter {name}: expected the forward of the sharded module around {original_class(module).__name__}, "
+            f"which gathers this parameter, found {original_class(module).__name__} run alone; run the sharded module, "
+            f"or call fully_shard on this one first"
+        )
+    return param
+
+
+def _forward_runs(module: nn.Module) -> bool:
+    """Whether code close to the caller is the forward of this very module."""
+    forward = getattr(original_class(module).forward, "__code__", None)
+    frame = inspect.currentframe()
+    for _ in range(_NEAR):
+        frame = frame.f_back if frame else None
+        if frame and frame.f_code is forward and forward.co_varnames:
+            return frame.f_locals.get(forward.co_varnames[0]) is module
+    return False
 
 
 def _property(lookup: Lookup) -> property:
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"find_closed": find_closed}
     exec(_FIND.format(**asdict(lookup)), scope)
     return property(scope["find"])

@@ -1,0 +1,150 @@
+"""Conversion of sharded modules: `.to()`, `.half()` and all else that goes through `Module._apply`."""
+
+import pytest
+import torch
+from models import MODELS
+from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_compile import fully_shard, summon_full_params
+
+from .ranks import Ranks
+from .training import (
+    assert_same_parameters,
+    backward,
+    build,
+    executor,
+    follow,
+    mine,
+    twins,
+    units,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+
+
+def _convert(rank: int, how: str, strategy: str, to: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    follow(run, reference, MLP)
+    params, grads = list(model.parameters()), [param.grad for param in model.parameters()]
+    assert any(grad is not None for grad in grads)
+    if to == "clone":
+        model._apply(lambda tensor: tensor.clone())
+    else:
+        assert model.to(torch.float64) is model
+        assert all(param.dtype == torch.float64 for param in model.parameters())
+        reference.double()
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    for param, grad in zip(params, grads, strict=True):
+        assert (param.grad is None) == (grad is None)
+        if param.grad is not None:
+            assert param.grad.shape == param.shape and param.grad.dtype == param.dtype
+    for seed in range(3):
+        for each, inputs in ((reference, whole(MLP, seed)), (run, mine(MLP, seed))):
+            loss = MLP.loss(each, tuple(tensor.to(params[0].dtype) for tensor in inputs))
+            assert loss.dtype == params[0].dtype
+            loss.backward()
+        with torch.no_grad():
+            for each in (reference, model):
+                for param in each.parameters():
+                    if param.grad is not None:
+                        param.sub_(param.grad, alpha=0.01)
+        assert_same_parameters(model, reference)
+
+
+@all_strategies
+@both_ways
+@pytest.mark.parametrize("to", ["clone", "double"])
+def test_conversion(two: Ranks, how: str, strategy: str, to: str) -> None:
+    """After `.to()` and its like, values, dtype and gradients follow, objects stay, and training goes on.
+
+    Eagerly, and compiled: replaced memory is not an error then (E-MOD-3, E-MP-4, E-VIEW-6).
+    """
+    two.run(_convert, how, strategy, to)
+
+
+def _convert_mixed(rank: int, how: str) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    ours = fully_shard(build(MLP), mixed_precision=precision).double()
+    assert all(param.dtype == torch.float64 for param in ours.parameters())
+    loss = MLP.loss(executor(ours, how), mine(MLP, 1))
+    (unit, *_) = units(ours)
+    assert unit.compute_dtype(unit.flats[0]) == unit.reduce_dtype(unit.flats[0]) == torch.bfloat16
+    loss.backward()
+    assert all(param.grad is None or param.grad.dtype == torch.float64 for param in ours.parameters())
+    reference = build(MLP).double()
+    with summon_full_params(ours):
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), reference.parameters(), strict=True))
+
+
+@both_ways
+def test_conversion_with_mixed_precision(two: Ranks, how: str) -> None:
+    """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3)."""
+    two.run(_convert_mixed, how)
+
+
+def _convert_wrongly(rank: int) -> None:
+    reference, model = twins(MLP)
+    backward(model, MLP, mine(MLP, 1))
+    backward(reference, MLP, whole(MLP, 1))
+    for change in (
+        lambda tensor: tensor.repeat(2),
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: tensor.double() if tensor is model.head.weight else tensor,
+        _fail,
+    ):
+        with pytest.raises(RuntimeError, match=r"expected|on purpose"):
+            model._apply(change)
+        assert_same_parameters(model, reference)
+        assert all(param.grad is None or param.grad.dtype == param.dtype for param in model.parameters())
+    model.zero_grad()
+    reference.zero_grad()
+    follow(model, reference, MLP)
+
+
+def _fail(tensor: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("on purpose")
+
+
+def test_conversion_that_fails_changes_nothing(two: Ranks) -> None:
+    """Conversion to other sizes, of half a unit or to the meta device raises; all is as before."""
+    two.run(_convert_wrongly)
+
+
+def _convert_part(rank: int) -> None:
+    reference, model = twins(MLP)
+    model.blocks[0].double()
+    assert model.blocks[0].up.weight.dtype == torch.float64 and model.head.weight.dtype == torch.float32
+    model.blocks[0].float()
+    follow(model, reference, MLP)
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+    with pytest.raises(RuntimeError, match="_apply: expected reduced gradients"):
+        model.double()
+
+
+def test_conversion_of_one_unit(two: Ranks) -> None:
+    """A unit may be converted alone (E-MOD-3); not while gradients wait in no_sync."""
+    two.run(_convert_part)
+
+
+def _overwrite(rank: int) -> None:
+    reference, model = twins(MLP)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        before = list(model.parameters())
+        model._apply(lambda tensor: tensor.clone())
+        assert not any(a is b for a, b in zip(model.parameters(), before, strict=True))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    follow(model, reference, MLP)
+    follow(executor(model, "aot_eager"), reference, MLP)
+
+
+def test_conversion_that_makes_new_parameters(two: Ranks) -> None:
+    """Where torch is told to make new parameters on conversion, these are taken over (E-WB-3)."""
+    two.run(_overwrite)

@@ -1,0 +1,201 @@
+"""`unshard` and `reshard`: gathering ahead by hand, and never computing with older values."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from models import MODELS, squared_error, vectors
+from torch import nn
+
+from fsdp_compile import FSDPModule, fully_shard, summon_full_params
+
+from .ranks import Ranks
+from .test_communication import _spied
+from .training import assert_same_gradients, backward, executor, follow, mine, shard, twins, units, whole
+
+MLP = MODELS["mlp"]
+
+
+def _unshard_all(model: nn.Module, async_op: bool) -> None:
+    handles = [module.unshard(async_op=async_op) for module in FSDPModule.fsdp_modules(model)]
+    assert all((handle is not None) == async_op for handle in handles)
+    for handle in handles[::2]:
+        if handle is not None:
+            handle.wait()
+            handle.wait()
+
+
+def _ahead(rank: int, strategy: str, async_op: bool) -> None:
+    reference, model = twins(MLP, strategy)
+    for seed in range(2):
+        with _spied() as calls:
+            _unshard_all(model, async_op)
+            _unshard_all(model, async_op)
+        gathers = sum(call.kind == "gather" for call in calls)
+        assert gathers == (0 if strategy == "NO_SHARD" else len(units(model)))
+        with _spied() as calls:
+            loss = MLP.loss(model, mine(MLP, seed))
+        assert not any(call.kind == "gather" for call in calls)
+        backward(reference, MLP, whole(MLP, seed))
+        loss.backward()
+        assert_same_gradients(model, reference)
+    for each in (reference, model):
+        each.zero_grad()
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_next_forward_does_not_gather(two: Ranks, strategy: str, async_op: bool) -> None:
+    """What was gathered by hand is used, once, waited for or not; a second call gathers nothing (E-PRE-7)."""
+    two.run(_ahead, strategy, async_op)
+
+
+def _change(model: nn.Module, how: str) -> None:
+    params = list(model.parameters())
+    for index, param in enumerate(params):
+        if how == "in place":
+            param.mul_(0.5)
+        elif how == "data":
+            param.data = param.data * 0.5
+        elif how == "on one rank" and index == len(params) - 1 and param.numel():  # it lies on the last rank alone
+            param.mul_(0.5)
+    if how == "summoned":
+        with summon_full_params(model):
+            for param in model.parameters():
+                param.data.mul_(0.5)
+
+
+def _stale(rank: int, how: str) -> None:
+    model, expected = shard(MLP), shard(MLP)
+    _unshard_all(model, True)
+    with torch.no_grad():
+        _change(model, how)
+        _change(expected, how)
+        assert torch.equal(model(mine(MLP, 1)[0]), expected(mine(MLP, 1)[0]))
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "on one rank", "summoned"])
+def test_older_values_are_not_used(two: Ranks, how: str) -> None:
+    """Parameters that changed after `unshard`, on any rank, are gathered again by all (E-STRAT-10, E-PRE-7)."""
+    two.run(_stale, how)
+
+
+def _stepped(rank: int) -> None:
+    reference, model = twins(MLP)
+    for seed in range(3):
+        follow(model, reference, MLP, steps=1, first_seed=seed)
+        _unshard_all(model, True)
+    follow(model, reference, MLP)
+
+
+def test_unsharded_before_the_step(two: Ranks) -> None:
+    """Steps of an optimizer between `unshard` and forward count (E-STRAT-10)."""
+    two.run(_stepped)
+
+
+def _within_forward(rank: int) -> None:
+    reference, model = twins(MLP)
+    for here, following in zip(model.blocks, [*model.blocks[1:], None], strict=True):
+        if following is not None:
+            here.register_forward_pre_hook(lambda module, args, following=following: following.unshard(True) and None)
+    follow(model, reference, MLP)
+    with _spied() as calls, torch.no_grad():
+        model(mine(MLP, 1)[0])
+    assert [call.kind for call in calls] == ["gather"] * len(units(model))
+
+
+def test_within_a_forward(two: Ranks) -> None:
+    """Hooks may gather the next block while one computes; no other collective is needed then (E-PRE-7)."""
+    two.run(_within_forward)
+
+
+def _reshard(rank: int, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    _unshard_all(model, True)
+    for module in FSDPModule.fsdp_modules(model):
+        module.reshard()
+    assert all(unit.unsharded is None for unit in units(model))
+    backward(reference, MLP, whole(MLP, 1))
+    loss = MLP.loss(model, mine(MLP, 1))
+    for module in FSDPModule.fsdp_modules(model):
+        module.reshard()
+    for unit in units(model):
+        for gathered in unit.awaiting_backward:
+            assert all(buffer.is_free for buffer in gathered.buffers)
+    loss.backward()
+    assert_same_gradients(model, reference)
+    model.zero_grad()
+    reference.zero_grad()
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_reshard(two: Ranks, strategy: str) -> None:
+    """`reshard` frees what is gathered, also between forward and backward, which then gathers again."""
+    two.run(_reshard, strategy)
+
+
+def _mode(rank: int) -> None:
+    reference, model = twins(MLP)
+    for context in (torch.inference_mode(), torch.no_grad(), nullcontext()):
+        entered: AbstractContextManager = context
+        with entered:
+            _unshard_all(model, True)
+        follow(model, reference, MLP, steps=1)
+
+
+def test_unsharded_without_gradients(two: Ranks) -> None:
+    """What was gathered under no_grad or inference_mode trains: views are made by the forward (E-VIEW-3)."""
+    two.run(_mode)
+
+
+def _compiled(rank: int) -> None:
+    reference, model = twins(MLP)
+    run = executor(model, "aot_eager")
+    for _ in range(2):
+        _unshard_all(model, True)
+        follow(run, reference, MLP)
+    for module in FSDPModule.fsdp_modules(model):
+        module.reshard()
+
+
+def test_compiled_after_unshard(two: Ranks) -> None:
+    """A compiled forward gathers for itself, whatever was gathered by hand."""
+    two.run(_compiled)
+
+
+# --- a module inside a unit, alone ------------------------------------------------------------------------------------
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(7, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x[:, None])[0][:, 0]
+
+
+def _alone(rank: int) -> None:
+    reference, model = twins(MLP)
+    recurrent = fully_shard(_Recurrent())
+    for module, inputs in ((model.blocks[0].up, 11), (model.stem, 7), (recurrent.cell, 7)):
+        shape = (3, 1, inputs) if isinstance(module, nn.GRU) else (3, inputs)
+        with pytest.raises(
+            RuntimeError, match=r"expected the forward of the sharded module around (Linear|GRU), .* alone"
+        ):
+            module(torch.randn(shape))
+    assert model.stem.weight.dim() == 1, "reading it is fine"
+    with summon_full_params(model), torch.no_grad():
+        x = torch.randn(3, 7)
+        assert torch.equal(model.stem(x), reference.stem(x))
+    follow(model, reference, MLP)
+    squared_error(recurrent, vectors(rank, 3)).backward()
+    replicated = shard(MLP, "NO_SHARD")
+    replicated.stem(torch.randn(3, 7))
+
+
+def test_a_module_inside_a_unit_run_alone(two: Ranks) -> None:
+    """Running it outside of the unit's forward is an error that says what to run (E-FWD-11, E-LIM-2)."""
+    two.run(_alone)

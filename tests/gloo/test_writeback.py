@@ -1,0 +1,211 @@
+"""Parameters that users replace between steps: taken over, or refused."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS
+from torch import nn
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .training import (
+    OPTIMIZERS,
+    assert_same_parameters,
+    backward,
+    executor,
+    follow,
+    mine,
+    shard,
+    twins,
+    units,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+
+
+def _halve(model: nn.Module, change: str) -> None:
+    """Halve all parameters of an unsharded or sharded model."""
+    halves = {param: nn.Parameter(param.detach() * 0.5) for param in model.parameters()}
+    if change == "data":
+        for param, half in halves.items():
+            param.data = half.data
+        return
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                setattr(module, name, halves[param])
+
+
+def _replace(rank: int, name: str, strategy: str, change: str) -> None:
+    case = MODELS[name]
+    reference, model = twins(case, strategy)
+    follow(model, reference, case)
+    for each in (reference, model):
+        each.zero_grad()
+        _halve(each, change)
+    replaced = list(model.parameters())
+    follow(model, reference, case)
+    assert all(a is b for a, b in zip(model.parameters(), replaced, strict=True))
+    (unit, *_) = units(model)
+    assert not any(flat.detached() for flat in unit.flats) and unit.is_current()
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            assert param is None or getattr(module, key) is param
+    follow(executor(model, "aot_eager"), reference, case)
+
+
+@pytest.mark.parametrize("change", ["data", "objects"])
+@pytest.mark.parametrize("name, strategy", [("mlp", s) for s in STRATEGIES] + [("tied", "FULL_SHARD")])
+def test_replaced_parameters(two: Ranks, name: str, strategy: str, change: str) -> None:
+    """New data and new parameters of the right size are taken over by the next eager forward and train on.
+
+    E-WB-1, E-WB-2, E-WB-3, E-WB-4; a shared one that is replaced in all its places stays shared (E-WB-7).
+    """
+    two.run(_replace, name, strategy, change)
+
+
+def _replace_wrongly(rank: int, change: str) -> None:
+    reference, model = twins(MLP)
+    old = model.head.weight
+    if change == "shape":
+        old.data = torch.zeros(5, 11)  # in full shape: fits nowhere
+    elif change == "dtype":
+        old.data = old.data.double()
+    elif change == "object":
+        model.head.weight = nn.Parameter(torch.zeros(5, 11))
+    elif change == "sharded already":
+        model.head.weight = model.stem.weight
+    with pytest.raises(RuntimeError, match=r"parameter head.weight: expected .* found"):
+        model(mine(MLP, 1)[0])
+    model.head.weight = old
+    reference.head.weight.data.fill_(0.5)
+    old.data = torch.full_like(old.data.flatten()[: units(model)[0].records[2].numel if rank == 1 else 0].float(), 0.5)
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "object", "sharded already"])
+def test_what_does_not_fit_is_refused(two: Ranks, change: str) -> None:
+    """A replacement of another shape or dtype raises and names both; the next right one is taken (E-WB-4, E-ERR-32)."""
+    two.run(_replace_wrongly, change)
+
+
+def _any_shape(rank: int) -> None:
+    reference, model = twins(MLP, "NO_SHARD")
+    for each in (reference, model):
+        each.head.weight.data = each.head.weight.data * 0.5
+    model.head.weight.data = model.head.weight.data.flatten()
+    follow(model, reference, MLP)
+    assert model.head.weight.shape == (5, 11)
+
+
+def test_any_shape_without_sharding(two: Ranks) -> None:
+    """Under NO_SHARD data of any shape with as many elements is taken over (E-WB-4)."""
+    two.run(_any_shape)
+
+
+def _untie(rank: int) -> None:
+    case = MODELS["tied"]
+    reference, model = twins(case)
+    shared = model.tokens.weight
+    model.head.weight = nn.Parameter(shared.detach().clone())
+    with pytest.raises(NotImplementedError, match=r"parameter tokens.weight: expected one object in all 2 places"):
+        backward(model, case, mine(case, 1))
+    model.head.weight = shared
+    follow(model, reference, case)
+
+
+def test_a_shared_parameter_replaced_in_one_place(two: Ranks) -> None:
+    """Sharing must not change: replacing in one of several places is refused (E-WB-7, E-ERR-33, E-LIM-5)."""
+    two.run(_untie)
+
+
+def _remove(rank: int) -> None:
+    reference, model = twins(MLP)
+    bias = model.head.bias
+    model.head.bias = None
+    del model.stem._parameters["bias"]
+    output = model(mine(MLP, 1)[0])
+    torch.testing.assert_close(output, reference(mine(MLP, 1)[0]))
+    assert bias is not None and all(unit.is_current() for unit in units(model))
+
+
+def test_removed_parameters_are_passed_over(two: Ranks) -> None:
+    """Attributes that the user removed are not looked at (E-WB-2)."""
+    two.run(_remove)
+
+
+def _replace_in_between(rank: int, strategy: str) -> None:
+    model = shard(MLP, strategy)
+    loss = MLP.loss(model, mine(MLP, 1))
+    for param in model.parameters():
+        param.data = param.data.clone()
+    with pytest.raises(RuntimeError, match=r"parameter .* replaced between forward and backward"):
+        loss.backward()
+
+
+@all_strategies
+def test_data_replaced_between_forward_and_backward(two: Ranks, strategy: str) -> None:
+    """That is an error under every strategy, on every rank (E-WB-5, E-LIM-6)."""
+    two.run(_replace_in_between, strategy)
+
+
+def _replace_gradient(rank: int) -> None:
+    reference, model = twins(MLP)
+    both = [(m, OPTIMIZERS["adamw"](m.parameters())) for m in (reference, model)]
+    backward(reference, MLP, whole(MLP, 1))
+    backward(model, MLP, mine(MLP, 1))
+    for each, optimizer in both:
+        for param in each.parameters():
+            param.grad = param.grad * 0.5 if param.grad is not None else None
+        optimizer.step()
+    assert_same_parameters(model, reference)
+    backward(reference, MLP, whole(MLP, 2))
+    backward(model, MLP, mine(MLP, 2))
+    for _, optimizer in both:
+        optimizer.step()
+    assert_same_parameters(model, reference)
+
+
+def test_replaced_gradients(two: Ranks) -> None:
+    """Gradients that the user assigns are what the optimizer sees and what the next backward adds to (E-WB-6)."""
+    two.run(_replace_gradient)
+
+
+@contextmanager
+def _debugging() -> Iterator[None]:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
+
+
+def _warn(rank: int) -> None:
+    model = fully_shard(nn.Linear(16, 4, bias=False))
+    for level in ("off", "info"):
+        model.weight.data = model.weight.data * 0.5
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if level == "info":
+                with _debugging():
+                    model(torch.randn(2, 16))
+            else:
+                model(torch.randn(2, 16))
+        said = [str(w.message) for w in caught if "was replaced" in str(w.message)]
+        assert len(said) == (level == "info")
+    assert f"rank {rank}: parameter weight" in said[0] and said[0].count("(32,) on cpu") == 2
+
+
+def test_writeback_warns_at_debug_level(two: Ranks) -> None:
+    """At debug level INFO each writeback warns with rank, name, shapes and devices (E-WB-8, E-ERR-35)."""
+    two.run(_warn)
