@@ -85,8 +85,8 @@ def summon_full_params(
     Raises:
         NotImplementedError: `rank0_only` with `writeback`, or `with_grads` with `offload_to_cpu`.
         AssertionError: a forward or backward is under way, or parameters are in full shape already.
-        RuntimeError: on leaving: a parameter or gradient was replaced by one of another shape or dtype. All is as it
-            was on entering then.
+        RuntimeError: on leaving: a parameter or gradient was replaced by one of another shape or dtype. Its unit is as
+            it was on entering then, the others keep their edits.
         NotImplementedError: on leaving: a shared parameter was replaced in some of its places only. As above.
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
