@@ -24,6 +24,8 @@ from fsdp_compile.wrap import Chosen
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -42,6 +44,7 @@ class PlannedUnit:
     """One unit before it is made."""
 
     module: nn.Module
+    path: str  # of `module` in the model
     params: NamedParams  # names are relative to `module`
     modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
     placement: Placement
@@ -80,7 +83,7 @@ def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: Is
         device = compute_device(((_join(path, n), p.device) for n, p in own_params), settings.device, carried)
         named = [(paths[found], found) for found in own_modules]
         check_materialisable(named, settings.init, settings.ignored.params)
-        planned.append(PlannedUnit(module, own_params, named, place(strategy, settings.groups), device))
+        planned.append(PlannedUnit(module, path, own_params, named, place(strategy, settings.groups), device))
     _warn_one_rank(strategies, settings.groups)
     if settings.sync:
         _check_sendable(model, planned, carried)
@@ -126,7 +129,7 @@ def _warn_one_rank(strategies: Iterable[ShardingStrategy], groups: Groups) -> No
 
 
 def _check_container(module: nn.Module, path: str) -> None:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, _WITHOUT_FORWARD):
         warn_caller(
             f"module {path or 'model'}: expected a module with a forward, found a {type(module).__name__}, whose own "
             f"parameters are never gathered; shard its elements, or the module around it"
@@ -183,7 +186,7 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
 def _check_sendable(model: nn.Module, planned: list[PlannedUnit], carried: frozenset[str]) -> None:
     """Refuse to broadcast what the group's backend cannot take (E-SYNC-4)."""
     moved = {module for unit in planned for _, module in unit.modules}
-    devices = [("parameter " + name, unit.device) for unit in planned for name, _ in unit.params]
+    devices = [("parameter " + _join(unit.path, name), unit.device) for unit in planned for name, _ in unit.params]
     devices += [
         ("buffer " + name, buffer.device)
         for name, buffer in unsent_buffers(model).items()
