@@ -107,6 +107,11 @@ class Unit:
         return any(flat.trains for flat in self.flats)
 
     @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """For each parameter its full shape."""
+        return [shape for flat in self.flats for shape in flat.layout.shapes]
+
+    @property
     def records(self) -> list[ShardRecord | None]:
         """For each parameter the part that this rank stores."""
         return [record for flat in self.flats for record in flat.records]

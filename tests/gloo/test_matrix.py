@@ -116,7 +116,9 @@ class _Reference:
                 windows.append([])
         for window in windows:
             if window:
-                self._reduce([self._gradients([part(i, rank, world_size) for i in window]) for rank in range(world_size)])
+                self._reduce(
+                    [self._gradients([part(i, rank, world_size) for i in window]) for rank in range(world_size)]
+                )
         self.optimizer.step()
 
     def _gradients(self, microbatches: list[Inputs]) -> list[Tensor | None]:

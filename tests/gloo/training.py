@@ -93,13 +93,13 @@ def units(model: nn.Module) -> list[Unit]:
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the full parameters by name, gathered from all ranks."""
     full: dict[nn.Parameter, Tensor] = {}
-    with torch.no_grad():
+    with torch.no_grad():  # parameters without elements may belong to no unit
         for unit in units(model):
             gathered = Gathered(unit, full_precision=True)
             gathered.open()
             unit.views = None
             full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
-    return {name: full[param] for name, param in model.named_parameters()}
+    return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
 
 
 def stored_here(param: nn.Parameter, full: Tensor) -> Tensor | None:
