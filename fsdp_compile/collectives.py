@@ -1,10 +1,11 @@
 """The collectives, by name: nothing else in the package names one.
 
 Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, so a step that
-runs eagerly and one that is compiled put the same calls on the wire.
+runs eagerly and one that is compiled put the same calls on the wire. Only construction, never compiled, broadcasts.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives  # noqa: F401  (registers the operators and their fake bodies)
 
@@ -55,3 +56,8 @@ def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
 def all_reduce(full: Tensor, group: str) -> Tensor:
     """Average `full`, any shape, over the group; return a new tensor of that shape."""
     return WAIT(ALL_REDUCE(full, "avg", group))
+
+
+def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite `message`, contiguous, of any shape and dtype, with what the group's first rank has in it."""
+    dist.broadcast(message, group=group, group_src=0)

@@ -1,6 +1,6 @@
 """What `fully_shard` is going to do, worked out and checked before anything is changed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,29 +67,36 @@ def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: Is
     """
     _check_hooks(model)
     paths = {module: path for path, module in model.named_modules()}
-    stops = lambda module: module in chosen or is_unit(module) or module in settings.ignored.modules  # noqa: E731
     strategies = [_strategy_of(paths[module], differs, settings.strategy) for module, differs in chosen.items()]
     carried = carried_devices(settings.groups.shard)
-    params: set[nn.Parameter] = set(settings.ignored.params)
-    modules: set[nn.Module] = set()
     planned = []
-    for module, strategy in zip(chosen, strategies, strict=True):
+    for (module, params, modules), strategy in zip(_divide(chosen, settings.ignored, is_unit), strategies, strict=True):
         path = paths[module]
-        own_params = [(n, p) for n, p in module.named_parameters() if p not in params and unit_of(p) is None]
-        own_modules = [] if module in settings.ignored.modules else _breadth_first(module, stops)
-        own_modules = [found for found in own_modules if found not in modules]
-        params.update(param for _, param in own_params)
-        modules.update(own_modules)
         _check_container(module, path)
-        _check_params(own_params, path)
-        device = compute_device(((_join(path, n), p.device) for n, p in own_params), settings.device, carried)
-        named = [(paths[found], found) for found in own_modules]
+        _check_params(params, path)
+        device = compute_device(((_join(path, n), p.device) for n, p in params), settings.device, carried)
+        named = [(paths[found], found) for found in modules]
         check_materialisable(named, settings.init, settings.ignored.params)
-        planned.append(PlannedUnit(module, path, own_params, named, place(strategy, settings.groups), device))
+        planned.append(PlannedUnit(module, path, params, named, place(strategy, settings.groups), device))
     _warn_one_rank(strategies, settings.groups)
     if settings.sync:
         _check_sendable(model, planned, carried)
     return planned
+
+
+def _divide(
+    chosen: Chosen, ignored: Ignored, is_unit: IsUnit
+) -> Iterator[tuple[nn.Module, NamedParams, list[nn.Module]]]:
+    """Each chosen module with the parameters and the modules that no unit before it has taken."""
+    params: set[nn.Parameter] = set(ignored.params)
+    modules: set[nn.Module] = set(ignored.modules)
+    for module in chosen:
+        own_params = [(n, p) for n, p in module.named_parameters() if p not in params and unit_of(p) is None]
+        reachable = _breadth_first(module, lambda m: m in chosen or is_unit(m) or m in ignored.modules)
+        own_modules = [found for found in reachable if found not in modules]
+        params.update(param for _, param in own_params)
+        modules.update(own_modules)
+        yield module, own_params, own_modules
 
 
 def _strategy_of(path: str, differs: dict[str, Any], strategy: ShardingStrategy) -> ShardingStrategy:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_compile import collectives
 from fsdp_compile.eager.groups import Groups
 
 BUCKET_BYTES = 250 * 2**20
@@ -70,6 +71,6 @@ def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]
 def _send(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
     message = parts[0] if len(parts) == 1 else torch.cat(parts)
-    dist.broadcast(message, group=group, group_src=0)
+    collectives.broadcast(message, group)
     for tensor, part in zip(bucket, message.split([part.numel() for part in parts]), strict=True):
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))

@@ -11,30 +11,13 @@ import torch
 import torch.distributed as dist
 from conftest import RANK, WORLD_SIZE
 from models import GPT, MODULES, mlp, tied_blocks, tied_ends
+from refusing import refused, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import FSDPModule, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from fsdp_compile.lookup import original_class
 from fsdp_compile.unit import unit_of
-
-
-def units(model: nn.Module) -> list[Any]:
-    return list(dict.fromkeys(at[0] for p in model.parameters() if (at := unit_of(p))))
-
-
-def state(model: nn.Module) -> list[Any]:
-    return [(type(m), list(m.__dict__)) for m in model.modules()] + [
-        (id(p), tuple(p.shape)) for p in model.parameters()
-    ]
-
-
-def refused(model: Any, error: type[Exception], message: str, **arguments: Any) -> None:
-    """The call raises `error` with `message`, and the model is as it was."""
-    before = state(model) if isinstance(model, nn.Module) else None
-    with pytest.raises(error, match=message):
-        fully_shard(model, **arguments)
-    assert before is None or state(model) == before
 
 
 def test_mesh_and_group_together_are_refused() -> None:
