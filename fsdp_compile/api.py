@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fsdp_compile.eager import Root
+from fsdp_compile.eager.accumulate import refuse_unsynced_steps
 from fsdp_compile.eager.inputs import full_precision_in_eval
 from fsdp_compile.lookup import add_lookups, add_mixin
 from fsdp_compile.module import FSDPModule
@@ -73,6 +74,7 @@ def fully_shard(
         _make_unit(module, unit, mixed_precision)
     _connect(model)
     install()
+    refuse_unsynced_steps()
     return model
 
 

@@ -42,9 +42,9 @@ def start_reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "a
     return REDUCE_SCATTER(full, op, group_size, group)
 
 
-def reduce_scatter(full: Tensor, group_size: int, group: str) -> Tensor:
-    """Average `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
-    return WAIT(start_reduce_scatter(full, group_size, group))
+def reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -> Tensor:
+    """Reduce `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
+    return WAIT(start_reduce_scatter(full, group_size, group, op))
 
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
@@ -52,6 +52,6 @@ def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
     ALL_REDUCE_IN_PLACE(full, op, group)
 
 
-def all_reduce(full: Tensor, group: str) -> Tensor:
-    """Average `full`, any shape, over the group; return a new tensor of that shape."""
-    return WAIT(ALL_REDUCE(full, "avg", group))
+def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
+    """Reduce `full`, any shape, over the group; return a new tensor of that shape."""
+    return WAIT(ALL_REDUCE(full, op, group))
