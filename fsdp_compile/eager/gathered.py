@@ -238,6 +238,7 @@ class _FullViews(torch.autograd.Function):
     def forward(ctx: Any, gathered: Gathered, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
+        ctx.full_precision = gathered.full_precision
         views, frozen = [], []
         for buffer in gathered.buffers:
             if buffer.flat in flats:
@@ -253,7 +254,7 @@ class _FullViews(torch.autograd.Function):
         gathered = ctx.gathered()
         if gathered is not None:
             gathered.gradients_ready()
-        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads))
+        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.full_precision))
 
 
 def open_for_recomputation(unit: Unit) -> None:
