@@ -18,6 +18,7 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_INTO = _c10d.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
+BROADCAST = _c10d.broadcast_.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
@@ -27,9 +28,19 @@ STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
-    ALL_GATHER_INTO(shard, group_size, group, out=full)
+def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, rank: int | None = None) -> None:
+    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
+
+    Gloo's all-gather copies its input and its output. Where this rank's place `rank` is known, CPU tensors are filled
+    by one broadcast for each rank's slice instead, which works in place.
+    """
+    if rank is None or full.device.type != "cpu":
+        ALL_GATHER_INTO(shard, group_size, group, out=full)
+        return
+    slices = full.view(group_size, -1)
+    slices[rank].copy_(shard)
+    for source in range(group_size):
+        BROADCAST(slices[source], source, group)
 
 
 def wait(tensor: Tensor) -> None:
