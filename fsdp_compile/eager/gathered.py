@@ -57,7 +57,8 @@ class FullBuffer:
             self.storage.resize_(self.nbytes)
         shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
         if self.unit.is_sharded:
-            collectives.start_all_gather(self.full, shard, self.unit.group_size, self.unit.group_name)
+            unit = self.unit
+            collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
         else:
             self.full.copy_(shard)
         self.filling = self.unit.is_sharded
@@ -252,6 +253,7 @@ class _FullViews(torch.autograd.Function):
     def forward(ctx: Any, gathered: Gathered, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
+        ctx.full_precision = gathered.full_precision
         views, frozen = [], []
         for buffer in gathered.buffers:
             if buffer.flat in flats:
@@ -267,7 +269,7 @@ class _FullViews(torch.autograd.Function):
         gathered = ctx.gathered()
         if gathered is not None:
             gathered.gradients_ready()
-        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads))
+        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.full_precision))
 
 
 def open_for_recomputation(unit: Unit) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.eager.accumulate import set_grad
 from fsdp_compile.eager.full import full_gradients, full_parameters
 from fsdp_compile.eager.state import check_idle
 from fsdp_compile.eager.unshard import discard_unsharded
 from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects, write_parts
+from fsdp_compile.engine import set_grad
 from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.layout import ShardRecord
 from fsdp_compile.lookup import own_units, units_used_below
@@ -91,7 +91,7 @@ def summon_full_params(
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
     options.check()
-    units = units_used_below(module) if recurse else list(module.__dict__.get("_fsdp_scope", ()))
+    units = units_used_below(module) if recurse else list(getattr(module, "_fsdp_scope", ()))
     check_idle(units, "summon_full_params", AssertionError)
     with summoned(units, options, "summon_full_params"):
         yield

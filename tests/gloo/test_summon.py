@@ -6,7 +6,7 @@ from models import MODELS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_compile import fully_shard, summon_full_params
+from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .test_communication import _spied
@@ -76,6 +76,9 @@ def _read_parts(rank: int) -> None:
     with _spied() as calls, summon_full_params(block.up, recurse=False), summon_full_params(nn.Linear(2, 3)):
         assert block.up.weight.dim() == 1
     assert not calls
+    wrapper = FullyShardedDataParallel(build(MLP), auto_wrap_policy={type(block)})
+    with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False):
+        assert wrapper.head.weight.dim() == 2 and wrapper.blocks[0].up.weight.dim() == 1
 
 
 def test_of_any_module(two: Ranks) -> None:
