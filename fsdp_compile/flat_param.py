@@ -53,6 +53,8 @@ class Arrival:
         backward: the backward pass in which the eager runtime has last reduced gradients.
         full_precision: whether that one computed in the parameters' own dtype, mixed precision left aside.
         kept_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
+        kept: reduces what eager backward passes have kept under no_sync, and returns this rank's slice; None: nothing
+            was kept.
         eager_only: the name of a setting in force that compiled graphs do not know of, or None.
     """
 
@@ -61,6 +63,7 @@ class Arrival:
         self.backward = -1
         self.full_precision = False
         self.kept_dtype: torch.dtype | None = None
+        self.kept: Callable[[], Tensor | None] | None = None
         self.eager_only: str | None = None
 
     def wait(self) -> None:
@@ -113,6 +116,8 @@ class _Join(torch.autograd.Function):
         arrival = tie.arrival
         arrival.check_eager(tie.names[0])
         arrival.wait()
+        kept = arrival.kept() if arrival.kept is not None else None  # compiled graphs reduce their own gradients alone
+        grad = grad if kept is None else grad + kept
         tie.check_attached()
         _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
         if arrival.kept_dtype is not None and not arrival.full_precision:
