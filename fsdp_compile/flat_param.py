@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.engine import call_after_backward, current_backward, set_grad
+from fsdp_compile.engine import (
+    call_after_backward,
+    carries_optimizers,
+    current_backward,
+    replace_data,
+    set_grad,
+    step_carried_optimizers,
+)
 from fsdp_compile.layout import FlatParamLayout, ShardRecord
 from fsdp_compile.ops import alias
 
@@ -120,6 +127,8 @@ class _Join(torch.autograd.Function):
         grad = grad if kept is None else grad + kept
         tie.check_attached()
         _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
+        if any(map(carries_optimizers, tie.params)):
+            call_after_backward(partial(step_carried_optimizers, tie.params))
         if arrival.kept_dtype is not None and not arrival.full_precision:
             call_after_backward(partial(_set_grad_dtype, tie.params, arrival.kept_dtype))
         pairs = zip(tie.views.of(grad), tie.params, strict=True)
@@ -215,7 +224,7 @@ class FlatParam:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
         self.shard = shard
         for index, (param, part) in enumerate(zip(self.params, self.parts(shard), strict=True)):
-            param.data = shard[:0].view(self._absent_shape(index)) if part is None else part
+            replace_data(param, shard[:0].view(self._absent_shape(index)) if part is None else part)
         self._tie = _Tie(self._views, self.arrival, self.layout.names, shard)
         self._tie.params = tuple(self.params)
         with torch.enable_grad():
