@@ -18,8 +18,9 @@ def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
 
     float16 ends at 65504 and loses digits below 6e-5: a sum of scaled gradients overflows where their mean would not,
     and dividing by all ranks at first loses the small ones. A collective's own mean may do either, as its backend
-    likes. So half of the division (in the exponent) comes before and half after. bfloat16 and wider have the range of
-    float32, where neither happens, and keep the collective's mean: one kernel less.
+    likes. So half of the division (in the exponent) comes before and half after: means up to 65504 / `after` are safe.
+    bfloat16 and wider have the range of float32, where neither happens, and keep the collective's mean: one kernel
+    less.
     """
     if dtype != torch.float16:
         return Averaging("avg", 1.0, 1.0)

@@ -1,6 +1,6 @@
 """Private torch functions about the autograd engine and the gradients that it keeps. Checked on torch 2.11 and 2.13."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,3 +26,28 @@ def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
     param.grad = placeholder
     placeholder.data = grad
     return placeholder
+
+
+def carries_optimizers(param: nn.Parameter) -> bool:
+    """Whether `torch.distributed.optim._apply_optimizer_in_backward` was called for `param`."""
+    return hasattr(param, "_in_backward_optimizers")
+
+
+def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
+    """Step the optimizers that parameters with a gradient carry, then clear it: also what their hooks would do."""
+    for param in params:
+        if param.grad is not None and carries_optimizers(param):
+            for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+            param.grad = None
+
+
+def replace_data(param: nn.Parameter, data: Tensor) -> None:
+    """Let `param` be `data`, of another shape, and forget what autograd knows of the old shape.
+
+    The node that accumulates into `param` may be alive, in a graph or in a hook, and insists on its first shape. A
+    change of dtype is what makes torch drop it.
+    """
+    if param.shape != data.shape:
+        param.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
+    param.data = data

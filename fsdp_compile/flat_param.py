@@ -7,14 +7,21 @@ nn.Parameter a   nn.Parameter b ...     what the optimizer holds: 1-D views into
          handle                         the whole shard; the one input that a traced graph has for it
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.engine import call_after_backward, current_backward, set_grad
+from fsdp_compile.engine import (
+    call_after_backward,
+    carries_optimizers,
+    current_backward,
+    replace_data,
+    set_grad,
+    step_carried_optimizers,
+)
 from fsdp_compile.layout import FlatParamLayout, ShardRecord
 from fsdp_compile.ops import alias
 
@@ -53,6 +60,8 @@ class Arrival:
         backward: the backward pass in which the eager runtime has last reduced gradients.
         full_precision: whether that one computed in the parameters' own dtype, mixed precision left aside.
         kept_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
+        kept: reduces what eager backward passes have kept under no_sync, and returns this rank's slice; None: nothing
+            was kept.
         eager_only: the name of a setting in force that compiled graphs do not know of, or None.
     """
 
@@ -61,6 +70,7 @@ class Arrival:
         self.backward = -1
         self.full_precision = False
         self.kept_dtype: torch.dtype | None = None
+        self.kept: Callable[[], Tensor | None] | None = None
         self.eager_only: str | None = None
 
     def wait(self) -> None:
@@ -113,8 +123,12 @@ class _Join(torch.autograd.Function):
         arrival = tie.arrival
         arrival.check_eager(tie.names[0])
         arrival.wait()
+        kept = arrival.kept() if arrival.kept is not None else None  # compiled graphs reduce their own gradients alone
+        grad = grad if kept is None else grad + kept
         tie.check_attached()
         _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
+        if any(map(carries_optimizers, tie.params)):
+            call_after_backward(partial(step_carried_optimizers, tie.params))
         if arrival.kept_dtype is not None and not arrival.full_precision:
             call_after_backward(partial(_set_grad_dtype, tie.params, arrival.kept_dtype))
         pairs = zip(tie.views.of(grad), tie.params, strict=True)
@@ -215,7 +229,8 @@ class FlatParam:
     def adopt(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
         self.shard = shard
-        self._point_at_shard()
+        for param, part in self._parts_of_params():
+            replace_data(param, part)
         self._tie = _Tie(self._views, self.arrival, self.layout.names, shard)
         self._tie.params = tuple(self.params)
         with torch.enable_grad():
@@ -225,9 +240,11 @@ class FlatParam:
         self.joined_without = [param for param in self.params if not param.requires_grad]
         self.note_frozen()
 
-    def _point_at_shard(self) -> None:
+    def _parts_of_params(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of the shard, without elements where it is absent."""
         for index, (param, part) in enumerate(zip(self.params, self.parts(self.shard), strict=True)):
-            param.data = self.shard[self.shard.numel() :].view(self._absent_shape(index)) if part is None else part
+            absent = self.shard[self.shard.numel() :].view(self._absent_shape(index)) if part is None else part
+            yield param, absent
 
     def note_frozen(self) -> None:
         """See which parameters train now."""
@@ -256,7 +273,8 @@ class FlatParam:
         """Let the parameters lie in the shard again; graphs that were recorded before `lend` stay good."""
         same = all(param is tied for param, tied in zip(self.params, self._tie.params, strict=True))
         if same and all(param.device == self.shard.device for param in self.params):
-            self._point_at_shard()
+            for param, part in self._parts_of_params():
+                param.data = part
             self.handle = self._joined
         else:  # other objects, or autograd's accumulators of these are gone: it drops them with the device
             self.adopt(self.shard)

@@ -102,15 +102,16 @@ def keep_unsynced(flat: FlatParam, packed: Tensor) -> None:
     flat.unsynced.show(flat)
 
 
-def add_unsynced(flat: FlatParam, packed: Tensor) -> Tensor:
-    """Add what was kept to `packed`, in place, before it is reduced; `.grad` is the reduced gradient again."""
-    if flat.unsynced is not None:
-        flat.unsynced.collect(flat)
-        flat.unsynced.restore(flat)
-        packed.add_(flat.unsynced.total)
-        flat.unsynced = None
-        _waiting.discard(flat)
-    return packed
+def take_unsynced(flat: FlatParam) -> Tensor | None:
+    """What was kept, 1-D `[layout.numel]`, to be reduced now; `.grad` is the reduced gradient again."""
+    unsynced: Unsynced | None = flat.unsynced
+    if unsynced is None:
+        return None
+    unsynced.collect(flat)
+    unsynced.restore(flat)
+    flat.unsynced = flat.arrival.kept = None
+    _waiting.discard(flat)
+    return unsynced.total
 
 
 @functools.cache

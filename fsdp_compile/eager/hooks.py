@@ -10,14 +10,20 @@ the tensors they get another dtype, which is why results are looked at afresh af
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 
 from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
 from fsdp_compile.unit import Unit
 
-_COMPRESSING = (fp16_compress_hook, bf16_compress_hook)
+_COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 
 
 def compresses(hook: Callable[..., Any]) -> bool:
@@ -32,13 +38,30 @@ def reduce_by_hook(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], Non
     """
     assert unit.comm_hook is not None
     state, hook = unit.comm_hook
-    if unit.is_sharded:
-        reduced = packed.new_empty(packed.numel() // unit.group_size)
+    if packed.device.type == "cpu" and compresses(hook):
+        reduced = _compress_on_cpu(unit, state, packed.to(_COMPRESSING[hook]))
+    elif unit.is_sharded:
+        reduced = _slice_of(unit, packed)
         hook(state, packed, reduced)
     else:
         reduced = packed
         hook(state, packed)
     return reduced, lambda: _average_copies(unit, reduced)
+
+
+def _slice_of(unit: Unit, packed: Tensor) -> Tensor:
+    return packed.new_empty(packed.numel() // unit.group_size)
+
+
+def _compress_on_cpu(unit: Unit, state: Any, low: Tensor) -> Tensor:
+    """What torch's compressing hooks do; on CPU tensors these fail, as they record a stream (torch 2.11 to 2.13)."""
+    if unit.is_sharded:
+        reduced = _slice_of(unit, low)
+        reduce_scatter_hook(state, low, reduced)
+    else:
+        reduced = low
+        allreduce_hook(state, reduced)
+    return reduced.to(state.parameter_type)
 
 
 def _average_copies(unit: Unit, reduced: Tensor) -> None:

@@ -4,6 +4,7 @@ A reduce starts as soon as a unit's gradients are there, and is waited for where
 which the engine runs after everything else. A reduce-scatter's input lives until then, so only a few may be in flight.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
-from fsdp_compile.eager.accumulate import add_unsynced, keep_unsynced
+from fsdp_compile.eager.accumulate import keep_unsynced, take_unsynced
 from fsdp_compile.eager.hooks import compresses, reduce_by_hook
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.flat_param import Arrival, FlatParam
@@ -50,10 +51,12 @@ def reduce_gradients(
         start += len(flat.params)
         packed = pack(flat, part, _sent_dtype(unit, flat, full_precision), unit.device)
         if unit.syncs:
+            kept = take_unsynced(flat)
             flat.arrival.full_precision = full_precision
-            shard_grads.append(_start(unit, flat, add_unsynced(flat, packed)))
+            shard_grads.append(_start(unit, flat, packed if kept is None else packed.add_(kept)))
         else:
             keep_unsynced(flat, packed)
+            flat.arrival.kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
             shard_grads.append(None)
     return shard_grads
 
@@ -110,6 +113,18 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
     while len(_in_flight) > IN_FLIGHT:
         _in_flight.popleft().wait()
     return result
+
+
+def _reduce_kept(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam]") -> Tensor | None:
+    """Average what was kept under no_sync by itself: a compiled graph knows only of its own gradients."""
+    unit, flat = unit_ref(), flat_ref()
+    kept = take_unsynced(flat) if flat is not None else None
+    if unit is None or flat is None or kept is None:
+        return None
+    with torch.no_grad():
+        reduced, finish = _reduce(unit, kept)
+        finish()
+    return reduced.to(flat.shard)
 
 
 def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:

@@ -1,0 +1,361 @@
+"""Gradients over several backward passes: `no_sync`, clearing in between, and what must not be stepped with."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, Case, squared_error, vectors
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .test_communication import _spied
+from .training import (
+    OPTIMIZERS,
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    executor,
+    follow,
+    mine,
+    shard,
+    twins,
+    units,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+def _pattern(rank: int, pattern: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (reference, model)]
+    for first in (0, 10):  # two rounds: nothing of the first is left in the second
+        for seed, letter in enumerate(pattern, first):
+            with model.no_sync() if letter == "n" else nullcontext(), _spied() as calls:
+                backward(reference, MLP, whole(MLP, seed))
+                backward(model, MLP, mine(MLP, seed))
+            reduced = any(call.kind != "gather" for call in calls)
+            assert reduced == (letter == "s"), (pattern, seed, calls)
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("pattern", ["ns", "nnns", "sns", "snnsns", "ss"])
+@all_strategies
+def test_patterns(two: Ranks, pattern: str, strategy: str) -> None:
+    """Backward passes with (s) and without (n) reduce, in any order, add up to the unsharded gradient.
+
+    Nothing is sent without. E-ACC-1..4, E-GEN-2.
+    """
+    two.run(_pattern, pattern, strategy)
+
+
+def _count_ones(rank: int) -> None:
+    model = fully_shard(nn.Linear(32, 2, bias=False))
+    shape = model.weight.shape
+
+    def once() -> None:
+        model(torch.ones(1, 32)).sum().backward()
+
+    once()
+    with model.no_sync():
+        once()
+        assert model.weight.shape == shape and model.weight.grad.shape == (2, 32)
+        torch.testing.assert_close(model.weight.grad, torch.ones(2, 32))
+    once()
+    assert model.weight.grad.shape == shape
+    torch.testing.assert_close(model.weight.grad, torch.full(shape, 3.0))
+
+
+def test_local_gradients_are_shown(two: Ranks) -> None:
+    """Without a reduce `.grad` is this rank's gradient in full shape and hides the reduced one, which comes back.
+
+    E-GRAD-6, E-ACC-3.
+    """
+    two.run(_count_ones)
+
+
+def _manage(rank: int) -> None:
+    reference, model = twins(MLP)
+    (first, *_), flags = units(model), lambda: {unit.syncs for unit in units(model)}
+    with pytest.raises(KeyError), model.no_sync():
+        assert flags() == {False}
+        raise KeyError
+    assert flags() == {True}
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        assert flags() == {False}
+    assert flags() == {True}
+
+    @model.no_sync()
+    def local(seed: int) -> None:
+        backward(model, MLP, mine(MLP, seed))
+
+    for seed in (1, 2):
+        local(seed)
+        assert first.flats[0].unsynced is not None and flags() == {True}
+    backward(model, MLP, mine(MLP, 3))
+    for seed in (1, 2, 3):
+        backward(reference, MLP, whole(MLP, seed))
+    assert_same_gradients(model, reference)
+    with pytest.raises(RuntimeError, match=r"no_sync: expected the root module, found \w+ inside another"):
+        model.blocks[0].no_sync().__enter__()
+    model.head.register_forward_hook(lambda module, args, out: model.no_sync().__enter__())
+    with pytest.raises(ValueError, match="no_sync: expected an idle module"):
+        MLP.loss(model, mine(MLP, 1))
+
+
+def test_context_manager_and_decorator(two: Ranks) -> None:
+    """no_sync nests, survives exceptions, decorates; only the root has it, between steps.
+
+    E-ACC-1, E-ACC-6, E-ERR-43, E-ERR-9.
+    """
+    two.run(_manage)
+
+
+def _set_sync(rank: int) -> None:
+    reference, model = twins(MLP)
+    model.blocks[0].set_requires_gradient_sync(False)
+    backward(model, MLP, mine(MLP, 1))
+    assert [unit.flats[0].unsynced is None for unit in units(model)].count(False) == 1
+    model.blocks[0].set_requires_gradient_sync(True)
+    backward(model, MLP, mine(MLP, 2))
+    for seed in (1, 2):
+        backward(reference, MLP, whole(MLP, seed))
+    assert_same_gradients(model, reference)
+
+
+def test_a_part_of_the_model(two: Ranks) -> None:
+    """set_requires_gradient_sync holds for the module it is called on and those below (E-ACC-2)."""
+    two.run(_set_sync)
+
+
+def _clear(rank: int, set_to_none: bool, synced_before: bool) -> None:
+    reference, model = twins(MLP)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    if synced_before:
+        backward(model, MLP, mine(MLP, 7))
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 8))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(model, MLP, mine(MLP, 1))
+        assert all(param.grad is not None and param.grad.any() for param in model.parameters())
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+    backward(model, MLP, mine(MLP, 2))
+    backward(reference, MLP, whole(MLP, 1))
+    for param in reference.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+    backward(reference, MLP, whole(MLP, 2))
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("synced_before", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_and_scaling(two: Ranks, set_to_none: bool, synced_before: bool) -> None:
+    """zero_grad without a reduce drops local gradients and the reduced ones that they hide; scaling counts.
+
+    E-GRAD-6.
+    """
+    two.run(_clear, set_to_none, synced_before)
+
+
+def _step_too_early(rank: int, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+        with pytest.raises(RuntimeError, match=r"parameter stem.weight: expected a reduced gradient .* no_sync"):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"parameter stem.weight: expected a reduced gradient .* no_sync"):
+        optimizer.step()
+    assert_same_parameters(model, reference)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    OPTIMIZERS["momentum"](other.parameters()).step()
+    optimizer.zero_grad()
+    optimizer.step()
+    follow(model, reference, MLP)
+
+
+@all_strategies
+def test_steps_without_reduce_are_refused(two: Ranks, strategy: str) -> None:
+    """An optimizer refuses to step with gradients that no reduce has seen; other models' do not mind (E-GRAD-9)."""
+    two.run(_step_too_early, strategy)
+
+
+def _compile_step(rank: int) -> None:
+    reference, model = twins(MLP)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    backward(model, MLP, mine(MLP, 1))
+    torch.compile(optimizer.step, backend="eager")()
+    other = OPTIMIZERS["momentum"](reference.parameters())
+    backward(reference, MLP, whole(MLP, 1))
+    other.step()
+    assert_same_parameters(model, reference)
+
+
+def test_a_compiled_step_still_works(two: Ranks) -> None:
+    """The check before optimizer steps lets `torch.compile(optimizer.step)` through (E-GRAD-9)."""
+    two.run(_compile_step)
+
+
+def _dtypes(rank: int) -> None:
+    model = shard(MLP, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+        assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float32}
+
+
+def test_local_gradients_add_up_in_the_reduce_dtype(two: Ranks) -> None:
+    """Under bfloat16 compute and a float32 reduce, nothing accumulates in bfloat16 (E-MP-20)."""
+    two.run(_dtypes)
+
+
+def _compiled(rank: int, how: str, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    follow(run, reference, MLP)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        refused = pytest.raises(NotImplementedError, match=r"parameter .*: no_sync is not supported in compiled models")
+        with model.no_sync(), refused:
+            backward(run, MLP, mine(MLP, 1))
+        model.zero_grad()
+        follow(run, reference, MLP)
+    model.zero_grad()
+    reference.zero_grad()
+    for seed in (1, 2):
+        with model.no_sync() if seed == 1 else nullcontext():
+            backward(model if seed == 1 else run, MLP, mine(MLP, seed))
+        backward(reference, MLP, whole(MLP, seed))
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
+def test_compiled_models_refuse(two: Ranks, how: str, strategy: str) -> None:
+    """A compiled model under no_sync says so in backward instead of reducing, without compiling anything again.
+
+    What eager steps under no_sync have summed up, a compiled step reduces with its own gradient (E-ACC-2).
+    """
+    two.run(_compiled, how, strategy)
+
+
+# --- several backwards, unused outputs, second order ------------------------------------------------------------------
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = MLP.build()
+        self.left, self.right = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x).tanh()
+        return self.left(x), self.right(x)
+
+
+def _two_heads(rank: int, strategy: str, together: bool) -> None:
+    torch.manual_seed(0)
+    reference = _TwoHeads()
+    torch.manual_seed(0)
+    model = fully_shard(_TwoHeads(), sharding_strategy=ShardingStrategy[strategy])
+    batch = vectors(1, 3 * dist.get_world_size())[0]
+    for net, x in ((reference, batch), (model, batch.chunk(dist.get_world_size())[rank])):
+        left, right = (out.square().mean() for out in net(x))
+        if together:
+            (left + right).backward()
+        else:
+            left.backward(retain_graph=True)
+            right.backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@all_strategies
+def test_two_heads(two: Ranks, strategy: str, together: bool) -> None:
+    """Two losses of one forward, with one backward or with one each: the trunk gets both gradients (E-FIN-7)."""
+    two.run(_two_heads, strategy, together)
+
+
+def _unused_output(rank: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    reference = _TwoHeads()
+    torch.manual_seed(0)
+    model = fully_shard(
+        _TwoHeads(), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=lambda module, **_: True
+    )
+    batch = vectors(1, 3 * dist.get_world_size())[0]
+    for step in range(2):
+        for net, x in ((reference, batch), (model, batch.chunk(dist.get_world_size())[rank])):
+            left, right = net(x)
+            (left.square().mean() + 0 * right.detach().sum()).backward()
+            net.zero_grad() if step == 0 else None
+    assert all(param.grad is None for param in model.right.parameters())
+    assert_same_gradients(model, reference)
+    assert all(unit.views is None for unit in units(model)), "a unit is still open"
+
+
+@all_strategies
+def test_unused_output(two: Ranks, strategy: str) -> None:
+    """A unit whose output feeds no loss ends closed and without gradients (E-FIN-4, E-NONE-3)."""
+    two.run(_unused_output, strategy)
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for block in (*self.net.blocks, *self.net.blocks):
+            x = block(x)
+        return self.net.head(x)
+
+
+def _run_twice(rank: int, strategy: str, syncs: bool) -> None:
+    case = Case(_Twice, vectors, squared_error)
+    reference, model = twins(case, strategy)
+    if not syncs:
+        with model.no_sync():
+            backward(model, case, mine(case, 5))
+        backward(reference, case, whole(case, 5))
+    backward(model, case, mine(case, 6))
+    backward(reference, case, whole(case, 6))
+    assert_same_gradients(model, reference)
+    model.zero_grad()
+    follow(model, reference, case)
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@all_strategies
+def test_units_called_twice(two: Ranks, strategy: str, syncs: bool) -> None:
+    """A unit that runs twice in one forward gets the sum of both gradients once (E-BWD-7)."""
+    two.run(_run_twice, strategy, syncs)
+
+
+def _differentiate_twice(rank: int) -> None:
+    reference, model = twins(MLP)
+    loss = MLP.loss(model, mine(MLP, 1))
+    with pytest.raises(RuntimeError, match=r"parameter \S+: expected a gradient without a graph.*create_graph"):
+        loss.backward(create_graph=True)
+    del loss
+    model.zero_grad()
+    follow(model, reference, MLP)
+
+
+def test_second_order_is_refused(two: Ranks) -> None:
+    """A backward pass that is to be differentiated raises at once; the model stays usable (E-ERR-11, E-LIM-3)."""
+    two.run(_differentiate_twice)

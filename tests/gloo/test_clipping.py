@@ -1,0 +1,215 @@
+"""`clip_grad_norm_` beside torch's function on an unsharded model."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .test_communication import _spied
+from .training import assert_same_gradients, backward, build, mine, shard, twins, units, whole
+
+MLP = MODELS["mlp"]
+ORDERS = [2.0, 1.0, 3.5, math.inf, "inf"]
+
+
+def _clip_both(model: Any, reference: nn.Module, max_norm: float, order: Any) -> None:
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, order)
+    found = model.clip_grad_norm_(max_norm, order)
+    assert found.shape == () and found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(model, reference)
+    torch.testing.assert_close(model.clip_grad_norm_(math.inf, order), expected.clamp(max=max_norm), rtol=1e-3, atol=0)
+
+
+def _clip(rank: int, name: str, strategy: str) -> None:
+    case = MODELS[name]
+    for order in ORDERS:
+        reference, model = twins(case, strategy)
+        backward(reference, case, whole(case, 1))
+        backward(model, case, mine(case, 1))
+        expected = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None], order)
+        _clip_both(model, reference, expected.item() / 3, order)
+        _clip_both(model, reference, expected.item() * 3, order)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("mlp", "FULL_SHARD"), ("mlp", "NO_SHARD"), ("tied", "FULL_SHARD"), ("frozen", "SHARD_GRAD_OP")],
+)
+def test_as_unsharded(two: Ranks, name: str, strategy: str) -> None:
+    """Norm and gradients of every order are those of the unsharded model; tied parameters count once.
+
+    E-CLIP-1..3.
+    """
+    two.run(_clip, name, strategy)
+
+
+def _check_figures(rank: int) -> None:
+    model: Any = fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), torch.tensor(math.sqrt(6)))
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+def test_figures(two: Ranks) -> None:
+    """Six gradients of one have the norm sqrt(6), and 0.1 when clipped to it (E-CLIP-4)."""
+    two.run(_check_figures)
+
+
+def _mix(rank: int) -> None:
+    reference, model = build(MLP), build(MLP)
+    model.head.requires_grad_(False)
+    fully_shard(model.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
+    fully_shard(model.blocks[1])
+    ignored = nn.Parameter(torch.tensor([3.0, 4.0]))  # registered after sharding: a parameter of no unit
+    fully_shard(model)
+    reference.head.requires_grad_(False)
+    for each in (reference, model):
+        each.register_parameter("ignored", nn.Parameter(ignored.detach().clone()))
+        each.ignored.grad = torch.tensor([30.0, 40.0])
+    backward(reference, MLP, whole(MLP, 1))
+    backward(model, MLP, mine(MLP, 1))
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 7.0)
+    with _spied() as calls:
+        found = model.clip_grad_norm_(7.0)
+    torch.testing.assert_close(found, expected)
+    assert [call.kind for call in calls] == ["all_reduce"] and calls[0].numel <= 4, calls
+    torch.testing.assert_close(model.ignored.grad, reference.ignored.grad)
+    del reference.ignored, model.ignored
+    assert_same_gradients(model, reference)
+
+
+def test_sharded_whole_and_foreign_parameters(two: Ranks) -> None:
+    """Sharded units are summed over ranks; NO_SHARD units and parameters of no unit count once; one small collective.
+
+    E-CLIP-2.
+    """
+    two.run(_mix)
+
+
+class _TwoDtypes(nn.Module):
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self.low, self.high = nn.Parameter(torch.ones(40, dtype=low)), nn.Parameter(torch.ones(3))
+
+    def forward(self, scale: float) -> Tensor:
+        return (self.low.float() * scale).sum() + self.high.sum()
+
+
+def _clip_dtypes(rank: int, low: torch.dtype) -> None:
+    scale = 1000.0  # squares leave float16's range
+    model: Any = fully_shard(_TwoDtypes(low))
+    model(scale).backward()
+    norm = model.clip_grad_norm_(1.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, torch.tensor(math.sqrt(40 * scale**2 + 3)), rtol=1e-6, atol=0)
+    assert all(param.grad is None or param.grad.dtype == param.dtype for param in model.parameters())
+    alone: Any = fully_shard(nn.Sequential(_TwoDtypes(low).to(low)))
+    alone(scale).backward()
+    assert alone.clip_grad_norm_(1.0).dtype == low
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_dtypes(two: Ranks, low: torch.dtype) -> None:
+    """The norm is computed in float32 and returned in the widest gradient dtype, on ranks without parts as well.
+
+    E-CLIP-3.
+    """
+    two.run(_clip_dtypes, low)
+
+
+def _clip_kept(rank: int) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model: Any = shard(MLP, mixed_precision=precision)
+    backward(model, MLP, mine(MLP, 1))
+    assert model.clip_grad_norm_(1.0).dtype == torch.bfloat16
+
+
+def test_kept_low_precision(two: Ranks) -> None:
+    """Gradients kept in bfloat16 give a norm in bfloat16 (E-CLIP-3)."""
+    two.run(_clip_kept)
+
+
+def _some_ranks(rank: int) -> None:
+    model: Any = fully_shard(nn.Linear(3, 1, bias=False))  # three elements: the last ranks hold none
+    model(torch.ones(1, 3)).sum().backward()
+    here = model.weight.grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(model.clip_grad_norm_(1.0), torch.tensor(math.sqrt(3)))
+    assert (here is None) == (rank > 0)
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="found none on any rank"):
+        assert model.clip_grad_norm_(1.0) == 0
+    if rank == 0:
+        model.weight.grad = torch.full_like(model.weight, torch.nan)
+    assert model.clip_grad_norm_(1.0).isnan() and model.clip_grad_norm_(1.0, math.inf).isnan()
+
+
+def test_ranks_without_gradients(four: Ranks) -> None:
+    """A rank without gradients takes part and hears of NaN; without any gradients the norm is 0, with a warning.
+
+    E-CLIP-3.
+    """
+    four.run(_some_ranks)
+
+
+@contextmanager
+def _hybrid(model: nn.Module) -> Iterator[nn.Module]:
+    """Pairs of ranks share a copy: ranks 0 and 1, ranks 2 and 3."""
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    fully_shard(model, process_group=shards[dist.get_rank() // 2])
+    for unit in units(model):
+        unit.replicas = copies[dist.get_rank() % 2]
+    yield model
+    for group in (*shards, *copies):
+        if dist.get_rank() in dist.get_process_group_ranks(group):
+            dist.destroy_process_group(group)
+
+
+def _clip_hybrid(rank: int) -> None:
+    reference = build(MLP)
+    with _hybrid(build(MLP)) as model:
+        backward(reference, MLP, whole(MLP, 1))
+        backward(model, MLP, mine(MLP, 1))
+        _clip_both(model, reference, 0.05, 2.0)
+
+
+def test_hybrid(four: Ranks) -> None:
+    """Copies are not summed (E-CLIP-2)."""
+    four.run(_clip_hybrid)
+
+
+def _misuse(rank: int) -> None:
+    model: Any = shard(MLP)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: expected the root module, found \w+ inside another"):
+        model.blocks[0].clip_grad_norm_(1.0)
+    model.head.register_forward_hook(lambda module, args, out: model.clip_grad_norm_(1.0) and None)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_: expected an idle module"):
+        MLP.loss(model, mine(MLP, 1))
+    model.head._forward_hooks.clear()
+    with pytest.raises(ValueError, match=r"norm_type: expected a number above 0 or 'inf', found 0"):
+        model.clip_grad_norm_(1.0, 0)
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+    with pytest.raises(RuntimeError, match=r"parameter stem.weight: expected a reduced gradient, .* no_sync"):
+        model.clip_grad_norm_(1.0)
+    backward(model, MLP, mine(MLP, 1))
+    model.clip_grad_norm_(1.0)
+
+
+def test_errors(two: Ranks) -> None:
+    """Only the root clips, between steps, reduced gradients (E-CLIP-1, E-ERR-69, E-ERR-9)."""
+    two.run(_misuse)
