@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -36,6 +36,10 @@ def fully_shard(
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     auto_wrap_policy: AutoWrapPolicy = "auto",
     mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
 ) -> ModuleT:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
@@ -54,6 +58,12 @@ def fully_shard(
             NO_SHARD copies parameters on every rank and averages gradients. A group of one rank means NO_SHARD.
         auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
             `model` is one unit; or a `ModuleWrapPolicy` or callable as `torch.distributed.fsdp` takes it.
+        cpu_offload: with `offload_params`, shards and their gradients are in host memory, and the optimizer runs there.
+        backward_prefetch: eager backward gathers the next unit before this one computes (BACKWARD_PRE), after it
+            (BACKWARD_POST), or not ahead (None). The outermost call decides for all units below, as for the next one.
+        forward_prefetch: eager forward gathers one unit ahead, in the order of the first iteration: for static graphs.
+        limit_all_gathers: the host waits before it gathers while two units that were freed may still be read by the
+            device. Must be equal in all calls under one root; ValueError at the first forward otherwise.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -69,9 +79,11 @@ def fully_shard(
     planned = _plan_units(model, modules)
     for module, params in planned:  # all checks are done: from here on nothing fails
         reshard = sharding_strategy is ShardingStrategy.FULL_SHARD
-        unit = Unit(params, group, shards, reshard, precision=mixed_precision) if params else None
+        offload = cpu_offload is not None and cpu_offload.offload_params
+        unit = Unit(params, group, shards, reshard, precision=mixed_precision, offload=offload) if params else None
         _make_unit(module, unit, mixed_precision)
-    _connect(model)
+        module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
+    _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
     return model
 
@@ -190,7 +202,7 @@ def _make_unit(module: nn.Module, unit: Unit | None, precision: MixedPrecision |
     add_mixin(module, FSDPModule)
 
 
-def _connect(model: nn.Module) -> None:
+def _connect(model: nn.Module, root: Root) -> None:
     """Let all modules find their parameters, and gather units that are used in several places around all of these."""
     users: dict[Unit, list[nn.Module]] = {}
     for module in model.modules():
@@ -201,7 +213,6 @@ def _connect(model: nn.Module) -> None:
             add_lookups(module, {name: at for name, at in managed.items() if name not in known})
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
-    root = Root()
     for scope in list(_scopes(model)):
         scope.__dict__["_fsdp_root"], scope.__dict__["_fsdp_is_root"] = root, scope is model
         for unit in scope._fsdp_scope:

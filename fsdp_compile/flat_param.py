@@ -7,6 +7,7 @@ nn.Parameter a   nn.Parameter b ...     what the optimizer holds: 1-D views into
          handle                         the whole shard; the one input that a traced graph has for it
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,17 +45,31 @@ class ShardViews:
 
 
 class Arrival:
-    """A gradient of the shard that is still on its way: `finish` waits for it. Between the reduce and the join."""
+    """A gradient of the shard that is still on its way. Between the reduce and the join.
+
+    With shards in host memory the engine runs joins in another thread than what starts reduces.
+    """
 
     def __init__(self) -> None:
         self.finish: Callable[[], None] | None = None
+        self.settle: Callable[[], None] | None = None
         self.backward = -1  # the backward pass that handed one out last
+        self._lock = threading.RLock()
 
     def wait(self) -> None:
-        """Make the gradient that was handed to autograd complete."""
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+        """Order the current stream after the gradient that was handed to autograd."""
+        with self._lock:
+            if self.finish is not None:
+                finish, self.finish = self.finish, None
+                finish()
+
+    def wait_on_host(self) -> None:
+        """As `wait`; a gradient in host memory may be read by the host as well (E-OFF-5)."""
+        with self._lock:
+            self.wait()
+            if self.settle is not None:
+                settle, self.settle = self.settle, None
+                settle()
 
 
 class _Join(torch.autograd.Function):
@@ -78,7 +93,7 @@ class _Join(torch.autograd.Function):
         tie: _Tie = ctx.tie
         if grad is None:  # nothing was reduced: no_sync
             return (None, None, *[None] * len(tie.params))
-        tie.arrival.wait()
+        tie.arrival.wait_on_host()
         tie.check_attached()
         for param in tie.params:
             if param.grad is not None and param.grad.dtype != param.dtype:
@@ -122,6 +137,7 @@ class FlatParam:
         shards: into how many parts the flat buffer is split.
         rank: which part is this rank's.
         device: where the shard is stored.
+        pin_memory: whether it is pinned there, for copies to another device.
 
     Attributes:
         shard: this rank's slice, 1-D `[layout.shard_numel]`.
@@ -129,16 +145,20 @@ class FlatParam:
         frozen: indices of the parameters that do not require grad, if others do.
         unsynced: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
         arrival: the shard's gradient that a reduce is still computing.
+        ties: how often the parameters were tied to the shard: again when their data was replaced.
     """
 
-    def __init__(self, params: NamedParams, shards: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, params: NamedParams, shards: int, rank: int, device: torch.device, pin_memory: bool = False
+    ) -> None:
         self.layout = FlatParamLayout.build([(n, tuple(p.shape)) for n, p in params], shards, shard_alignment=16)
         self.params = [param for _, param in params]
         self.rank = rank
         self.unsynced: Any = None  # eager.accumulate.Unsynced
         self.arrival = Arrival()
         self._views = ShardViews(self.layout, rank)
-        self.adopt(self._copy_to_shard(device))
+        self.ties = 0
+        self.adopt(self._copy_to_shard(device, pin_memory))
 
     @property
     def records(self) -> tuple[ShardRecord | None, ...]:
@@ -154,9 +174,10 @@ class FlatParam:
         """The parameters' parts of `flat`, a tensor laid out like the shard; None: not on this rank."""
         return self._views.of(flat)
 
-    def _copy_to_shard(self, device: torch.device) -> Tensor:
+    def _copy_to_shard(self, device: torch.device, pin_memory: bool) -> Tensor:
         """Copy what this rank stores of each parameter; the full flat parameter never exists."""
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.params[0].dtype, device=device)
+        dtype = self.params[0].dtype
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device, pin_memory=pin_memory)
         with torch.no_grad():
             for param, record in zip(self.params, self.records, strict=True):
                 if record:
@@ -166,7 +187,7 @@ class FlatParam:
 
     def adopt(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
-        self.shard = shard
+        self.shard, self.ties = shard, self.ties + 1
         for index, (param, part) in enumerate(zip(self.params, self.parts(shard), strict=True)):
             param.data = shard[:0].view(self._absent_shape(index)) if part is None else part
         self._tie = _Tie(self._views, self.arrival, self.layout.names, shard)
@@ -221,5 +242,5 @@ class FlatParam:
         twin = object.__new__(FlatParam)
         twin.__dict__.update(self.__dict__)
         twin.params, twin.arrival, twin.unsynced = params, Arrival(), None
-        twin.adopt(self.shard.clone())
+        twin.adopt(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return twin

@@ -12,7 +12,7 @@ Parameters of one dtype, device and `requires_grad` form a flat parameter: froze
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,16 @@ from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
 
 T = TypeVar("T")
+
+
+class Stamp(NamedTuple):
+    """When the values of a unit's parameters were last changed: equal stamps, equal values.
+
+    All ranks' stamps change together, also those of ranks that store nothing of what was changed.
+    """
+
+    params: list[int]  # version counters of the parameters
+    shards: list[int]  # for each flat parameter, that of its shard and how often it was tied to its parameters
 
 
 class Unit:
@@ -47,6 +57,7 @@ class Unit:
         is_root: whether no other unit encloses this one; the eager runtime keeps such a unit after forward.
         syncs: whether backward reduces gradients; `no_sync` sets it.
         comm_hook: what reduces gradients instead of the default, with its state, or None.
+        kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
     """
 
     def __init__(
@@ -69,7 +80,8 @@ class Unit:
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         stored = torch.device("cpu") if offload else self.device
-        self.flats = tuple(FlatParam(kind, shards, self.rank, stored) for kind in _by_kind(params))
+        pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
+        self.flats = tuple(FlatParam(kind, shards, self.rank, stored, pin) for kind in _by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.views: list[Tensor] | None = None
@@ -78,6 +90,7 @@ class Unit:
         self.is_root = True
         self.syncs = True
         self.comm_hook: tuple[Any, Any] | None = None
+        self.kept: Any = None  # eager.gathered.Kept
         self._traced = [self._constants(flat) for flat in self.flats]
         self._mark()
 
@@ -107,6 +120,11 @@ class Unit:
         return any(flat.trains for flat in self.flats)
 
     @property
+    def keeps_unsynced(self) -> bool:
+        """Whether a backward pass that ends now leaves the full parameters gathered (E-STRAT-5)."""
+        return self.is_sharded and not self.reshard_after_forward and not self.syncs
+
+    @property
     def records(self) -> list[ShardRecord | None]:
         """For each parameter the part that this rank stores."""
         return [record for flat in self.flats for record in flat.records]
@@ -118,6 +136,10 @@ class Unit:
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""
         return self.precision.reduce_dtype or self.compute_dtype(flat)
+
+    def reduces_in_place(self, flat: FlatParam) -> bool:
+        """Whether reduced gradients are what `flat` stores: its dtype, its device."""
+        return self.reduce_dtype(flat) == flat.shard.dtype and self.device == flat.shard.device
 
     def by_flat(self, values: Sequence[T]) -> Iterator[tuple[FlatParam, Sequence[T]]]:
         """Cut a sequence of one value per parameter into one sequence per flat parameter."""
@@ -133,6 +155,11 @@ class Unit:
             found: list[Tensor] = VIEWS(UNSHARD(flat.handle, *where), where[0])
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
+
+    def stamp(self) -> Stamp:
+        """To compare with a later one: whether the parameters have changed in between."""
+        shards = [count for flat in self.flats for count in (flat.shard._version, flat.ties)]
+        return Stamp([param._version for param in self.params], shards)
 
     def refresh(self) -> None:
         """Notice, before an eager forward, what was done to the parameters since.
@@ -152,7 +179,7 @@ class Unit:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]
-        twin.views, twin.awaiting_backward = None, weakref.WeakSet()
+        twin.views, twin.kept, twin.awaiting_backward = None, None, weakref.WeakSet()
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
         twin._mark()
         return twin

@@ -6,12 +6,14 @@ which the engine runs after everything else. A reduce-scatter's input lives unti
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fsdp_compile import collectives
 from fsdp_compile.eager.accumulate import add_unsynced, keep_unsynced
+from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.flat_param import Arrival, FlatParam
 from fsdp_compile.unit import Unit
@@ -22,7 +24,9 @@ IN_FLIGHT = 2
 _in_flight: deque[Arrival] = deque()
 
 
-def reduce_gradients(unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def reduce_gradients(
+    unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None], streams: Streams = NO_STREAMS
+) -> list[Tensor | None]:
     """Start to average the gradients of the full views over the ranks; one gradient of the shard per flat parameter.
 
     What is returned may be read after the flat parameter's `arrival.wait()`. None without gradient synchronisation:
@@ -35,7 +39,7 @@ def reduce_gradients(unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Ten
         start += len(flat.params)
         packed = pack(flat, part, unit.reduce_dtype(flat), unit.device)
         if unit.syncs:
-            shard_grads.append(_start(unit, flat, add_unsynced(flat, packed)))
+            shard_grads.append(_start(unit, flat, add_unsynced(flat, packed), streams))
         else:
             keep_unsynced(flat, packed)
             shard_grads.append(None)
@@ -53,20 +57,25 @@ def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, de
     return torch.cat(pieces, out=torch.empty(flat.layout.numel, dtype=dtype, device=device))
 
 
-def _start(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
-    """Start the reduce; return what will be the shard's gradient."""
+def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Tensor:
+    """Start the reduce, in the post-backward stream; return what will be the shard's gradient."""
     again = flat.arrival.backward == current_backward()  # a second forward of the unit: autograd adds the two at once
     flat.arrival.wait()
     flat.arrival.backward = current_backward()
-    reduced, finish = _reduce(unit, packed)
-    result = reduced
-    if reduced.dtype != flat.shard.dtype or reduced.device != flat.shard.device:
-        result = torch.empty_like(flat.shard)
-        arrive = finish
+    result = None if unit.reduces_in_place(flat) else _like(flat.shard)
+    if unit.comm_hook is not None or unit.offload:  # else the collective keeps it until the wait
+        streams.lend(packed)
+    with streams.reducing():
+        reduced, finish_reduce = _reduce(unit, packed)
 
-        def finish() -> None:
-            arrive()
-            result.copy_(reduced)
+    def finish() -> None:
+        with streams.finishing():
+            finish_reduce()
+            if result is not None:
+                result.copy_(reduced, non_blocking=unit.is_sharded)
+        event = streams.await_reduce(reduced)
+        if unit.offload and event is not None:
+            flat.arrival.settle = partial(streams.device.block, event)
 
     flat.arrival.finish = finish
     if again:
@@ -74,7 +83,11 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
     _in_flight.append(flat.arrival)
     while len(_in_flight) > IN_FLIGHT:
         _in_flight.popleft().wait()
-    return result
+    return reduced if result is None else result
+
+
+def _like(shard: Tensor) -> Tensor:
+    return torch.empty_like(shard, pin_memory=shard.is_pinned())
 
 
 def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
