@@ -73,8 +73,9 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Ten
             finish_reduce()
             if result is not None:
                 result.copy_(reduced, non_blocking=unit.is_sharded)
-        event = streams.await_reduce(reduced)
-        if unit.offload and event is not None:
+        streams.await_reduce(reduced)
+        event = streams.reduce_event() if unit.offload else None
+        if event is not None:
             flat.arrival.settle = partial(streams.device.block, event)
 
     flat.arrival.finish = finish

@@ -145,12 +145,15 @@ class Streams:
         for tensor in gradients:
             self.device.keep(tensor, self.post_backward)
 
-    def await_reduce(self, *reduced: Tensor) -> Any:
-        """Compute may read `reduced`, made in the post-backward stream, from here on; an event for the host or None."""
+    def await_reduce(self, *reduced: Tensor) -> None:
+        """Compute may read `reduced`, made in the post-backward stream, from here on."""
         compute = self.device.current_stream()
         self.device.order(self.post_backward, compute)
         for tensor in reduced:
             self.device.keep(tensor, compute)
+
+    def reduce_event(self) -> Any:
+        """An event behind what the post-backward stream has been given; None if nothing is ever queued."""
         return self.device.record(self.post_backward)
 
     def block_on_unshard(self) -> None:
