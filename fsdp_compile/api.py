@@ -1,42 +1,46 @@
-"""`fully_shard`: check the arguments, choose units, shard their parameters, swap classes."""
+"""`fully_shard`: resolve arguments, choose units, shard their parameters, swap classes."""
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from fsdp_compile.eager import Root
-from fsdp_compile.eager.inputs import full_precision_in_eval
+from fsdp_compile.eager.accumulate import refuse_unsynced_steps
+from fsdp_compile.eager.broadcast import broadcast_states
+from fsdp_compile.eager.devices import given_device, move_from_cpu
+from fsdp_compile.eager.groups import GroupArgument, resolve_groups
+from fsdp_compile.eager.ignored import Ignored, collect_ignored
+from fsdp_compile.eager.inputs import cast_buffers, full_precision_in_eval
+from fsdp_compile.eager.materialise import InitFn, materialise
 from fsdp_compile.lookup import add_lookups, add_mixin
 from fsdp_compile.module import FSDPModule
 from fsdp_compile.passes.inductor import install
+from fsdp_compile.plan import PlannedUnit, Settings, plan_units
 from fsdp_compile.unit import Unit, unit_of
 from fsdp_compile.wrap import AutoWrapPolicy, choose_units
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-NamedParams = list[tuple[str, nn.Parameter]]
-
-_STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
 def fully_shard(
     model: ModuleT,
     *,
     mesh: DeviceMesh | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    process_group: GroupArgument | None = None,
+    sharding_strategy: ShardingStrategy | None = ShardingStrategy.FULL_SHARD,
     auto_wrap_policy: AutoWrapPolicy = "auto",
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+    device_id: int | torch.device | None = None,
+    param_init_fn: InitFn | None = None,
+    sync_module_states: bool = False,
+    devices_per_node: int | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
@@ -47,159 +51,129 @@ def fully_shard(
     under NO_SHARD); during forward and backward, module code finds them in full shape. Gradients arrive on the sharded
     parameters as the mean over the group, in the same 1-D shape. An optimizer may be made before or after this call.
 
-    All ranks must call this with the same model and arguments and equal initial values.
+    All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
 
     Args:
-        model: module with at least one parameter; all of one floating dtype and on one device per unit. Submodules that
-            are sharded already keep their units.
-        mesh: 1-D device mesh to shard over. At most one of `mesh` and `process_group`; neither: the whole world.
-        process_group: group to shard over.
-        sharding_strategy: FULL_SHARD frees full parameters between forward and backward, SHARD_GRAD_OP keeps them,
-            NO_SHARD copies parameters on every rank and averages gradients. A group of one rank means NO_SHARD.
+        model: module with at least one parameter; all of floating dtypes and on one device per unit, but for those on
+            the meta device. Submodules that are sharded already keep their units.
+        mesh: device mesh, 1-D, to shard over; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
+            `process_group`; neither: the whole world.
+        process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).
+        sharding_strategy: FULL_SHARD (also if None) frees full parameters between forward and backward, SHARD_GRAD_OP
+            keeps them, NO_SHARD copies parameters on every rank and averages gradients. HYBRID_SHARD and
+            _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes. A shard group of one rank means
+            NO_SHARD.
         auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
-            `model` is one unit; or a `ModuleWrapPolicy` or callable as `torch.distributed.fsdp` takes it.
-        cpu_offload: with `offload_params`, shards and their gradients are in host memory, and the optimizer runs there.
-        backward_prefetch: eager backward gathers the next unit before this one computes (BACKWARD_PRE), after it
-            (BACKWARD_POST), or not ahead (None). The outermost call decides for all units below, as for the next one.
-        forward_prefetch: eager forward gathers one unit ahead, in the order of the first iteration: for static graphs.
-        limit_all_gathers: the host waits before it gathers while two units that were freed may still be read by the
-            device. Must be equal in all calls under one root; ValueError at the first forward otherwise.
+            `model` is one unit; a set of module classes; or a `ModuleWrapPolicy`, `CustomPolicy` or callable as
+            `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
+        mixed_precision: dtypes of full parameters, of reduced gradients and of buffers, and which inputs are cast. The
+            shards and what the optimizer sees keep the parameters' own dtype.
+        cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
+        ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialised.
+        ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
+        device_id: device to compute on; what is on the CPU moves there, unit by unit. None: where the parameters are.
+        param_init_fn: called on every module that directly owns tensors on the meta device, or owns none, to give its
+            own ones memory and values. None: they are made empty and `module.reset_parameters()` is called.
+        sync_module_states: send parameters and buffers of the first rank to all others before sharding.
+        devices_per_node: for hybrid strategies without mesh and groups, the ranks of one node. None: LOCAL_WORLD_SIZE,
+            or the number of accelerators.
+        backward_prefetch: BACKWARD_PRE gathers the next unit while this one's backward computes, BACKWARD_POST after
+            it, None when it is needed.
+        forward_prefetch: whether eager forward gathers one unit ahead, in the order of the first iteration.
+        limit_all_gathers: whether the host waits before it gathers while two units that were freed may still be read
+            by the device. Equal in all calls under one root, else ValueError at the first forward; of the other two
+            settings the outermost call's are in force.
 
     Raises:
-        RuntimeError: no process group is initialised.
+        RuntimeError: no process group is initialised, or a unit's parameters are spread over devices.
         TypeError: an argument has the wrong type.
-        ValueError: an argument or a parameter cannot be sharded; the message says which and what to do. Nothing has
-            been changed then.
+        ValueError: an argument or a parameter cannot be sharded; the message says which and what to do.
+
+    Nothing has been changed when one of these is raised. What `param_init_fn` or `reset_parameters` raises, or a
+    ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
     """
-    group = _resolve_group(mesh, process_group)
-    shards = _resolve_strategy(sharding_strategy, group)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    modules = choose_units(model, auto_wrap_policy, lambda module: isinstance(module, FSDPModule))
-    planned = _plan_units(model, modules)
-    for module, params in planned:  # all checks are done: from here on nothing fails
-        reshard = sharding_strategy is ShardingStrategy.FULL_SHARD
-        offload = cpu_offload is not None and cpu_offload.offload_params
-        unit = Unit(params, group, shards, reshard, precision=mixed_precision, offload=offload) if params else None
-        _make_unit(module, unit, mixed_precision)
-        module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
+    _check_model(model)
+    strategy = _resolve_strategy(sharding_strategy)
+    settings = Settings(
+        strategy=strategy,
+        ignored=collect_ignored(model, ignored_modules, ignored_states, _is_unit),
+        device=given_device(device_id),
+        groups=resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node),
+        init=param_init_fn,
+        sync=sync_module_states,
+        precision=mixed_precision,
+        offload=cpu_offload is not None and cpu_offload.offload_params,
+    )
+    chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored)
+    for planned in plan_units(model, chosen, settings, _is_unit):
+        _make_unit(planned, settings)
+        planned.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
+    _mark_ignored(model, settings.ignored)
     _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
+    refuse_unsynced_steps()
     return model
 
 
-def _resolve_group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if mesh is not None and process_group is not None:
-        raise ValueError(
-            f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
-        )
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _check_model(model: Any) -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("fully_shard: expected to be called outside inference_mode, found it on; leave it first")
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "process_group: expected an initialised default group, found none; "
-            "call torch.distributed.init_process_group(...) before fully_shard"
-        )
-    if mesh is not None:
-        return _group_of_mesh(mesh)
-    if process_group is None:
-        return dist.group.WORLD  # type: ignore[return-value]  # set, as is_initialized() said
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {process_group!r}")
-    return process_group
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"model: expected a module with parameters, found none in {type(model).__name__}")
+    if _is_unit(model):
+        raise ValueError(f"model: {type(model).__name__} is sharded already; call fully_shard once per module")
 
 
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a torch.distributed.DeviceMesh, found {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh: expected one dimension to shard over, found {mesh.ndim} in {mesh}; pass mesh['name']")
-    return mesh.get_group()
-
-
-def _resolve_strategy(strategy: ShardingStrategy, group: dist.ProcessGroup) -> int:
-    """Into how many parts parameters are split."""
+def _resolve_strategy(strategy: ShardingStrategy | None) -> ShardingStrategy:
+    if strategy is None:
+        return ShardingStrategy.FULL_SHARD
     if not isinstance(strategy, ShardingStrategy):
         raise TypeError(
             f"sharding_strategy: expected a torch.distributed.fsdp.ShardingStrategy, found {type(strategy).__name__}"
         )
-    if strategy not in _STRATEGIES:
-        names = ", ".join(known.name for known in _STRATEGIES)
-        raise ValueError(f"sharding_strategy: expected one of {names}, found {strategy.name}, not supported yet")
-    if strategy is ShardingStrategy.NO_SHARD:
-        return 1
-    if group.size() == 1:
-        warnings.warn(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD", UserWarning, stacklevel=3)
-    return group.size()
+    return strategy
 
 
-def _plan_units(model: nn.Module, modules: list[nn.Module]) -> list[tuple[nn.Module, NamedParams]]:
-    """For each unit module the parameters that it takes; every check of the parameters is made here."""
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"model: expected a module with parameters, found none in {type(model).__name__}")
-    if isinstance(model, FSDPModule):
-        raise ValueError(f"model: {type(model).__name__} is sharded already; call fully_shard once per module")
-    _check_hooks(model)
-    taken: set[nn.Parameter] = set()
-    planned = []
-    for module in modules:
-        params = [(n, p) for n, p in module.named_parameters() if p not in taken and unit_of(p) is None]
-        taken.update(param for _, param in params)
-        _check_params(params, _path_of(module, model))
-        planned.append((module, params))
-    return planned
+def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
+    """Give one unit's tensors values, a device and equality, in this order; then shard it."""
+    params = [param for _, param in planned.params]
+    modules = [module for _, module in planned.modules]
+    materialise(planned.modules, planned.device, settings.init, settings.ignored.params)
+    move_from_cpu(params, modules, planned.device)
+    if settings.sync:
+        broadcast_states(params, planned.module, settings.groups)
+    unit = _new_unit(planned, settings) if planned.has_data else None
+    planned.module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
+    planned.module.__dict__["_fsdp_precision"] = settings.precision
+    planned.module.__dict__["_fsdp_full_precision_in_eval"] = full_precision_in_eval()
+    cast_buffers(modules, settings.precision)
+    add_mixin(planned.module, FSDPModule)
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that compute a weight before forward: they run before the gather and would see shards."""
-    for path, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
-                raise ValueError(
-                    f"module {path or type(model).__name__}: expected no hook that computes a weight before forward, "
-                    f"found {type(hook).__name__}; use torch.nn.utils.parametrizations or parametrize instead"
-                )
+def _new_unit(planned: PlannedUnit, settings: Settings) -> Unit:
+    group, shards, reshard_after_forward, replicas = planned.placement
+    return Unit(
+        planned.params,
+        group,
+        shards,
+        reshard_after_forward,
+        replicas=replicas,
+        precision=settings.precision,
+        offload=settings.offload,
+        device=planned.device,
+    )
 
 
-def _path_of(module: nn.Module, model: nn.Module) -> str:
-    return next(name for name, found in model.named_modules() if found is module)
-
-
-def _check_params(params: NamedParams, path: str) -> None:
-    for name, param in params:
-        full_name = f"{path}.{name}" if path else name
-        if isinstance(param, UninitializedParameter):
-            raise ValueError(
-                f"parameter {full_name}: expected a parameter with values, found a lazy one; run a forward"
-            )
-        if not param.is_floating_point():
-            raise ValueError(
-                f"parameter {full_name}: expected a floating dtype, found {param.dtype}; register it as a buffer"
-            )
-        if param.dim() == 0:
-            raise ValueError(
-                f"parameter {full_name}: expected at least one dimension, found a scalar; give it the shape [1]"
-            )
-        _check_equal("device", full_name, param.device, params[0], "move the module to one device before fully_shard")
-        if param.is_meta:
-            raise ValueError(
-                f"parameter {full_name}: expected a parameter with values, found one on the meta device; "
-                f"call module.to_empty(device=...) and initialise it before fully_shard"
-            )
-
-
-def _check_equal(what: str, name: str, found: Any, first: tuple[str, nn.Parameter], remedy: str) -> None:
-    expected = getattr(first[1], what)
-    if found != expected:
-        raise ValueError(f"parameter {name}: expected {what} {expected}, as {first[0]} of this unit has, "
-                         f"found {found}; {remedy}")  # fmt: skip
-
-
-def _make_unit(module: nn.Module, unit: Unit | None, precision: MixedPrecision | None) -> None:
-    module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
-    module.__dict__["_fsdp_precision"] = precision
-    module.__dict__["_fsdp_full_precision_in_eval"] = full_precision_in_eval()
-    add_mixin(module, FSDPModule)
+def _mark_ignored(model: nn.Module, ignored: Ignored) -> None:
+    """Let enclosing calls find what this one has ignored (E-INIT-9)."""
+    if ignored.modules or ignored.params:
+        model.__dict__["_fsdp_ignored"] = ignored
 
 
 def _connect(model: nn.Module, root: Root) -> None:

@@ -95,27 +95,32 @@ def recorded(model: Any, limit_gathers: bool = True) -> Iterator[Log]:
 
 
 def _patches(log: Log) -> Iterator[Any]:
-    pending: dict[int, str] = {}
-
     def note(owner: Any, name: str, line: Callable[..., str]) -> Any:
         original = getattr(owner, name)
 
         def noting(*args: Any) -> Any:
             log.add(line(*args))
-            out = original(*args)
-            if isinstance(out, Tensor):
-                pending[out.data_ptr()] = f"reduced {log.units[args[0].numel()]}"
-            return out
+            return original(*args)
 
         return mock.patch.object(owner, name, noting)
 
-    def said(tensor: Tensor) -> str:
-        return log.units.get(tensor.numel()) or pending.get(tensor.data_ptr(), "something")
+    start_reduce_scatter = collectives.start_reduce_scatter
 
-    yield note(collectives, "start_all_gather", lambda full, *_: f"gather {said(full)} in {log.stream}")
-    yield note(collectives, "start_reduce_scatter", lambda full, *_: f"reduce {said(full)} in {log.stream}")
-    yield note(collectives, "wait", lambda tensor: f"wait for {said(tensor)} in {log.stream}")
+    def reduce(full: Tensor, *args: Any) -> tuple[Tensor, Callable[[], None]]:
+        name = log.units[full.numel()]
+        log.add(f"reduce {name} in {log.stream}")
+        reduced, finish = start_reduce_scatter(full, *args)
+
+        def finishing() -> None:
+            log.add(f"wait for reduced {name} in {log.stream}")
+            finish()
+
+        return reduced, finishing
+
+    yield note(collectives, "start_all_gather", lambda full, *_: f"gather {log.units[full.numel()]} in {log.stream}")
+    yield note(FullBuffer, "finish", lambda buffer: f"wait for {log.units[buffer.flat.layout.numel]} in {log.stream}")
     yield note(FullBuffer, "free", lambda buffer: f"free {log.units[buffer.flat.layout.numel]}")
+    yield mock.patch.object(collectives, "start_reduce_scatter", reduce)
 
 
 def _compute_hooks(model: nn.Module, log: Log) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
     tests/spec_ids.txt          every id with its topic
     tests/spec_left_out.toml    ids without a test, by id or range: the reason
-    tests/**/test_*.py          a test proves the ids that its docstring or its comments name: E-PG-1, E-PG-11..13
+    tests/**/test_*.py          a test proves the ids that its docstring or its comments name: E-PG-1, 11..13
 
 With --check nothing is written; the exit status is 1 if the file is out of date or an id is unknown or contradicts.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1] / "tests"
-ID = re.compile(r"\bE-([A-Z]+)-(\d+)(?:\.\.(\d+))?")
+ID = re.compile(r"\bE-([A-Z]+)-((?:\d+(?:\.\.\d+)?)(?:, \d+(?:\.\.\d+)?(?=[,.;:)\s]|$))*)")
 LATER = ("SD", "OSD")  # sections of a later milestone, not counted
 
 
@@ -32,9 +32,9 @@ class Coverage(NamedTuple):
 
 
 def ids_in(text: str) -> list[str]:
-    """Ids that a text names, ranges written out."""
-    spans = ((topic, int(first), int(last or first)) for topic, first, last in ID.findall(text))
-    return [f"E-{topic}-{number}" for topic, first, last in spans for number in range(first, last + 1)]
+    """Ids that a text names, lists and ranges written out."""
+    spans = [(topic, span.split("..")) for topic, listed in ID.findall(text) for span in listed.split(", ")]
+    return [f"E-{topic}-{number}" for topic, span in spans for number in range(int(span[0]), int(span[-1]) + 1)]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ gathered.py        one forward's full views: freed after forward, gathered again
 full_buffer.py     the memory beneath them
 full_views.py      the differentiable step between shards and full views
 reduce.py          gradients packed, reduced, waited for late
+hooks.py           communication hooks: gradients reduced by the user's function
 accumulate.py      gradients that wait for a later reduce
+clip.py            the norm of all gradients, and scaling by it
 inputs.py          inputs and buffers under mixed precision
 torch_private.py   the private torch functions that this half needs, and the versions they were checked on
 """

@@ -42,7 +42,8 @@ class FullBuffer:
             self.storage.resize_(self.nbytes)
         shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
         if self.unit.is_sharded:
-            collectives.start_all_gather(self.full, shard, self.unit.group_size, self.unit.group_name)
+            unit = self.unit
+            collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
         else:
             self.full.copy_(shard)
         self.filling = True

@@ -22,7 +22,7 @@ class FullViews(torch.autograd.Function):
         """The views of all parameters of `flats`, full shapes; `handles` are those of `flats`."""
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
-        ctx.streams = gathered.streams
+        ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         views, frozen = [], []
         for buffer in gathered.buffers:
             if buffer.flat in flats:
@@ -39,4 +39,4 @@ class FullViews(torch.autograd.Function):
         gathered = ctx.gathered()
         if gathered is not None:
             gathered.gradients_ready()
-        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams))
+        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))

@@ -1,10 +1,11 @@
 """What a sharded module's inputs and buffers become under mixed precision."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
 from torch.utils._pytree import tree_map_only
 
 FULL_PRECISION_IN_EVAL = "FSDP_COMPILE_FULL_PREC_IN_EVAL"
@@ -34,19 +35,11 @@ def cast_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return tree_map_only(Tensor, cast, (args, kwargs))
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast the floating buffers of `module` and below to `dtype`, except below other sharded modules (E-MP-16)."""
-    if dtype is None:
+def cast_buffers(modules: Iterable[nn.Module], policy: MixedPrecision | None) -> None:
+    """Cast the floating buffers that `modules` own to the policy's `buffer_dtype` (E-MP-16)."""
+    if policy is None or policy.buffer_dtype is None:
         return
-    for owner in _own_modules(module):
+    for owner in modules:
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                owner._buffers[name] = buffer.to(dtype)
-
-
-def _own_modules(module: nn.Module) -> list[nn.Module]:
-    owned = [module]
-    for child in module.children():
-        if "_fsdp_scope" not in child.__dict__:
-            owned += _own_modules(child)
-    return owned
+                owner._buffers[name] = buffer.to(policy.buffer_dtype)

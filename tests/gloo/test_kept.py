@@ -13,6 +13,7 @@ from .training import (
     assert_same_gradients,
     assert_same_parameters,
     backward,
+    build,
     follow,
     mine,
     shard,
@@ -62,6 +63,21 @@ def test_kept_through_no_sync(two: Ranks, strategy: str) -> None:
             assert gathered == [names, [], []]
         else:
             assert [sorted(set(step)) for step in gathered] == [sorted(names)] * 3
+
+
+def _accumulate_hybrid(rank: int) -> None:
+    reference = build(CASE)
+    model = shard(CASE, "_HYBRID_SHARD_ZERO2", devices_per_node=2)
+    for seed, sync in enumerate((False, True)):
+        backward(reference, CASE, whole(CASE, seed))
+        assert len(_gathers(model, seed, sync)) == (0 if sync else 4)
+        assert bool(_bytes(model)) == (not sync)
+    assert_same_gradients(model, reference)
+
+
+def test_hybrid_keeps_too(four: Ranks) -> None:
+    """_HYBRID_SHARD_ZERO2 keeps its buffers as SHARD_GRAD_OP does (E-STRAT-1)."""
+    four.run(_accumulate_hybrid)
 
 
 def _scale(model: nn.Module) -> None:

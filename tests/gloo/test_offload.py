@@ -1,6 +1,7 @@
 """Shards and gradients in host memory. On a CPU the copies are the identity, so the numbers must be, too."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def _assert_on_cpu(model: nn.Module) -> None:
         assert param.grad is None or param.grad.device.type == "cpu", name
 
 
-def _train(rank: int, strategy: str, low_precision: bool) -> None:
-    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)} if low_precision else {}
+def _train(rank: int, strategy: str, low_precision: bool, **options: Any) -> None:
+    options |= {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)} if low_precision else {}
     plain, offloaded = shard(MLP, strategy, **options), shard(MLP, strategy, cpu_offload=OFFLOAD, **options)
     optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in (plain, offloaded)]
     for seed in range(4):
@@ -45,6 +46,16 @@ def test_trains_as_without(two: Ranks, strategy: str, low_precision: bool) -> No
     E-OFF-1, E-OFF-3, E-OFF-4.
     """
     two.run(_train, strategy, low_precision)
+
+
+def _train_hybrid(rank: int, strategy: str) -> None:
+    _train(rank, strategy, False, devices_per_node=2)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_hybrid_trains_as_without(four: Ranks, strategy: str) -> None:
+    """The same with copies on two nodes (E-OFF-1)."""
+    four.run(_train_hybrid, strategy)
 
 
 def _accumulate(rank: int, strategy: str) -> None:

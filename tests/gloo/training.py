@@ -93,13 +93,13 @@ def units(model: nn.Module) -> list[Unit]:
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the full parameters by name, gathered from all ranks."""
     full: dict[nn.Parameter, Tensor] = {}
-    with torch.no_grad():
+    with torch.no_grad():  # parameters without elements may belong to no unit
         for unit in units(model):
             gathered = Gathered(unit, full_precision=True)
             gathered.open()
             unit.views = None
             full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
-    return {name: full[param] for name, param in model.named_parameters()}
+    return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
 
 
 def stored_here(param: nn.Parameter, full: Tensor) -> Tensor | None:
@@ -122,12 +122,12 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
             torch.testing.assert_close(param.grad, here, rtol=1e-4, atol=1e-6, msg=_say(f"{name}.grad"))
 
 
-def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6) -> None:
     """Sharded parameters are this rank's slices of the unsharded model's."""
     for name, param, expected in _paired(model, reference):
         here = stored_here(param, expected.detach())
         if here is not None:
-            torch.testing.assert_close(param.detach(), here, rtol=1e-4, atol=1e-6, msg=_say(name))
+            torch.testing.assert_close(param.detach(), here, rtol=rtol, atol=atol, msg=_say(name))
 
 
 def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:

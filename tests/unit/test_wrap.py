@@ -1,16 +1,23 @@
 """Choosing units: "auto", policies, and what is left alone."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
+from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.wrap import choose_units
 
 
-def paths(model: nn.Module, policy: Any = "auto", taken: tuple[nn.Module, ...] = ()) -> list[str]:
-    chosen = choose_units(model, policy, lambda module: module in taken)
+def paths(
+    model: nn.Module,
+    policy: Any = "auto",
+    taken: tuple[nn.Module, ...] = (),
+    ignored: Ignored = Ignored(),  # noqa: B008
+) -> list[str]:
+    chosen = choose_units(model, policy, lambda module: module in taken, ignored)
     return [next(path for path, m in model.named_modules() if m is module) for module in chosen]
 
 
@@ -97,6 +104,55 @@ def test_callable_policy_sees_what_is_not_wrapped_yet() -> None:
 def test_a_policy_that_does_not_descend_ends_there() -> None:
     """With recurse answered False, no submodule is asked."""
     assert paths(Model(), lambda module, recurse, nonwrapped_numel: False) == [""]
+
+
+def test_a_set_of_classes() -> None:
+    """A set of module classes chooses as the `ModuleWrapPolicy` of it does (E-INIT-5)."""
+    for classes in ({Block, nn.Embedding}, frozenset({Block, nn.Embedding})):
+        assert paths(Model(), classes) == ["embed", "blocks.0", "blocks.1", "blocks.2", ""]
+    with pytest.raises(TypeError, match=r"auto_wrap_policy: expected a set of module classes, found 3 in it"):
+        paths(Model(), {3})
+
+
+def test_size_based_policy() -> None:
+    """torch's policy by size: a block has enough elements, its layers and the embedding have not (E-INIT-5)."""
+    policy = partial(size_based_auto_wrap_policy, min_num_params=40)
+    assert paths(Model(), policy) == ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+def test_custom_policy() -> None:
+    """A `CustomPolicy` chooses, innermost first, and may give a module settings of its own (E-INIT-5)."""
+    model = Model()
+    wanted: dict[nn.Module, Any] = {model: True, model.blocks[1]: {"sharding_strategy": 3}, model.blocks[1].norm: True}
+    policy = CustomPolicy(lambda module: wanted.get(module, False))
+    assert paths(model, policy) == ["blocks.1.norm", "blocks.1", ""]
+    chosen = choose_units(model, policy, lambda module: False)
+    assert [*chosen.values()] == [{}, {"sharding_strategy": 3}, {}]
+    assert paths(model, policy, taken=(model.blocks[1],)) == [""]
+
+
+def ignoring(model: nn.Module, *modules: nn.Module) -> Ignored:
+    return collect_ignored(model, modules, None, lambda module: False)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["auto", {Block}, partial(size_based_auto_wrap_policy, min_num_params=40),
+     CustomPolicy(lambda module: isinstance(module, Block))],
+)  # fmt: skip
+def test_ignored_modules_are_no_units(policy: Any) -> None:
+    """No policy chooses an ignored module, nor anything below one (E-INIT-9)."""
+    model = Model()
+    assert paths(model, policy, ignored=ignoring(model, model.blocks[1])) == ["blocks.0", "blocks.2", ""]
+    assert paths(model, policy, ignored=ignoring(model, model.blocks)) == [""]
+
+
+def test_ignored_parameters_do_not_count() -> None:
+    """What is ignored is not part of `nonwrapped_numel` (E-INIT-5, 9)."""
+    model = Model()
+    policy = partial(size_based_auto_wrap_policy, min_num_params=40)
+    ignored = collect_ignored(model, None, [model.blocks[0].layers[0].weight], lambda module: False)
+    assert paths(model, policy, ignored=ignored) == ["blocks.1", "blocks.2", ""]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Which ranks split parameters, which ranks hold copies of them, and how a mean over all of these is divided.
+
+16 ranks, 8 per node, hybrid                      rank 9
+shard groups      0..7, 8..15                     shards with 8..15
+replica groups    {0, 8}, {1, 9}, ... {7, 15}     replicates with {1, 9}
+"""
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a model's units."""
+
+    shard: dist.ProcessGroup  # its ranks split one copy of the parameters
+    replicate: dist.ProcessGroup | None = None  # hybrid: its ranks hold the same slice in different copies
+
+    @property
+    def replicas(self) -> int:
+        """How many copies there are."""
+        return self.replicate.size() if self.replicate else 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Over how many ranks gradients are averaged (E-PG-10)."""
+        return self.shard.size() * self.replicas
+
+
+class Placement(NamedTuple):
+    """What a strategy means for a unit."""
+
+    group: dist.ProcessGroup  # splits parameters; with `shards == 1`, averages gradients
+    shards: int
+    reshard_after_forward: bool
+    replicate: dist.ProcessGroup | None  # averages the reduced shards as well
+
+
+def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
+    """How a unit of `strategy` lies in `groups`.
+
+    With one rank to shard over nothing is split (E-STRAT-6): the unit is copied, and what replicas there are average
+    its gradients (E-STRAT-9).
+    """
+    replicate = groups.replicate if groups.replicas > 1 else None
+    if groups.shard.size() == 1:
+        return Placement(replicate or groups.shard, 1, False, None)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Placement(groups.shard, 1, False, None)
+    return Placement(groups.shard, groups.shard.size(), strategy in _RESHARDING, replicate)
+
+
+def gradient_divide_factors(ranks: int) -> tuple[float, float]:
+    """By what to divide before and after a sum over `ranks`; the product is `ranks` (E-PG-11).
+
+    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer. Halving the division
+    so keeps both the addends and the sum within the range of a narrow dtype.
+    """
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return float(before), ranks / before
+
+
+def resolve_groups(
+    mesh: DeviceMesh | None,
+    process_group: GroupArgument | None,
+    strategy: ShardingStrategy,
+    has_policy: bool,
+    devices_per_node: int | None = None,
+) -> Groups:
+    """The groups that the arguments of `fully_shard` stand for (E-PG-1 to 9).
+
+    Args:
+        mesh: 1-D; for hybrid strategies 2-D, (replicas, shards).
+        process_group: one group; for hybrid strategies the pair (shard group, replica group).
+        strategy: whether it is hybrid decides what the two above must be.
+        has_policy: whether an auto-wrap policy was given, so that all units get their groups in one call.
+        devices_per_node: ranks of one shard group, if hybrid groups are to be made from the world.
+
+    Raises:
+        RuntimeError: no default group is initialised.
+        TypeError: an argument has the wrong type.
+        ValueError: the arguments contradict each other, the strategy, or the number of ranks.
+    """
+    if mesh is not None and process_group is not None:
+        raise ValueError(
+            f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
+        )
+    _check_initialised()
+    hybrid = strategy in HYBRID
+    if devices_per_node is not None and not (hybrid and mesh is None and process_group is None):
+        raise ValueError(
+            f"devices_per_node: expected only with a hybrid strategy, and without mesh and process_group, found "
+            f"{devices_per_node!r} with {strategy.name}; drop it"
+        )
+    if mesh is not None:
+        return _of_mesh(mesh, strategy)
+    if process_group is not None:
+        return _pair(process_group, strategy) if hybrid else Groups(_single(process_group, strategy))
+    if hybrid:
+        return _of_nodes(strategy, has_policy, devices_per_node)
+    return Groups(_world())
+
+
+def _check_initialised() -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "process_group: expected an initialised default group, found none; "
+            "call torch.distributed.init_process_group(...) before fully_shard"
+        )
+
+
+def _world() -> dist.ProcessGroup:
+    return dist.group.WORLD  # type: ignore[return-value]  # set, as is_initialized() said
+
+
+def _of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a torch.distributed.DeviceMesh, found {type(mesh).__name__}")
+    if strategy not in HYBRID:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: expected one dimension to shard over, found {mesh.ndim} in {mesh}; "
+                f"pass mesh['name'], or a hybrid strategy for (replicas, shards)"
+            )
+        return Groups(mesh.get_group())
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh: expected two dimensions, (replicas, shards), for {strategy.name}, found {mesh.ndim} in {mesh}; "
+            f"make it by init_device_mesh(device, (replicas, shards))"
+        )
+    return Groups(mesh.get_group(1), mesh.get_group(0))
+
+
+def _single(found: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:
+    if isinstance(found, (tuple, list)):
+        raise ValueError(
+            f"process_group: expected one group for {strategy.name}, found a {type(found).__name__} of {len(found)}; "
+            f"pass one of them, or a hybrid strategy for (shard group, replica group)"
+        )
+    if not isinstance(found, dist.ProcessGroup):
+        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {found!r}")
+    return found
+
+
+def _pair(found: Any, strategy: ShardingStrategy) -> Groups:
+    expected = f"process_group: expected the pair (shard group, replica group) for {strategy.name}"
+    if not isinstance(found, tuple):
+        raise ValueError(f"{expected}, found {type(found).__name__}; pass a tuple of two groups")
+    if len(found) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in found):
+        types = ", ".join(type(group).__name__ for group in found)
+        raise ValueError(f"{expected}, found a tuple of ({types}); pass two groups")
+    shard, replicate = found
+    common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
+    if common != {dist.get_rank()}:
+        raise ValueError(
+            f"{expected} with this rank alone in both, found ranks {sorted(common)} in both; "
+            f"a replica group joins ranks of different shard groups"
+        )
+    return Groups(shard, replicate)
+
+
+def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: int | None) -> Groups:
+    if not has_policy:
+        raise ValueError(
+            f"process_group: expected a pair of groups or a 2-D mesh for {strategy.name} without an auto_wrap_policy, "
+            f"found neither; units made by separate calls must be given the same groups"
+        )
+    size = _node_size(devices_per_node)
+    world = _world()
+    if size < 1 or world.size() % size:
+        raise ValueError(
+            f"devices_per_node: expected a divisor of the world's {world.size()} ranks, found {size}; "
+            f"pass devices_per_node, a mesh or a pair of groups"
+        )
+    known = _made.setdefault(world, {})
+    if size not in known:
+        known[size] = _make(world.size(), size)
+    return known[size]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Groups]] = weakref.WeakKeyDictionary()
+"""Groups by world and node size: models of one world share communicators, those of a later world do not see them."""
+
+
+def _make(world_size: int, node_size: int) -> Groups:
+    """Every rank takes part in making every group, in the same order (E-PG-7)."""
+    nodes = [list(range(first, first + node_size)) for first in range(0, world_size, node_size)]
+    peers = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    shard, _ = dist.new_subgroups_by_enumeration(nodes)
+    replicate, _ = dist.new_subgroups_by_enumeration(peers)
+    return Groups(shard, replicate)
+
+
+def _node_size(given: int | None) -> int:
+    """Ranks per node: as given, as the launcher says, or as many as there are accelerators (E-PG-8).
+
+    The launcher goes before the devices: it may start fewer ranks, and show each rank only its own device.
+    """
+    if given is not None:
+        if not isinstance(given, int):
+            raise TypeError(f"devices_per_node: expected an int, found {type(given).__name__}")
+        return given
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if launched.isdecimal():
+        return int(launched)
+    if torch.accelerator.is_available():
+        return min(torch.accelerator.device_count(), dist.get_world_size())
+    raise ValueError(
+        "devices_per_node: expected the number of ranks per node, found neither it, nor LOCAL_WORLD_SIZE in the "
+        "environment, nor accelerators to count; pass devices_per_node"
+    )

@@ -1,0 +1,32 @@
+"""Refusals leave a model as it was: calls that must fail, and what may not change by them."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fsdp_compile import fully_shard
+from fsdp_compile.unit import unit_of
+
+
+def units(model: nn.Module) -> list[Any]:
+    return list(dict.fromkeys(at[0] for p in model.parameters() if (at := unit_of(p))))
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [(type(m), list(m.__dict__)) for m in model.modules()] + [
+        (id(p), tuple(p.shape)) for p in model.parameters()
+    ]
+
+
+def refused(model: Any, error: type[Exception], message: str, **arguments: Any) -> None:
+    """The call raises `error` with `message`, and the model is as it was."""
+    before = state(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=message):
+        fully_shard(model, **arguments)
+    assert before is None or state(model) == before
+
+
+def managed(model: nn.Module) -> set[str]:
+    """Names of the parameters that are sharded."""
+    return {name for name, param in model.named_parameters() if unit_of(param)}

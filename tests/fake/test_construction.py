@@ -1,0 +1,192 @@
+"""Odd shapes, settings of units, devices and refusals of `fully_shard`; on a fake group."""
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RANK, WORLD_SIZE
+from models import mlp
+from refusing import managed, refused, units
+from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+from fsdp_compile import ShardingStrategy, fully_shard
+
+# --- parameters of unusual shapes -------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A linear layer times a 0-d parameter, plus a parameter of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 3)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.scale.shape == () and self.empty.shape == (0, 3)
+        return self.linear(x) * self.scale + self.empty.sum()
+
+
+def test_scalars_are_sharded() -> None:
+    """A 0-d parameter is laid out like any other and is 0-d again in forward (E-FLAT-11, E-LIM-12)."""
+    model = fully_shard(Scaled())
+    (unit,) = units(model)
+    assert () in unit.shapes and managed(model) == {"scale", "linear.weight", "linear.bias", "empty"}
+    model(torch.ones(1, 3)).sum().backward()
+    record = unit.records[unit.names.index("scale")]
+    assert model.scale.shape == ((1,) if record else (0,))
+
+
+def test_units_without_elements() -> None:
+    """A unit whose parameters have no elements has no data and no collective; it runs and trains (E-FLAT-12)."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 0))
+    fully_shard(model, auto_wrap_policy={nn.Linear})
+    assert model[1]._fsdp_scope == () and model[1].weight.shape == (0, 3)
+    assert len(units(model)) == 1
+    model(torch.ones(1, 3)).sum().backward()
+
+
+# --- settings of units ------------------------------------------------------------------------------------------------
+
+
+def alone() -> dist.ProcessGroup:
+    return [dist.new_group([rank]) for rank in range(WORLD_SIZE)][RANK]
+
+
+def test_settings_reach_all_units() -> None:
+    """Strategy and groups of the call are those of every unit (E-INIT-5, E-PG-9)."""
+    model = fully_shard(mlp(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert {unit.reshard_after_forward for unit in units(model)} == {False}
+    assert {unit.group for unit in units(model)} == {dist.group.WORLD}
+
+
+def test_no_strategy_means_full_shard() -> None:
+    """None is FULL_SHARD (E-STRAT-8)."""
+    assert {unit.reshard_after_forward for unit in units(fully_shard(mlp(), sharding_strategy=None))} == {True}
+
+
+def test_a_custom_policy_sets_strategies() -> None:
+    """A module may have another strategy than the model (E-INIT-5)."""
+    model = mlp()
+    keep = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    copy = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    own = {model.blocks[0]: keep, model.blocks[1]: copy, model.blocks[2]: True}
+    fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: own.get(module, False)))
+    (first,), (second,), (third,) = (units(block) for block in model.blocks)
+    assert [u.reshard_after_forward for u in (first, second, third)] == [False, False, True]
+    assert [u.flats[0].layout.world_size for u in (first, second, third)] == [WORLD_SIZE, 1, WORLD_SIZE]
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy for module blocks.1, found "
+         "depth, mixed"),
+        ({"sharding_strategy": "NO_SHARD"}, TypeError, "expected a ShardingStrategy for module blocks.1, found str"),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "hybrid strategies for all units or for none"
+         ", found HYBRID_SHARD for module blocks.1 in a model of FULL_SHARD"),
+    ],
+)  # fmt: skip
+def test_settings_that_units_cannot_have(own: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Settings that only the call has, or that need other groups: an error with module and setting (E-INIT-5)."""
+    model = mlp()
+    policy = CustomPolicy(lambda module: own if module is model.blocks[1] else False)
+    refused(model, error, f"auto_wrap_policy: {message}" if error is TypeError else message, auto_wrap_policy=policy)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+def test_hybrid_strategies_with_one_rank_or_one_replica(strategy: ShardingStrategy) -> None:
+    """One rank to shard over: copies over all replicas, with one warning (E-STRAT-6, 9). One replica: sharding."""
+    with pytest.warns(UserWarning, match=f"{strategy.name} over one rank is NO_SHARD") as caught:
+        model = fully_shard(mlp(), sharding_strategy=strategy, devices_per_node=1)
+    assert len(caught) == 1
+    assert {(u.flats[0].layout.world_size, u.group.size()) for u in units(model)} == {(1, WORLD_SIZE)}
+    model = fully_shard(mlp(), sharding_strategy=strategy, devices_per_node=WORLD_SIZE)
+    assert {(u.flats[0].layout.world_size, u.group.size()) for u in units(model)} == {(WORLD_SIZE, WORLD_SIZE)}
+
+
+def test_containers_warn() -> None:
+    """What has no forward that would gather it: UserWarning with its path (E-INIT-2, E-ERR-37)."""
+    made = {
+        nn.ModuleList: lambda: nn.ModuleList([nn.Linear(2, 2)]),
+        nn.ModuleDict: lambda: nn.ModuleDict({"m": nn.Linear(2, 2)}),
+        nn.ParameterList: lambda: nn.ParameterList([torch.ones(2)]),
+        nn.ParameterDict: lambda: nn.ParameterDict({"p": torch.ones(2)}),
+    }
+    for kind, make in made.items():
+        message = f"expected a module with a forward, found a {kind.__name__}, whose own parameters are never gathered"
+        with pytest.warns(UserWarning, match=f"module model: {message}"):
+            fully_shard(make())
+        with pytest.warns(UserWarning, match=f"module 0: {message}"):
+            fully_shard(nn.Sequential(make()), auto_wrap_policy={kind})
+
+
+def test_warnings_point_at_the_caller() -> None:
+    """A warning names the line that called `fully_shard`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), process_group=alone())
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)] * 2
+
+
+# --- devices and broadcast --------------------------------------------------------------------------------------------
+
+
+def test_device_id() -> None:
+    """The CPU is a device like others; a device that is not there is refused (E-INIT-12, 14, E-GEN-1)."""
+    for given in (None, torch.device("cpu"), torch.device("cpu:0")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert {u.flats[0].shard.device.type for u in units(fully_shard(mlp(), device_id=given))} == {"cpu"}
+    refused(mlp(), TypeError, "device_id: expected an int", device_id="cpu")
+    refused(mlp(), ValueError, "device_id: .*found meta", device_id=torch.device("meta"))
+
+
+def test_broadcast_needs_tensors_that_the_group_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU buffer outside of what is moved, in a group for accelerators: ValueError with its name (E-SYNC-4)."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr("fsdp_compile.plan.compute_device", lambda *_: torch.device("cpu"))
+    message = (
+        r"parameter blocks.0.up.weight: expected .*from \(cuda\) for sync_module_states, found cpu; pass device_id"
+    )
+    refused(mlp(), ValueError, message, sync_module_states=True)
+    monkeypatch.setattr("fsdp_compile.plan.compute_device", lambda *_: torch.device("cuda:0"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    refused(
+        model, ValueError, "buffer 1.running_mean: .*found cpu", sync_module_states=True, ignored_modules=[model[1]]
+    )
+
+
+# --- parameters that cannot be sharded --------------------------------------------------------------------------------
+
+
+def with_parameter(param: nn.Parameter) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].extra = param
+    return model
+
+
+def test_parameters_of_other_apis_are_refused() -> None:
+    """Flat parameters of torch's wrapper and distributed tensors: ValueError with the name (E-FLAT-9, E-ERR-19)."""
+    flat = FlatParameter(torch.ones(2))
+    flat._is_flat_param = True
+    refused(
+        with_parameter(flat), ValueError, "parameter 0.extra: expected an original parameter, found a FlatParameter"
+    )
+    spread = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD_SIZE,))))
+    refused(with_parameter(spread), ValueError, "parameter 0.extra: expected a plain tensor, found a DTensor")
+
+
+def test_gradients_are_refused() -> None:
+    """A gradient in full shape does not fit a shard: ValueError with the name and the remedy."""
+    model = mlp()
+    model(torch.ones(1, 7)).sum().backward()
+    refused(model, ValueError, re.escape("expected no gradient before it is sharded, found one; call zero_grad()"))

@@ -1,0 +1,241 @@
+"""Models on the meta device: what is initialised, in which order, and what stays; on a fake group."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RANK, WORLD_SIZE
+from models import mlp
+from refusing import refused, units
+from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.unit import unit_of
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return mlp()
+
+
+def test_meta_parameters_get_values_and_keep_their_identity() -> None:
+    """Everything on meta: initialised by `reset_parameters`, sharded, the same objects as before (E-META-1, 3, 6)."""
+    model = on_meta()
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(before)
+    fully_shard(model)
+    after = list(model.parameters())
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert {param.device.type for param in after} == {"cpu"}
+    assert optimizer.param_groups[0]["params"][0] is model.stem.weight
+    assert all(flat.shard.abs().sum() > 0 for unit in units(model) for flat in unit.flats)
+
+
+def test_values_are_those_of_a_model_made_outright() -> None:
+    """One unit, one generator: a deferred layer gets the values that it would have had (E-META-3)."""
+    torch.manual_seed(3)
+    plain = nn.Linear(5, 4)
+    deferred = nn.Linear(5, 4, device="meta")
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match="over one rank"):
+        fully_shard(deferred, process_group=alone())
+    assert torch.equal(plain.weight, deferred.weight) and torch.equal(plain.bias, deferred.bias)
+
+
+def alone() -> dist.ProcessGroup:
+    return [dist.new_group([rank]) for rank in range(WORLD_SIZE)][RANK]
+
+
+class Sevens(nn.Linear):
+    """Counts how often it is initialised, and fills itself with sevens."""
+
+    calls = 0
+
+    def reset_parameters(self) -> None:
+        type(self).calls += 1
+        for tensor in (*self.parameters(), *self.buffers()):
+            with torch.no_grad():
+                tensor.fill_(7.0)
+
+
+def whole(model: nn.Module, **options: Any) -> nn.Module:
+    """The model with parameters in full shape."""
+    return fully_shard(model, sharding_strategy=ShardingStrategy.NO_SHARD, **options)
+
+
+def test_real_values_are_never_initialised_again() -> None:
+    """Modules with real values are not touched; in one that is half on meta, only that half is (E-META-4)."""
+    model = nn.Sequential(Sevens(2, 2), Sevens(2, 2), Sevens(2, 2, device="meta"))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[1].bias.fill_(2.0)
+    model[1].weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    model[1].register_buffer("scale", torch.ones(3))
+    kept = model[1].scale
+    Sevens.calls = 0
+    whole(model)
+    assert Sevens.calls == 2
+    assert (model[0].weight == 1).all()
+    assert (model[1].weight == 7).all() and (model[1].bias == 2).all()
+    assert model[1].scale is kept and (kept == 1).all()
+    assert (model[2].weight == 7).all() and (model[2].bias == 7).all()
+
+
+def test_meta_buffers() -> None:
+    """A buffer on meta is a reason to initialise as well; a shared one stays shared (E-META-1)."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, device="meta"), nn.BatchNorm1d(3, affine=False))
+    model[2].running_mean = model[1].running_mean
+    whole(model)
+    assert model[1].running_mean is model[2].running_mean
+    assert (model[1].running_mean == 0).all() and (model[1].running_var == 1).all()
+    assert model[1].num_batches_tracked.item() == 0 and (model[1].weight == 1).all()
+
+
+def test_tied_meta_parameters() -> None:
+    """A tie across units holds; the parameter is initialised once, at its first place (E-META-6)."""
+    with torch.device("meta"):
+        model = nn.Sequential(Sevens(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    for shards, policy in ((whole, None), (whole, {Sevens}), (fully_shard, {Sevens})):
+        with torch.device("meta"):
+            model = nn.Sequential(Sevens(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        shards(model, auto_wrap_policy=policy)  # type: ignore[operator]
+        assert model[0].weight is model[1].weight
+        assert (model[0].weight == 7).all() and not (model[1].bias == 7).any()
+
+
+def test_param_init_fn_is_called_breadth_first() -> None:
+    """Every module that owns nothing or meta tensors, in order, once; modules of real values are not (E-META-2, 4)."""
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        if isinstance(module, nn.Linear):
+            assert module.weight.is_meta
+            module.to_empty(device="cpu", recurse=False)
+            nn.init.constant_(module.weight, 7.0)
+
+    inner = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Tanh())
+    model = nn.Sequential(inner, nn.Linear(2, 2, device="meta"), nn.ReLU(), nn.Linear(2, 2))
+    weights = [inner[0].weight, model[1].weight]
+    with torch.no_grad():
+        model[3].weight.fill_(1.0)
+    whole(model, auto_wrap_policy=None, param_init_fn=init)
+    assert seen == [model, inner, model[1], model[2], inner[0], inner[1]]
+    assert weights == [inner[0].weight, model[1].weight] and all((w == 7).all() for w in weights)
+    assert (model[3].weight == 1).all()
+
+
+def test_param_init_fn_by_units() -> None:
+    """Nested units go first, and their modules are not passed again; units without meta tensors are not entered."""
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        module.to_empty(device="cpu", recurse=False)
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2, device="meta")), nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    model.bias = nn.Parameter(torch.empty(2, device="meta"))
+    model.scale = nn.Parameter(torch.ones(2))
+    fully_shard(model, auto_wrap_policy=CustomPolicy(lambda m: m in (model[0], model[1])), param_init_fn=init)
+    assert seen == [model[0], model[0][0], model, model[2]]
+
+
+def test_attributes_and_requires_grad_survive() -> None:
+    """What was set on a meta parameter is there afterwards, whatever makes the new one."""
+    for init in (None, lambda module: module.to_empty(device="cpu", recurse=False)):
+        model = nn.Linear(2, 2, device="meta")
+        model.bias.requires_grad_(False)
+        model.weight.is_special = True  # type: ignore[attr-defined]
+        whole(model, param_init_fn=init)
+        assert model.weight.is_special and not model.bias.requires_grad and model.weight.requires_grad
+
+
+def test_units_are_materialised_one_by_one() -> None:
+    """When a unit is initialised, those before it are shards already: the whole model never exists (E-META-6)."""
+    model = on_meta()
+    whole_elements: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        whole_elements.append(sum(p.numel() for p in model.parameters() if not p.is_meta and unit_of(p) is None))
+
+    total = sum(p.numel() for p in model.parameters())
+    fully_shard(model, param_init_fn=init)
+    assert max(whole_elements) < total / 2
+
+
+def leaves_it(module: nn.Module) -> None:
+    """Initialises nothing."""
+
+
+def reshapes(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.ones(3))
+
+
+def removes(module: nn.Module) -> None:
+    del module.weight
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (leaves_it, "found it on the meta device; call module.to_empty"),
+        (removes, "found nothing"),
+        (reshapes, r"expected shape and dtype \(\(2, 2\), torch.float32\) after initialising, found \(\(3,\)"),
+    ],
+)
+def test_what_param_init_fn_leaves_is_checked(init: Callable[[nn.Module], None], message: str) -> None:
+    """A tensor that is still on meta, gone or other than before: ValueError with its name."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False, device="meta"))
+    with pytest.raises(ValueError, match=f"parameter 0.weight: .*{message}"):
+        fully_shard(model, auto_wrap_policy={nn.Linear}, param_init_fn=init)
+
+
+def test_param_init_fn_must_be_callable() -> None:
+    """ValueError with the type (E-META-2, E-ERR-61)."""
+    refused(mlp(), ValueError, "param_init_fn: expected a callable .*found int", param_init_fn=3)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(2, device="meta")) for _ in range(2))
+
+
+def test_modules_that_cannot_be_initialised_are_refused() -> None:
+    """Without `reset_parameters`: ValueError with the module, before anything is changed (E-META-3)."""
+    refused(
+        nn.Sequential(nn.Linear(2, 2), NoReset()),
+        ValueError,
+        r"module 1: expected reset_parameters\(\) to initialise weight, bias, found none in NoReset; pass param_init",
+    )
+
+
+def test_weakly_held_meta_parameters_are_refused() -> None:
+    """A weak reference cannot follow a parameter to its device: ValueError with the name."""
+    model = nn.Linear(2, 2, device="meta")
+    held = weakref.ref(model.bias)
+    refused(model, ValueError, "parameter bias: expected a meta tensor that nothing refers to weakly")
+    assert held() is model.bias
+
+
+class Broken(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            raise ZeroDivisionError("broken")
+
+
+def test_failures_name_the_module() -> None:
+    """What `reset_parameters` raises is raised, after a UserWarning with the module's type (E-META-3, E-ERR-62)."""
+    model = nn.Sequential(Broken(2, 2, device="meta"))
+    with (
+        pytest.warns(UserWarning, match=r"module 0 \(Broken\): initialising it failed: ZeroDivisionError"),
+        pytest.raises(ZeroDivisionError, match="broken"),
+    ):
+        fully_shard(model)

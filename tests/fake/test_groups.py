@@ -1,0 +1,188 @@
+"""Process groups from the arguments of `fully_shard`, seen by rank 1 of 4."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RANK, WORLD_SIZE
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile.eager.groups import Groups, Placement, place, resolve_groups
+
+FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID, HYBRID_KEEP = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+PLAIN, BOTH_HYBRID = (FULL, KEEP, COPY), (HYBRID, HYBRID_KEEP)
+
+
+def resolve(strategy: ShardingStrategy = FULL, mesh: Any = None, group: Any = None, **options: Any) -> Groups:
+    return resolve_groups(mesh, group, strategy, **{"has_policy": True, **options})
+
+
+def ranks(group: dist.ProcessGroup | None) -> list[int]:
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
+def refused(error: type[Exception], message: str, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        resolve(*arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Shard group {0, 1}, replica group {1, 3}."""
+    shards = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    return shards[0], replicas[1]
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher has said how many ranks a node has."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_plain_strategies(strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """The world by default, else the group or that of the mesh; no replicas (E-PG-1, 2, 10)."""
+    assert resolve(strategy) == Groups(dist.group.WORLD)
+    assert resolve(strategy, group=pair[0]) == Groups(pair[0])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert resolve(strategy, mesh["inner"]) == Groups(mesh.get_group("inner"))
+    assert resolve(strategy).data_parallel_size == WORLD_SIZE
+
+
+def test_mesh_and_group_exclude_each_other() -> None:
+    """Both: ValueError, for every strategy (E-PG-1, E-ERR-48)."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for strategy in (*PLAIN, *BOTH_HYBRID):
+        refused(ValueError, "mesh and process_group: expected at most one", strategy, mesh, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_plain_strategies_take_neither_two_dimensions_nor_a_pair(
+    strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]
+) -> None:
+    """A 2-D mesh or a tuple of groups: ValueError that says what would take it (E-PG-2, 3)."""
+    refused(ValueError, r"mesh: expected one dimension .*found 2 .*hybrid", strategy, init_device_mesh("cpu", (2, 2)))
+    message = f"process_group: expected one group for {strategy.name}, found a tuple of 2; .*hybrid"
+    refused(ValueError, message, strategy, None, pair)
+
+
+@pytest.mark.parametrize("strategy", BOTH_HYBRID)
+def test_hybrid_mesh(strategy: ShardingStrategy) -> None:
+    """Dimension 0 joins replicas, dimension 1 shards (E-PG-4); the mean is over both (E-PG-10)."""
+    groups = resolve(strategy, init_device_mesh("cpu", (2, 2)), has_policy=False)
+    assert ranks(groups.shard) == [0, 1] and ranks(groups.replicate) == [1, 3]
+    assert (groups.replicas, groups.data_parallel_size) == (2, 4)
+
+
+@pytest.mark.parametrize(("shape", "found"), [((4,), 1), ((2, 2, 1), 3)])
+def test_hybrid_meshes_of_other_dimensions(shape: tuple[int, ...], found: int) -> None:
+    """Anything but two dimensions: ValueError that names their number (E-PG-4, E-ERR-50)."""
+    refused(
+        ValueError,
+        f"mesh: expected two dimensions.*HYBRID_SHARD, found {found}",
+        HYBRID,
+        init_device_mesh("cpu", shape),
+    )
+
+
+@pytest.mark.parametrize("strategy", BOTH_HYBRID)
+def test_hybrid_pair(strategy: ShardingStrategy, pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """A pair is (shard group, replica group) (E-PG-5)."""
+    assert resolve(strategy, group=pair, has_policy=False) == Groups(*pair)
+
+
+def test_hybrid_groups_that_are_no_pair(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """One group, a list, three of them, or other things: ValueError that names the types (E-PG-5, E-ERR-50)."""
+    expected = r"process_group: expected the pair \(shard group, replica group\) for HYBRID_SHARD"
+    refused(ValueError, f"{expected}, found ProcessGroup", HYBRID, None, pair[0])
+    refused(ValueError, f"{expected}, found list", HYBRID, None, [*pair])
+    refused(ValueError, rf"{expected}, found a tuple of \(ProcessGroup\)", HYBRID, None, pair[:1])
+    refused(ValueError, rf"{expected}, found a tuple of \(ProcessGroup, str\)", HYBRID, None, (pair[0], "world"))
+
+
+def test_hybrid_groups_that_overlap(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """Groups that share more than this rank would average a gradient twice: ValueError with the ranks."""
+    refused(ValueError, r"found ranks \[0, 1\] in both", HYBRID, None, (pair[0], dist.group.WORLD))
+
+
+def test_wrong_types() -> None:
+    """TypeError that names argument and type."""
+    refused(TypeError, "mesh: expected a .*DeviceMesh, found tuple", FULL, (2, 2))
+    refused(TypeError, "process_group: expected a .*ProcessGroup, found 'world'", FULL, None, "world")
+    refused(TypeError, "devices_per_node: expected an int, found str", HYBRID, devices_per_node="2")
+
+
+@pytest.mark.parametrize("strategy", BOTH_HYBRID)
+def test_hybrid_without_groups_needs_a_policy(strategy: ShardingStrategy) -> None:
+    """Neither groups, mesh nor policy: ValueError that names the strategy (E-PG-6, E-ERR-49)."""
+    message = f"process_group: expected a pair of groups or a 2-D mesh for {strategy.name} without an auto_wrap_policy"
+    refused(ValueError, message, strategy, has_policy=False, devices_per_node=2)
+
+
+def test_groups_from_nodes(no_launcher: None) -> None:
+    """Runs of consecutive ranks shard, equal places in them replicate (E-PG-7, 8)."""
+    for size, shard, replicate in ((1, [1], [0, 1, 2, 3]), (2, [0, 1], [1, 3]), (4, [0, 1, 2, 3], [1])):
+        groups = resolve(HYBRID, devices_per_node=size)
+        assert ranks(groups.shard) == shard and ranks(groups.replicate) == replicate
+        assert dist.get_rank(groups.shard) == shard.index(RANK)
+
+
+def test_groups_from_nodes_are_made_once(no_launcher: None) -> None:
+    """Calls in one world share groups, whichever hybrid strategy asks (E-PG-9)."""
+    assert resolve(HYBRID, devices_per_node=2) is resolve(HYBRID_KEEP, devices_per_node=2)
+    assert resolve(HYBRID, devices_per_node=2) is not resolve(HYBRID, devices_per_node=4)
+
+
+def test_the_launcher_knows_the_node_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LOCAL_WORLD_SIZE`, else the number of accelerators, at most all ranks (E-PG-7, 8)."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks(resolve(HYBRID).shard) == [0, 1]
+    assert ranks(resolve(HYBRID, devices_per_node=4).shard) == [0, 1, 2, 3]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for count, shard in ((2, [0, 1]), (8, [0, 1, 2, 3])):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
+        assert ranks(resolve(HYBRID).shard) == shard
+
+
+def test_node_sizes_that_cannot_be(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown, or no divisor of the world's size: ValueError that names devices_per_node (E-PG-8)."""
+    for size in (3, 8, 0, -1):
+        message = f"devices_per_node: expected a divisor of the world's 4 ranks, found {size}"
+        refused(ValueError, message, HYBRID, devices_per_node=size)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    refused(ValueError, "devices_per_node: expected the number of ranks per node, found neither", HYBRID)
+
+
+def test_node_size_where_it_says_nothing(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """With plain strategies, a mesh or groups: ValueError instead of silence."""
+    message = "devices_per_node: expected only with a hybrid strategy, and without mesh and process_group, found 2"
+    refused(ValueError, message, FULL, devices_per_node=2)
+    refused(ValueError, message, HYBRID, None, pair, devices_per_node=2)
+    refused(ValueError, message, HYBRID, init_device_mesh("cpu", (2, 2)), devices_per_node=2)
+
+
+def test_places(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    """What each strategy does where (E-STRAT-1)."""
+    plain, hybrid = Groups(pair[0]), Groups(*pair)
+    assert place(FULL, plain) == Placement(pair[0], 2, True, None)
+    assert place(KEEP, plain) == Placement(pair[0], 2, False, None)
+    assert place(COPY, plain) == Placement(pair[0], 1, False, None)
+    assert place(HYBRID, hybrid) == Placement(pair[0], 2, True, pair[1])
+    assert place(HYBRID_KEEP, hybrid) == Placement(pair[0], 2, False, pair[1])
+
+
+def test_places_where_one_side_is_one_rank(no_launcher: None) -> None:
+    """One rank to shard over: copies, averaged over all replicas (E-STRAT-6, 9). One replica: a plain strategy."""
+    ones = resolve(HYBRID, devices_per_node=1)
+    assert place(HYBRID, ones) == Placement(ones.replicate, 1, False, None)
+    whole = resolve(HYBRID, devices_per_node=4)
+    assert place(HYBRID, whole) == Placement(whole.shard, 4, True, None)
+    alone = Groups(ones.shard)
+    for strategy in PLAIN:
+        assert place(strategy, alone) == Placement(ones.shard, 1, False, None)
