@@ -43,6 +43,7 @@ def fully_shard(
     devices_per_node: int | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
 ) -> ModuleT:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
@@ -79,6 +80,9 @@ def fully_shard(
         backward_prefetch: BACKWARD_PRE gathers the next unit while this one's backward computes, BACKWARD_POST after
             it, None when it is needed.
         forward_prefetch: whether eager forward gathers one unit ahead, in the order of the first iteration.
+        limit_all_gathers: whether the host waits before it gathers while two units that were freed may still be read
+            by the device. Equal in all calls under one root, else ValueError at the first forward; of the other two
+            settings the outermost call's are in force.
 
     Raises:
         RuntimeError: no process group is initialised, or a unit's parameters are spread over devices.
@@ -103,8 +107,9 @@ def fully_shard(
     chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored)
     for planned in plan_units(model, chosen, settings, _is_unit):
         _make_unit(planned, settings)
+        planned.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
     _mark_ignored(model, settings.ignored)
-    _connect(model, Root(backward_prefetch, forward_prefetch))
+    _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
     refuse_unsynced_steps()
     return model

@@ -7,6 +7,7 @@ nn.Parameter a   nn.Parameter b ...     what the optimizer holds: 1-D views into
          handle                         the whole shard; the one input that a traced graph has for it
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -55,8 +56,11 @@ class ShardViews:
 class Arrival:
     """What stands between the reduce of a flat parameter's gradients and the join that hands them out.
 
+    With shards in host memory the engine runs joins in another thread than what starts reduces.
+
     Attributes:
         finish: waits for the gradient that is on its way, and completes it; None: there is none.
+        settle: lets the host wait for a completed gradient's copy into host memory; None: there is nothing to wait for.
         backward: the backward pass in which the eager runtime has last reduced gradients.
         full_precision: whether that one computed in the parameters' own dtype, mixed precision left aside.
         kept_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
@@ -67,17 +71,28 @@ class Arrival:
 
     def __init__(self) -> None:
         self.finish: Callable[[], None] | None = None
+        self.settle: Callable[[], None] | None = None
         self.backward = -1
         self.full_precision = False
         self.kept_dtype: torch.dtype | None = None
         self.kept: Callable[[], Tensor | None] | None = None
         self.eager_only: str | None = None
+        self._lock = threading.RLock()
 
     def wait(self) -> None:
-        """Make the gradient that was handed to autograd complete."""
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+        """Order the current stream after the gradient that was handed to autograd."""
+        with self._lock:
+            if self.finish is not None:
+                finish, self.finish = self.finish, None
+                finish()
+
+    def wait_on_host(self) -> None:
+        """As `wait`; a gradient in host memory may be read by the host as well (E-OFF-5)."""
+        with self._lock:
+            self.wait()
+            if self.settle is not None:
+                settle, self.settle = self.settle, None
+                settle()
 
     def check_eager(self, name: str) -> None:
         """Raise NotImplementedError if a compiled graph has reduced this gradient although it should not have.
@@ -122,7 +137,7 @@ class _Join(torch.autograd.Function):
             return (None, None, *[None] * len(tie.params))
         arrival = tie.arrival
         arrival.check_eager(tie.names[0])
-        arrival.wait()
+        arrival.wait_on_host()
         kept = arrival.kept() if arrival.kept is not None else None  # compiled graphs reduce their own gradients alone
         grad = grad if kept is None else grad + kept
         tie.check_attached()
@@ -187,6 +202,7 @@ class FlatParam:
         shards: into how many parts the flat buffer is split.
         rank: which part is this rank's.
         device: where the shard is stored.
+        pin_memory: whether it is pinned there, for copies to another device.
 
     Attributes:
         shard: this rank's slice, 1-D `[layout.shard_numel]`.
@@ -195,9 +211,12 @@ class FlatParam:
         frozen: indices of the parameters that do not require grad, if others do.
         unsynced: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
         arrival: what stands between a reduce and the join.
+        ties: how often the parameters were tied to the shard: again when their data was replaced.
     """
 
-    def __init__(self, params: NamedParams, shards: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, params: NamedParams, shards: int, rank: int, device: torch.device, pin_memory: bool = False
+    ) -> None:
         self.layout = FlatParamLayout.build([(n, tuple(p.shape)) for n, p in params], shards, shard_alignment=16)
         self.params = [param for _, param in params]
         self.rank = rank
@@ -205,7 +224,8 @@ class FlatParam:
         self.arrival = Arrival()
         self.handle: Tensor | None = None
         self._views = ShardViews(self.layout, rank)
-        self.adopt(self._copy_to_shard(device))
+        self.ties = 0
+        self.adopt(self._copy_to_shard(device, pin_memory))
 
     @property
     def records(self) -> tuple[ShardRecord | None, ...]:
@@ -216,9 +236,10 @@ class FlatParam:
         """The parameters' parts of `flat`, a tensor laid out like the shard; None: not on this rank."""
         return self._views.of(flat)
 
-    def _copy_to_shard(self, device: torch.device) -> Tensor:
+    def _copy_to_shard(self, device: torch.device, pin_memory: bool) -> Tensor:
         """Copy what this rank stores of each parameter; the full flat parameter never exists."""
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.params[0].dtype, device=device)
+        dtype = self.params[0].dtype
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device, pin_memory=pin_memory)
         with torch.no_grad():
             for param, record in zip(self.params, self.records, strict=True):
                 if record:
@@ -228,7 +249,7 @@ class FlatParam:
 
     def adopt(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
-        self.shard = shard
+        self.shard, self.ties = shard, self.ties + 1
         for param, part in self._parts_of_params():
             replace_data(param, part)
         self._tie = _Tie(self._views, self.arrival, self.layout.names, shard)
@@ -287,5 +308,5 @@ class FlatParam:
         twin = object.__new__(FlatParam)
         twin.__dict__.update(self.__dict__)
         twin.params, twin.arrival, twin.unsynced = params, self.arrival.twin(), None
-        twin.adopt(self.shard.clone())
+        twin.adopt(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return twin

@@ -13,7 +13,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,16 @@ from fsdp_compile.ops import UNSHARD, VIEWS
 
 T = TypeVar("T")
 Place = tuple[dict[str, nn.Parameter | None], str]
+
+
+class Stamp(NamedTuple):
+    """When the values of a unit's parameters were last changed: equal stamps, equal values.
+
+    All ranks' stamps change together, also those of ranks that store nothing of what was changed.
+    """
+
+    params: list[int]  # version counters of the parameters
+    shards: list[int]  # for each flat parameter, that of its shard and how often it was tied to its parameters
 
 
 class Unit:
@@ -50,6 +60,7 @@ class Unit:
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
         places: for each parameter the registries of modules, with its names there, that hold it.
+        kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
     """
 
     def __init__(
@@ -72,7 +83,8 @@ class Unit:
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         stored = torch.device("cpu") if offload else self.device
-        self.flats = tuple(FlatParam(kind, shards, self.rank, stored) for kind in _by_kind(params))
+        pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
+        self.flats = tuple(FlatParam(kind, shards, self.rank, stored, pin) for kind in _by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.views: list[Tensor] | None = None
@@ -80,6 +92,7 @@ class Unit:
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_root = True
         self._syncs = True
+        self.kept: Any = None  # eager.full_buffer.Kept
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
@@ -149,6 +162,11 @@ class Unit:
         return any(flat.trains for flat in self.flats)
 
     @property
+    def keeps_unsynced(self) -> bool:
+        """Whether a backward pass that ends now leaves the full parameters gathered (E-STRAT-5)."""
+        return self.is_sharded and not self.reshard_after_forward and not self.syncs
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """For each parameter its full shape."""
         return [shape for flat in self.flats for shape in flat.layout.shapes]
@@ -196,6 +214,11 @@ class Unit:
         self.places[index].append((registry, name))
         self.note_places()
 
+    def stamp(self) -> Stamp:
+        """To compare with a later one: whether the parameters have changed in between."""
+        shards = [count for flat in self.flats for count in (flat.shard._version, flat.ties)]
+        return Stamp([param._version for param in self.params], shards)
+
     def note_places(self) -> None:
         """See what modules hold now; it counts as known."""
         flattened = [place for places in self.places for place in places]
@@ -238,7 +261,7 @@ class Unit:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]
-        twin.views, twin.awaiting_backward = None, weakref.WeakSet()
+        twin.views, twin.kept, twin.awaiting_backward = None, None, weakref.WeakSet()
         twin.unsharded, twin.summoned = None, None
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
         twin.places = copy.deepcopy(self.places, memo)

@@ -69,6 +69,7 @@ class FullyShardedDataParallel(nn.Module):
                 sync_module_states=sync_module_states,
                 backward_prefetch=backward_prefetch,
                 forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
             ),
         )
         self.register_state_dict_post_hook(_drop_prefix)

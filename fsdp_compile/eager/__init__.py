@@ -1,8 +1,12 @@
 """The eager runtime: all that runs outside a compiled graph.
 
 forward.py         the forward of a sharded module, eager and traced
-root.py            what units under one root share: order, and what is gathered ahead
+root.py            what units under one root share: order, what is gathered ahead, streams
+agreement.py       what has to be equal under one root and on all ranks
+streams.py         streams and events behind one interface
 gathered.py        one forward's full views: freed after forward, gathered again before backward, freed after it
+full_buffer.py     the memory beneath them
+full_views.py      the differentiable step between shards and full views
 reduce.py          gradients packed, reduced, waited for late
 hooks.py           communication hooks: gradients reduced by the user's function
 accumulate.py      gradients that wait for a later reduce

@@ -25,13 +25,13 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     if torch.compiler.is_compiling():
         return _traced(module, forward, *cast_inputs(module, args, kwargs))
     closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
+    root: Root = module._fsdp_root
     if current_backward() != -1:
         for unit in closed:
-            open_for_recomputation(unit)
+            open_for_recomputation(unit, root.streams_for(unit.device))
         return forward(module, *args, **kwargs)
-    root: Root = module._fsdp_root
     if module._fsdp_is_root:
-        root.begin_iteration()
+        root.begin_iteration(module)
     args, kwargs = cast_inputs(module, args, kwargs)
     opened: list[Gathered] = []
     try:
@@ -39,7 +39,10 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
             gathered = root.gather(unit, computes_in_full_precision(module))
             gathered.open()  # one by one: if one fails, those before it are closed
             opened.append(gathered)
+            root.prefetch_forward(gathered)
         output = forward(module, *args, **kwargs)
+        if module._fsdp_is_root:
+            root.complete_iteration()
     finally:
         for gathered in opened:
             gathered.unit.views = None

@@ -5,6 +5,8 @@
                free (all gradients of the views are there) -> pack, reduce
 
 Freeing resizes the storage to zero bytes: autograd's saved views stay valid objects and are filled again in place.
+Units that are not freed after forward stay filled through backward passes that do not synchronise gradients; the next
+forward reads them if no parameter has changed (E-ACC-5).
 """
 
 import weakref
@@ -13,71 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
 
-from fsdp_compile import collectives
-from fsdp_compile.eager.reduce import reduce_gradients
+from fsdp_compile.eager.full_buffer import FullBuffer, Kept
+from fsdp_compile.eager.full_views import FullViews
 from fsdp_compile.eager.state import check_not_summoned
+from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.ops import alias, view_parameters
 from fsdp_compile.unit import Unit
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
-
-
-class FullBuffer:
-    """A flat parameter in full, `[layout.numel]`, in the dtype and on the device that its unit computes in.
-
-    Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
-    """
-
-    def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
-        self.unit, self.flat = unit, flat
-        self.is_shard = not unit.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
-        self.full = (
-            alias(flat.shard) if self.is_shard else torch.empty(flat.layout.numel, dtype=dtype, device=unit.device)
-        )
-        self.storage = self.full.untyped_storage()
-        self.nbytes = self.storage.nbytes()
-        self.filling = False
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the memory was given back."""
-        return self.storage.nbytes() == 0 < self.nbytes
-
-    def start(self) -> None:
-        """Begin to fill it from the shards."""
-        if self.is_shard:
-            return
-        if self.is_free:
-            self.storage.resize_(self.nbytes)
-        shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-        if self.unit.is_sharded:
-            unit = self.unit
-            collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
-        else:
-            self.full.copy_(shard)
-        self.filling = self.unit.is_sharded
-
-    def wait(self) -> None:
-        """It may be read from here on."""
-        if self.filling:
-            collectives.wait(self.full)
-            self.filling = False
-
-    def views(self) -> list[Tensor]:
-        """The parameters' full views. Their version counter is not this buffer's: filling it again is no change."""
-        return view_parameters(alias(self.full), self.flat.layout.text)
-
-    def free(self) -> None:
-        """Give the memory back; views stay valid objects and may be read after the next fill."""
-        self.wait()
-        if not self.is_shard:
-            self.storage.resize_(0)
 
 
 class Gathered:
@@ -86,25 +35,45 @@ class Gathered:
     Owned by the graph of that forward, through the hooks on its outputs: it goes when the graph goes.
     """
 
-    def __init__(self, unit: Unit, full_precision: bool = False) -> None:
-        self.unit, self.full_precision = unit, full_precision
+    def __init__(self, unit: Unit, full_precision: bool = False, streams: Streams = NO_STREAMS) -> None:
+        self.unit, self.full_precision, self.streams = unit, full_precision, streams
         self.root: Any = None  # eager.root.Root
         self.before: weakref.ref[Gathered] | None = None  # the forward that ended before this one
         refresh(unit)
-        self.buffers = [
-            FullBuffer(unit, flat, flat.shard.dtype if full_precision else unit.compute_dtype(flat))
-            for flat in unit.flats
-        ]
-        self.params = tuple(unit.params)
-        self.versions = [param._version for param in unit.params]
+        self.params, self.stamp = tuple(unit.params), unit.stamp()
         self.iteration: Any = None  # of the root, if its forward was running
         self.may_free = False  # between forward and backward: filled again when needed
         self.backward = -1  # the backward pass that has opened the views
         self.recomputed_into = False  # whether a forward recomputed in backward reads these views
         self.still_read = False  # whether frozen parameters may be read after the trained ones have their gradients
-        with torch.no_grad():
-            for buffer in self.buffers:
-                buffer.start()
+        self.ahead = False  # whether a backward pass has gathered this ahead and nothing has read it yet
+        self.reused = self._take_kept()
+        if not self.reused:
+            self.streams.limit()
+            with torch.no_grad(), streams.unsharding():
+                self.buffers = [FullBuffer(unit, flat, self._dtype(flat)) for flat in unit.flats]
+                for buffer in self.buffers:
+                    buffer.start()
+
+    def _dtype(self, flat: FlatParam) -> torch.dtype:
+        return flat.shard.dtype if self.full_precision else self.unit.compute_dtype(flat)
+
+    def _take_kept(self) -> bool:
+        """Take the buffers that an earlier backward left, if they hold what a gather would bring; else drop them."""
+        kept: Kept | None = self.unit.kept
+        if kept is None or kept.full_precision != self.full_precision:
+            return False
+        self.unit.kept = None
+        if kept.stamp != self.stamp or any(buffer.is_free for buffer in kept.buffers):
+            self._free(kept.buffers)
+            return False
+        self.buffers = kept.buffers
+        return True
+
+    def is_current(self) -> bool:
+        """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
+        same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
+        return same and self.unit.stamp() == self.stamp
 
     def open(self) -> None:
         """Wait for the gather; give the unit its views."""
@@ -114,20 +83,19 @@ class Gathered:
 
     def wait(self) -> None:
         """The buffers may be read from here on."""
-        for buffer in self.buffers:
-            buffer.wait()
-
-    def is_current(self) -> bool:
-        """Whether the unit has these parameters still, unchanged but for edits through `.data`, which nobody sees."""
-        same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
-        return same and [param._version for param in self.params] == self.versions
+        filling = [buffer for buffer in self.buffers if buffer.filling]
+        if filling:
+            with self.streams.unsharding():
+                for buffer in filling:
+                    buffer.finish()
+            self.streams.await_unshard(*[buffer.full for buffer in filling])
 
     def _differentiable_views(self) -> list[Tensor]:
         trained = [flat for flat in self.unit.flats if flat.trains]
         if not trained or not torch.is_grad_enabled():
             with torch.no_grad():
                 return self.plain_views(self.unit.flats)
-        found = iter(_FullViews.apply(self, trained, *[flat.handle for flat in trained]))
+        found = iter(FullViews.apply(self, trained, *[flat.handle for flat in trained]))
         views: list[Tensor] = []
         for buffer in self.buffers:
             if buffer.flat.trains:
@@ -143,11 +111,13 @@ class Gathered:
 
     def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
         """Arrange for backward; free the buffers unless `keep` or backward could not fill them again."""
-        if not torch.is_grad_enabled():
-            return  # nothing was saved: the buffers go with their last views
+        if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
+            if self.reused:
+                self._keep()
+            return
         self.unit.awaiting_backward.add(self)
         self.may_free = self._hook_outputs(output)
-        if self.unit.has_frozen:
+        if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
         if self.may_free and self.unit.reshard_after_forward and not keep:
             self.free()
@@ -185,24 +155,26 @@ class Gathered:
         self.backward = current_backward()
         call_after_backward(self.close)
         self.prefetch()
+        self.ahead = False
         self.wait()
         self.unit.views, self.unit.views_backward = self.views, self.backward
-        if self.root is not None:
-            self.root.prefetch_backward(self, BackwardPrefetch.BACKWARD_PRE)
+        self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
 
     def prefetch(self) -> bool:
         """Begin to gather again what was freed; whether anything was."""
         freed = [buffer for buffer in self.buffers if buffer.is_free]
         if freed:
             self._check_unchanged()
-        with torch.no_grad():
-            for buffer in freed:
-                buffer.start()
+            self.streams.limit()
+            with torch.no_grad(), self.streams.unsharding():
+                for buffer in freed:
+                    buffer.start()
         return bool(freed)
 
-    def free_if_unused(self) -> None:
-        """At the end of a backward pass for which this was gathered ahead: free it if nothing read it (E-PRE-5)."""
-        if self.backward == -1 and self.unit.reshard_after_forward:
+    def free_ahead(self) -> None:
+        """Free what was gathered ahead for nothing."""
+        if self.ahead:
+            self.ahead = False
             self.free()
 
     def gradients_ready(self) -> None:
@@ -214,23 +186,39 @@ class Gathered:
         shared = self.recomputed_into and len(self.unit.awaiting_backward) > 1
         if not (self.still_read or shared or self.backward not in (-1, current_backward())):
             self.close()
-        if self.root is not None:
-            self.root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
+        self._prefetch_next(BackwardPrefetch.BACKWARD_POST)
 
     def _inputs_ready(self) -> None:
         self.still_read = False
         if self.backward == current_backward() and not self.recomputed_into:
             self.close()
+            self._prefetch_next(BackwardPrefetch.BACKWARD_POST)  # a frozen unit has no gradients to be ready (E-PRE-6)
+
+    def _prefetch_next(self, when: BackwardPrefetch) -> None:
+        if self.root is not None:
+            self.root.prefetch_backward(self, when)
 
     def close(self) -> None:
-        """The backward pass needs the views no longer: free the buffers."""
+        """The backward pass needs the views no longer: free the buffers, or keep them where that saves a gather."""
         self.unit.awaiting_backward.discard(self)
         if self.unit.views is self.views:
             self.unit.views = None
+        if self.unit.keeps_unsynced and not any(buffer.is_free for buffer in self.buffers):
+            self._keep()
+            return
+        if self.unit.kept is not None:
+            self._free(self.unit.kept.buffers)
+            self.unit.kept = None
         self.free()
 
+    def _keep(self) -> None:
+        kept: Kept | None = self.unit.kept
+        if kept is not None and kept.buffers is not self.buffers:
+            self._free(kept.buffers)
+        self.unit.kept = Kept(self.buffers, self.stamp, self.full_precision)
+
     def _check_unchanged(self) -> None:
-        for name, param, version in zip(self.unit.names, self.unit.params, self.versions, strict=True):
+        for name, param, version in zip(self.unit.names, self.unit.params, self.stamp.params, strict=True):
             if param._version != version:
                 raise RuntimeError(
                     f"parameter {name}: expected the values of the forward pass in its backward pass, found it "
@@ -239,40 +227,18 @@ class Gathered:
 
     def free(self) -> None:
         """Give the buffers' memory back."""
-        for buffer in self.buffers:
+        self.wait()
+        self._free(self.buffers)
+
+    def _free(self, buffers: Sequence[FullBuffer]) -> None:
+        filled = [buffer for buffer in buffers if not (buffer.is_shard or buffer.is_free)]
+        for buffer in filled:
             buffer.free()
+        if filled:
+            self.streams.note_free()
 
 
-class _FullViews(torch.autograd.Function):
-    """The full views of the flat parameters that train; backward frees them, packs their gradients and reduces them.
-
-    Note on lifetime: the views own this node, so it must not own the `Gathered` that owns the views.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gathered: Gathered, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
-        ctx.full_precision = gathered.full_precision
-        views, frozen = [], []
-        for buffer in gathered.buffers:
-            if buffer.flat in flats:
-                found = buffer.views()
-                views += found
-                frozen += [found[index] for index in buffer.flat.frozen]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(views)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # one per parameter, full shape
-        gathered = ctx.gathered()
-        if gathered is not None:
-            gathered.gradients_ready()
-        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.full_precision))
-
-
-def open_for_recomputation(unit: Unit) -> None:
+def open_for_recomputation(unit: Unit, streams: Streams) -> None:
     """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
 
     Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
@@ -280,7 +246,7 @@ def open_for_recomputation(unit: Unit) -> None:
     """
     gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:
-        gathered = Gathered(unit)
+        gathered = Gathered(unit, streams=streams)
         gathered.open()
         gathered.backward = current_backward()
         unit.awaiting_backward.add(gathered)

@@ -16,6 +16,7 @@ from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
 from fsdp_compile.eager.accumulate import keep_unsynced, take_unsynced
 from fsdp_compile.eager.hooks import compresses, reduce_by_hook
+from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.flat_param import Arrival, FlatParam
 from fsdp_compile.unit import Unit
@@ -27,7 +28,11 @@ _in_flight: deque[Arrival] = deque()
 
 
 def reduce_gradients(
-    unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None], full_precision: bool = False
+    unit: Unit,
+    flats: Sequence[FlatParam],
+    grads: Sequence[Tensor | None],
+    streams: Streams = NO_STREAMS,
+    full_precision: bool = False,
 ) -> list[Tensor | None]:
     """Start to average the gradients of the full views over the ranks; one gradient of the shard per flat parameter.
 
@@ -38,6 +43,7 @@ def reduce_gradients(
         unit: whose gradients.
         flats: those of its flat parameters that train.
         grads: one per parameter of `flats`, in full shape; None: unused.
+        streams: in which reduces run.
         full_precision: whether forward left mixed precision aside.
 
     Raises:
@@ -53,7 +59,7 @@ def reduce_gradients(
         if unit.syncs:
             kept = take_unsynced(flat)
             flat.arrival.full_precision = full_precision
-            shard_grads.append(_start(unit, flat, packed if kept is None else packed.add_(kept)))
+            shard_grads.append(_start(unit, flat, packed if kept is None else packed.add_(kept), streams))
         else:
             keep_unsynced(flat, packed)
             flat.arrival.kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
@@ -91,24 +97,31 @@ def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, de
     return torch.cat(pieces, out=torch.empty(flat.layout.numel, dtype=dtype, device=device))
 
 
-def _start(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
-    """Start the reduce; return what will be the shard's gradient."""
+def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Tensor:
+    """Start the reduce, in the post-backward stream; return what will be the shard's gradient."""
     again = flat.arrival.backward == current_backward()  # a second forward of the unit: autograd adds the two at once
     flat.arrival.wait()
     flat.arrival.backward = current_backward()
-    reduced, finish = _reduce(unit, packed)
-    result = reduced
-    if reduced.dtype != flat.shard.dtype or reduced.device != flat.shard.device:
-        result = torch.empty_like(flat.shard)
-        arrive = finish
+    if unit.comm_hook is not None or unit.offload:  # else the collective holds it until compute has waited
+        streams.lend(packed)
+    with streams.reducing():
+        reduced, arrive = _reduce(unit, packed)
+    as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
+    result = reduced if as_stored else _like(flat.shard)
 
-        def finish() -> None:
+    def finish() -> None:
+        with streams.finishing():
             arrive()
-            result.copy_(reduced)
+            if result is not reduced:
+                result.copy_(reduced, non_blocking=True)
+        streams.await_reduce(reduced)
+        event = streams.reduce_event() if unit.offload else None
+        if event is not None:
+            flat.arrival.settle = partial(streams.device.block, event)
 
     flat.arrival.finish = finish
     if again:
-        flat.arrival.wait()
+        flat.arrival.wait_on_host()
     _in_flight.append(flat.arrival)
     while len(_in_flight) > IN_FLIGHT:
         _in_flight.popleft().wait()
@@ -125,6 +138,10 @@ def _reduce_kept(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam
         reduced, finish = _reduce(unit, kept)
         finish()
     return reduced.to(flat.shard)
+
+
+def _like(shard: Tensor) -> Tensor:
+    return torch.empty_like(shard, pin_memory=shard.is_pinned())
 
 
 def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:

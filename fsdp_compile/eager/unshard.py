@@ -5,13 +5,14 @@ ranks, by an all-reduce of one number, before it reads what was gathered outside
 root nothing may change and nothing is asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fsdp_compile import collectives
 from fsdp_compile.eager.gathered import Gathered
 from fsdp_compile.eager.state import check_not_summoned, is_open
+from fsdp_compile.eager.streams import Streams
 from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.unit import Unit
 
@@ -29,20 +30,26 @@ class UnshardHandle:
         self._gathers = ()
 
 
-def unshard(units: Sequence[Unit], full_precision: bool, iteration: object | None) -> UnshardHandle:
+def unshard(
+    units: Sequence[Unit],
+    full_precision: bool,
+    iteration: object | None,
+    streams_for: Callable[[torch.device], Streams],
+) -> UnshardHandle:
     """Begin to gather those of `units` that are not gathered. AssertionError if one is summoned.
 
     Args:
         units: what to gather.
         full_precision: whether the next forward computes in the stored dtype.
         iteration: the root's forward within which this happens, or None.
+        streams_for: the streams of a device.
     """
     for unit in units:
         check_not_summoned(unit, "unshard")
     with torch.inference_mode(False):
         for unit in units:
             if not is_open(unit) and unit.unsharded is None:
-                unit.unsharded = Gathered(unit, full_precision)
+                unit.unsharded = Gathered(unit, full_precision, streams_for(unit.device))
                 unit.unsharded.iteration = iteration
     return UnshardHandle([unit.unsharded for unit in units if unit.unsharded is not None])
 

@@ -1,0 +1,71 @@
+"""The memory of one flat parameter in full: filled, read, given back, filled again."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_compile import collectives
+from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.ops import alias, view_parameters
+from fsdp_compile.unit import Stamp, Unit
+
+
+class FullBuffer:
+    """A flat parameter in full, `[layout.numel]`, in the dtype and on the device that its unit computes in.
+
+    Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
+    Freeing resizes the storage to zero bytes: views stay valid objects and may be read again after the next fill.
+    Memory belongs to the stream that is current in `start`, here and in the allocator.
+    """
+
+    def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
+        self.unit, self.flat = unit, flat
+        self.is_shard = not unit.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
+        self.full = (
+            alias(flat.shard) if self.is_shard else torch.empty(flat.layout.numel, dtype=dtype, device=unit.device)
+        )
+        self.storage = self.full.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.filling = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the memory was given back."""
+        return self.storage.nbytes() == 0 < self.nbytes
+
+    def start(self) -> None:
+        """Begin to fill it from the shards."""
+        if self.is_shard:
+            return
+        if self.is_free:
+            self.storage.resize_(self.nbytes)
+        shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
+        if self.unit.is_sharded:
+            unit = self.unit
+            collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
+        else:
+            self.full.copy_(shard)
+        self.filling = True
+
+    def finish(self) -> None:
+        """Order the current stream after the fill."""
+        collectives.wait(self.full)
+        self.filling = False
+
+    def views(self) -> list[Tensor]:
+        """The parameters' full views. Their version counter is not this buffer's: filling it again is no change."""
+        return view_parameters(alias(self.full), self.flat.layout.text)
+
+    def free(self) -> None:
+        """Give the memory back; it is not being filled."""
+        if not self.is_shard:
+            self.storage.resize_(0)
+
+
+class Kept(NamedTuple):
+    """Filled buffers that a backward pass which synchronised nothing left to the unit's next forward."""
+
+    buffers: list[FullBuffer]
+    stamp: Stamp
+    full_precision: bool

@@ -1,0 +1,167 @@
+"""Streams and events behind one small interface, so that the same code runs, and is tested, without an accelerator.
+
+    compute         the stream that is current where module code runs
+    unshard         casts of shards, memory for full parameters, all-gathers
+    post-backward   reduces, and what is done with their results
+
+Collectives have a stream of their own in NCCL: they start after what the current stream has queued, and `wait_tensor`
+lets the current stream wait for them. So they are started and waited for in a side stream, and the hand-over from there
+to compute is one wait of a stream for a stream.
+"""
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+GATHERS_IN_FLIGHT = 2
+"""Units freed on the host whose memory the device may still read; the host waits before it gathers one more."""
+
+
+class Device:
+    """A device without streams, such as the CPU: what is called first is done first, so there is nothing to order."""
+
+    def new_stream(self) -> Any:
+        """A stream beside the current one."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The stream that work is queued to now."""
+        return None
+
+    def run_in(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue the work of the block to `stream`."""
+        return nullcontext()
+
+    def order(self, first: Any, then: Any) -> None:
+        """What is queued to `then` from now on waits for what is queued to `first` already."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """When `tensor` is freed, its memory waits for what `stream` has queued by then before it is used again."""
+
+    def record(self, stream: Any) -> Any:
+        """An event behind what is queued to `stream`; None if nothing is ever queued."""
+        return None
+
+    def block(self, event: Any) -> None:
+        """Let the host wait for `event`."""
+
+
+class Accelerator(Device):
+    """A device with streams, by its own torch module, such as `torch.cuda`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+
+    def new_stream(self) -> Any:
+        """A stream beside the current one."""
+        return self.module.Stream(device=self.device)
+
+    def current_stream(self) -> Any:
+        """The stream that work is queued to now."""
+        return self.module.current_stream(self.device)
+
+    def run_in(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue the work of the block to `stream`."""
+        return self.module.stream(stream)
+
+    def order(self, first: Any, then: Any) -> None:
+        """What is queued to `then` from now on waits for what is queued to `first` already."""
+        then.wait_stream(first)
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """When `tensor` is freed, its memory waits for what `stream` has queued by then before it is used again."""
+        tensor.record_stream(stream)
+
+    def record(self, stream: Any) -> Any:
+        """An event behind what is queued to `stream`."""
+        return stream.record_event()
+
+    def block(self, event: Any) -> None:
+        """Let the host wait for `event`."""
+        event.synchronize()
+
+
+def device_of(device: torch.device) -> Device:
+    """The interface to `device`."""
+    return Device() if device.type in ("cpu", "meta") else Accelerator(device)
+
+
+class Streams:
+    """The streams of one root on one device, and what is handed from one to another (E-STREAM-1, E-STREAM-3).
+
+    Args:
+        device: the interface to the device.
+        limit_gathers: whether the host waits before it gathers while the memory of `GATHERS_IN_FLIGHT` freed units
+            may still be read.
+    """
+
+    def __init__(self, device: Device, limit_gathers: bool) -> None:
+        self.device, self.limit_gathers = device, limit_gathers
+        self.unshard, self.post_backward = device.new_stream(), device.new_stream()
+        self._freed: deque[Any] = deque()
+
+    def begin_iteration(self) -> None:
+        """Gathers from now on see what compute has done to the shards: the optimizer's step."""
+        self.device.order(self.device.current_stream(), self.unshard)
+
+    def unsharding(self) -> AbstractContextManager[Any]:
+        """Run the block in the unshard stream."""
+        return self.device.run_in(self.unshard)
+
+    def await_unshard(self, *filled: Tensor) -> None:
+        """Compute may read `filled`, made in the unshard stream, from here on."""
+        compute = self.device.current_stream()
+        self.device.order(self.unshard, compute)
+        for tensor in filled:
+            self.device.keep(tensor, compute)
+
+    def note_free(self) -> None:
+        """A unit's memory was given back; compute may have reads of it in its queue (E-RATE-2)."""
+        event = self.device.record(self.device.current_stream()) if self.limit_gathers else None
+        if event is not None:
+            self._freed.append(event)
+
+    def limit(self) -> None:
+        """Called before a gather: hold the host back if it has run far ahead of the device (E-RATE-1, E-RATE-3)."""
+        if len(self._freed) >= GATHERS_IN_FLIGHT:
+            with record_function("fsdp_compile.limit_all_gathers"):
+                self.device.block(self._freed.popleft())
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Run the block in the post-backward stream, after the gradients that compute has made so far."""
+        self.device.order(self.device.current_stream(), self.post_backward)
+        return self.device.run_in(self.post_backward)
+
+    def finishing(self) -> AbstractContextManager[Any]:
+        """Run the block in the post-backward stream, after the reduces that were started there, without compute."""
+        return self.device.run_in(self.post_backward)
+
+    def lend(self, *gradients: Tensor) -> None:
+        """`gradients`, made by compute, are read in the post-backward stream after the host has dropped them."""
+        for tensor in gradients:
+            self.device.keep(tensor, self.post_backward)
+
+    def await_reduce(self, *reduced: Tensor) -> None:
+        """Compute may read `reduced`, made in the post-backward stream, from here on."""
+        compute = self.device.current_stream()
+        self.device.order(self.post_backward, compute)
+        for tensor in reduced:
+            self.device.keep(tensor, compute)
+
+    def reduce_event(self) -> Any:
+        """An event behind what the post-backward stream has been given; None if nothing is ever queued."""
+        return self.device.record(self.post_backward)
+
+    def block_on_unshard(self) -> None:
+        """Let the host wait for the copies that gathers make of shards in host memory, so that it may change them."""
+        event = self.device.record(self.unshard)
+        if event is not None:
+            self.device.block(event)
+
+
+NO_STREAMS = Streams(Device(), limit_gathers=False)
+"""All in the current stream: for gathers outside of an iteration (E-STREAM-4)."""

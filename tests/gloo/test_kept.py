@@ -1,0 +1,174 @@
+"""Units that are not freed after forward keep their buffers through backward passes that synchronise nothing."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from models import Case, squared_error, vectors
+from recording import recorded, unlike_blocks
+from torch import nn
+
+from .ranks import Ranks
+from .training import (
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    build,
+    follow,
+    mine,
+    shard,
+    twins,
+    units,
+    whole,
+)
+
+CASE = Case(unlike_blocks, vectors, squared_error)
+both = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+
+
+def _gathers(model: nn.Module, seed: int, sync: bool) -> list[str]:
+    """The units that one forward and backward gathers, in order."""
+    with recorded(model) as log, nullcontext() if sync else model.no_sync():
+        backward(model, CASE, mine(CASE, seed))
+    return [line.split()[1] for line in log.about("gather")]
+
+
+def _bytes(model: nn.Module) -> int:
+    """What is left of full parameters."""
+    return sum(buffer.storage.nbytes() for unit in units(model) if unit.kept for buffer in unit.kept.buffers)
+
+
+def _accumulate(rank: int, strategy: str) -> list[list[str]]:
+    reference, model = twins(CASE, strategy)
+    gathered = []
+    for seed, sync in enumerate((False, False, True)):
+        backward(reference, CASE, whole(CASE, seed))
+        gathered.append(_gathers(model, seed, sync))
+        full = sum(4 * flat.layout.numel for unit in units(model) for flat in unit.flats)
+        assert _bytes(model) == (full if strategy == "SHARD_GRAD_OP" and not sync else 0)
+    assert_same_gradients(model, reference)
+    follow(model, reference, CASE)
+    return gathered
+
+
+@both
+def test_kept_through_no_sync(two: Ranks, strategy: str) -> None:
+    """SHARD_GRAD_OP gathers once for a window of accumulation, FULL_SHARD always; the syncing backward frees.
+
+    E-ACC-5, E-STRAT-1, E-STRAT-3, E-STRAT-5.
+    """
+    names = ["root", "blocks.0", "blocks.1", "blocks.2"]
+    for gathered in two.run(_accumulate, strategy):
+        if strategy == "SHARD_GRAD_OP":
+            assert gathered == [names, [], []]
+        else:
+            assert [sorted(set(step)) for step in gathered] == [sorted(names)] * 3
+
+
+def _accumulate_hybrid(rank: int) -> None:
+    reference = build(CASE)
+    model = shard(CASE, "_HYBRID_SHARD_ZERO2", devices_per_node=2)
+    for seed, sync in enumerate((False, True)):
+        backward(reference, CASE, whole(CASE, seed))
+        assert len(_gathers(model, seed, sync)) == (0 if sync else 4)
+        assert bool(_bytes(model)) == (not sync)
+    assert_same_gradients(model, reference)
+
+
+def test_hybrid_keeps_too(four: Ranks) -> None:
+    """_HYBRID_SHARD_ZERO2 keeps its buffers as SHARD_GRAD_OP does (E-STRAT-1)."""
+    four.run(_accumulate_hybrid)
+
+
+def _scale(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def _replace(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+def _load(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param * 0.5)
+
+
+def _load_shards(model: nn.Module) -> None:
+    with torch.no_grad():
+        for unit in units(model):
+            for flat in unit.flats:
+                flat.shard.mul_(0.5)
+
+
+CHANGES = {f.__name__: f for f in (_scale, _replace, _load, _load_shards)}
+
+
+def _change(rank: int, change: str) -> None:
+    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    _gathers(model, 1, sync=False)
+    model.zero_grad()
+    CHANGES[change](model)
+    _scale(reference)
+    assert len(_gathers(model, 1, sync=False)) == 4
+    model.zero_grad()
+    follow(model, reference, CASE)
+    assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_kept_values_are_never_older_than_the_shard(two: Ranks, change: str) -> None:
+    """After a change of the parameters the next forward gathers again (E-STRAT-10)."""
+    two.run(_change, change)
+
+
+def _evaluate_between(rank: int) -> None:
+    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    _gathers(model, 1, sync=False)
+    with recorded(model) as log, torch.no_grad():
+        model(mine(CASE, 2)[0])
+    assert not log.about("gather", "free")
+    assert not _gathers(model, 3, sync=True)
+    assert _bytes(model) == 0
+    for seed in (1, 3):
+        backward(reference, CASE, whole(CASE, seed))
+    assert_same_gradients(model, reference)
+
+
+def test_evaluation_reads_what_is_kept(two: Ranks) -> None:
+    """A forward without gradients within a window of accumulation neither gathers nor drops what is kept."""
+    two.run(_evaluate_between)
+
+
+def _pending(rank: int) -> None:
+    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    first, second = (CASE.loss(model, mine(CASE, seed)) for seed in (1, 2))
+    with model.no_sync():
+        first.backward(retain_graph=True)
+    second.backward()
+    assert _bytes(model) == 0, "the syncing backward frees what others kept"
+    first.backward()
+    for seed in (1, 2, 1):
+        backward(reference, CASE, whole(CASE, seed))
+    assert_same_gradients(model, reference)
+    follow(model, reference, CASE)
+
+
+def test_two_forwards_and_no_sync(two: Ranks) -> None:
+    """Kept buffers are no trap for other forwards that wait for backward, nor for a graph that runs again."""
+    two.run(_pending)
+
+
+def _root_alone(rank: int) -> None:
+    model = shard(CASE)
+    with model.no_sync():
+        backward(model, CASE, mine(CASE, 1))
+    assert all(unit.kept is None for unit in units(model))
+
+
+def test_full_shard_keeps_nothing(two: Ranks) -> None:
+    """Under FULL_SHARD the root is freed after backward too, synchronised or not (E-STRAT-1)."""
+    two.run(_root_alone)
