@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecision
 from fsdp_compile.flat_param import FlatParam, NamedParams
 from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
+from fsdp_compile.switches import Switches
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class Unit:
         is_root: whether no other unit encloses this one; the eager runtime keeps such a unit after forward.
         syncs: whether backward reduces gradients; `no_sync` sets it.
         comm_hook: what reduces gradients instead of the default, with its state, or None.
+        switches: what the environment asked for when the unit was made.
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class Unit:
         self.is_root = True
         self.syncs = True
         self.comm_hook: tuple[Any, Any] | None = None
-        self._traced = [self._constants(flat) for flat in self.flats]
+        self.switches = Switches.from_environment()
+        self._traced = [self._constants(flat, self.compute_dtype(flat), self.reduce_dtype(flat)) for flat in self.flats]
+        self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         self._mark()
 
-    def _constants(self, flat: FlatParam) -> tuple[Any, ...]:
+    def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
-        compute, reduce = self.compute_dtype(flat), self.reduce_dtype(flat)
         where = (flat.layout.text, self.group_name, self.group_size, self.reshard_after_forward)
         if compute == reduce == flat.shard.dtype and self.replicas is None:
             return where
@@ -131,10 +134,11 @@ class Unit:
             yield flat, values[start : start + len(flat.params)]
             start += len(flat.params)
 
-    def traced_views(self) -> list[Tensor]:
+    def traced_views(self, full_precision: bool = False) -> list[Tensor]:
         """Record the gather of all flat parameters; one differentiable full view per parameter."""
         views: list[Tensor] = []
-        for flat, where in zip(self.flats, self._traced, strict=True):
+        constants = self._traced_in_full if full_precision else self._traced
+        for flat, where in zip(self.flats, constants, strict=True):
             found: list[Tensor] = VIEWS(UNSHARD(flat.handle, *where), where[0])
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views

@@ -54,11 +54,11 @@ class FullBuffer:
         if self.is_free:
             self.storage.resize_(self.nbytes)
         shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-        if self.unit.is_sharded:
+        self.filling = self.unit.is_sharded and not self.unit.switches.fake_all_gather
+        if self.filling:
             collectives.start_all_gather(self.full, shard, self.unit.group_size, self.unit.group_name)
-        else:
+        elif not self.unit.is_sharded:
             self.full.copy_(shard)
-        self.filling = self.unit.is_sharded
 
     def wait(self) -> None:
         """It may be read from here on."""
@@ -132,7 +132,7 @@ class Gathered:
             return  # nothing was saved: the buffers go with their last views
         self.unit.awaiting_backward.add(self)
         hooked = self._hook_outputs(output)
-        if self.unit.has_frozen:
+        if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
         if hooked and self.unit.reshard_after_forward and not keep:
             self.free()
@@ -158,7 +158,8 @@ class Gathered:
         needed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
             self.still_read = True
-            torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
+            handle = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
+            weakref.finalize(self, handle.remove)  # an input that outlives this forward collects no hooks
 
     def _before_backward(self, _grad: Tensor) -> None:
         if self.backward != current_backward():
@@ -196,16 +197,18 @@ class Gathered:
         Several forwards of one unit recomputed in one backward all read these views: wait for the last of them. A
         reentrant checkpoint runs a backward pass of its own within the one that opened the views.
         """
-        shared = self.recomputed_into and len(self.unit.awaiting_backward) > 1
-        if not (self.still_read or shared or self.backward not in (-1, current_backward())):
+        if not (self.still_read or self._is_shared() or self.backward not in (-1, current_backward())):
             self.close()
         if self.root is not None:
             self.root.prefetch_backward(self, BackwardPrefetch.BACKWARD_POST)
 
     def _inputs_ready(self) -> None:
         self.still_read = False
-        if self.backward == current_backward() and not self.recomputed_into:
+        if self.backward == current_backward() and not self._is_shared():
             self.close()
+
+    def _is_shared(self) -> bool:
+        return self.recomputed_into and len(self.unit.awaiting_backward) > 1
 
     def close(self) -> None:
         """The backward pass needs the views no longer: free the buffers."""
@@ -256,22 +259,23 @@ class _FullViews(torch.autograd.Function):
         return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads))
 
 
-def open_for_recomputation(unit: Unit) -> None:
+def open_for_recomputation(unit: Unit, full_precision: bool) -> Gathered | None:
     """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
 
     Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
-    and gathers for itself.
+    and gathers for itself: what is returned.
     """
     gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:
-        gathered = Gathered(unit)
+        gathered = Gathered(unit, full_precision)
         gathered.open()
         gathered.backward = current_backward()
         unit.awaiting_backward.add(gathered)
         call_after_backward(gathered.close)  # also keeps it until then
-        return
+        return gathered
     gathered.recomputed_into = True
     gathered.reopen()
+    return None
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:

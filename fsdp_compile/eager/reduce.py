@@ -81,7 +81,9 @@ def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; where the average will be, and what waits for it."""
     if unit.comm_hook is not None:
         return _reduce_by_hook(unit, packed)
-    if unit.is_sharded:
+    if unit.is_sharded and unit.switches.fake_reduce:
+        reduced = packed.chunk(unit.group_size)[unit.rank].clone()
+    elif unit.is_sharded:
         reduced = collectives.start_reduce_scatter(packed, unit.group_size, unit.group_name)
     else:
         reduced = packed

@@ -87,8 +87,9 @@ def test_a_custom_policy_sets_strategies() -> None:
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy for module blocks.1, found "
-         "depth, mixed"),
+        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy and mixed_precision for "
+         "module blocks.1, found depth, mixed"),
+        ({"mixed_precision": "bf16"}, TypeError, "expected a MixedPrecision or None for module blocks.1, found str"),
         ({"sharding_strategy": "NO_SHARD"}, TypeError, "expected a ShardingStrategy for module blocks.1, found str"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "hybrid strategies for all units or for none"
          ", found HYBRID_SHARD for module blocks.1 in a model of FULL_SHARD"),
