@@ -114,7 +114,7 @@ def test_hybrid_strategies_with_one_rank_or_one_replica(strategy: ShardingStrate
 
 
 def test_containers_warn() -> None:
-    """What has no forward that would gather it: UserWarning with its path (E-INIT-2, E-ERR-37)."""
+    """What has no forward that would gather it: UserWarning with its path (E-INIT-2, E-ERR-37, E-LIM-20)."""
     made = {
         nn.ModuleList: lambda: nn.ModuleList([nn.Linear(2, 2)]),
         nn.ModuleDict: lambda: nn.ModuleDict({"m": nn.Linear(2, 2)}),
@@ -152,7 +152,10 @@ def test_device_id() -> None:
 
 
 def test_broadcast_needs_tensors_that_the_group_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU buffer outside of what is moved, in a group for accelerators: ValueError with its name (E-SYNC-4)."""
+    """A CPU buffer outside of what is moved, in a group for accelerators: ValueError with its name.
+
+    E-SYNC-4, E-ERR-65.
+    """
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr("fsdp_compile.plan.compute_device", lambda *_: torch.device("cpu"))
     message = (

@@ -202,13 +202,13 @@ class _Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single, self.half = nn.Linear(7, 11), nn.Linear(11, 11, dtype=BF16)
-        self.double, self.head = nn.Linear(11, 9, dtype=FP64), nn.Linear(9, 5)
+        self.single, self.narrow = nn.Linear(7, 11), nn.Linear(11, 11, dtype=BF16)
+        self.wide, self.head = nn.Linear(11, 9, dtype=FP64), nn.Linear(9, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.single(x))
-        x = x + torch.tanh(self.half(x.to(BF16))).float()
-        return self.head(torch.tanh(self.double(x.double())).float())
+        x = x + torch.tanh(self.narrow(x.to(BF16))).float()
+        return self.head(torch.tanh(self.wide(x.double())).float())
 
 
 def _train_mixed(rank: int, how: str, strategy: str) -> None:
