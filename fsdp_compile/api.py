@@ -146,6 +146,7 @@ def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
         broadcast_states(params, planned.module, settings.groups)
     unit = _new_unit(planned, settings) if planned.has_data else None
     planned.module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
+    planned.module.__dict__["_fsdp_device"] = planned.device
     planned.module.__dict__["_fsdp_precision"] = planned.precision
     planned.module.__dict__["_fsdp_full_precision_in_eval"] = Switches.from_environment().full_precision_in_eval
     planned.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(planned.module, modules)

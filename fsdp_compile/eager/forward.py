@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
-from fsdp_compile.eager.inputs import cast_inputs, computes_in_full_precision
+from fsdp_compile.eager.inputs import computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.root import Root
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.unit import Unit
@@ -22,7 +22,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are closed and the module stays usable.
     """
-    args, kwargs = cast_inputs(module, args, kwargs)
+    args, kwargs = prepare_inputs(module, args, kwargs)
     if torch.compiler.is_compiling():
         return _traced(module, forward, args, kwargs)
     closed = [unit for unit in module._fsdp_scope if not _is_open(unit)]

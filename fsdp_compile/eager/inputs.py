@@ -1,4 +1,4 @@
-"""What a sharded module's inputs and buffers become under mixed precision."""
+"""What becomes of a sharded module's inputs, and of its buffers under mixed precision."""
 
 from collections.abc import Collection
 from typing import Any
@@ -20,19 +20,29 @@ def computes_in_full_precision(module: Any) -> bool:
     return module._fsdp_full_precision_in_eval and not module.training
 
 
-def cast_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Cast floating tensors among the arguments to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14)."""
+def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Cast and move the tensors among the arguments.
+
+    Floating ones are cast to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14). At the root, all go to
+    the accelerator that it computes on, if it does (E-FWD-2).
+    """
+    dtype = _input_dtype(module)
+    device = module._fsdp_device if module._fsdp_is_root and module._fsdp_device.type != "cpu" else None
+    if dtype is None and device is None:
+        return args, kwargs
+
+    def prepare(tensor: Tensor) -> Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    return tree_map_only(Tensor, prepare, (args, kwargs))
+
+
+def _input_dtype(module: Any) -> torch.dtype | None:
     policy = module._fsdp_precision
-    if policy is None or policy.param_dtype is None or computes_in_full_precision(module):
-        return args, kwargs
+    if policy is None or computes_in_full_precision(module):
+        return None
     own = policy.cast_forward_inputs and module._fsdp_scope
-    if not (own or (policy.cast_root_forward_inputs and module._fsdp_is_root)):
-        return args, kwargs
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(policy.param_dtype) if tensor.is_floating_point() else tensor
-
-    return tree_map_only(Tensor, cast, (args, kwargs))
+    return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp_is_root) else None
 
 
 def buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:

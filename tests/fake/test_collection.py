@@ -1,4 +1,4 @@
-"""Which parameters a unit collects and in which order, and the defaults of `fully_shard`; on a fake group."""
+"""Which parameters a unit collects, in which order; where inputs go; defaults of `fully_shard`; on a fake group."""
 
 import inspect
 
@@ -6,9 +6,10 @@ import torch
 from models import mlp
 from refusing import units
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
 from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.eager.inputs import prepare_inputs
 from fsdp_compile.unit import unit_of
 
 
@@ -72,3 +73,18 @@ def test_defaults() -> None:
     assert {name: ours[name].default for name in shared} == {name: stock[name].default for name in shared}
     assert ours["backward_prefetch"].default is BackwardPrefetch.BACKWARD_PRE
     assert ours["sharding_strategy"].default is ShardingStrategy.FULL_SHARD
+
+
+def test_inputs_go_to_the_device_of_the_root() -> None:
+    """Tensors anywhere among the root's arguments are moved where it computes; those of inner units stay (E-FWD-2).
+
+    The meta device stands for an accelerator.
+    """
+    model = fully_shard(mlp(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model.__dict__["_fsdp_device"] = model.blocks[0].__dict__["_fsdp_device"] = torch.device("meta")
+    x, ids = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    (moved,), named = prepare_inputs(model, ((x, {"ids": [ids]}),), {"text": "text"})
+    assert moved[0].device.type == moved[1]["ids"][0].device.type == "meta" and named == {"text": "text"}
+    assert moved[0].dtype is torch.bfloat16 and moved[1]["ids"][0].dtype is torch.int64
+    (kept,), _ = prepare_inputs(model.blocks[0], (x,), {})
+    assert kept is x

@@ -82,6 +82,8 @@ def _look_at_wire(rank: int) -> None:
     assert all(whole_ == 2 * part for whole_, part in sizes), "what is sent is the flat parameter, nothing appended"
     reduces = [each for each in sent if each.kind == "reduce"]
     assert len(reduces) == len(flats), "one reduce for each unit"
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads and not any(grad.requires_grad or grad.grad_fn for grad in grads), "a reduce was recorded"
     block = model.blocks[0]._fsdp_scope[0].flats[0]
     assert seen == [(1, {4 * block.layout.numel}, True)], "views lie one after another in the gathered buffer"
 
@@ -89,7 +91,7 @@ def _look_at_wire(rank: int) -> None:
 def test_sizes_on_the_wire(two: Ranks) -> None:
     """A gather's result is read in place, split into views; a reduce takes the packed gradients with nothing appended.
 
-    E-FWD-7, 8, E-RED-2, E-VIEW-1.
+    E-FWD-7, 8, E-RED-2, E-VIEW-1, E-BWD-9.
     """
     two.run(_look_at_wire)
 
