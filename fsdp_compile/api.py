@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile.eager import Root
+from fsdp_compile.eager.accumulate import refuse_unsynced_steps
 from fsdp_compile.eager.broadcast import broadcast_states
 from fsdp_compile.eager.devices import given_device, move_from_cpu
 from fsdp_compile.eager.groups import GroupArgument, resolve_groups
@@ -108,6 +109,7 @@ def fully_shard(
     _mark_ignored(model, settings.ignored)
     _connect(model, Root(backward_prefetch, forward_prefetch))
     install()
+    refuse_unsynced_steps()
     return model
 
 

@@ -4,6 +4,9 @@ Eager code calls the functions; graph passes use the operators. Both are torch's
 runs eagerly and one that is compiled put the same calls on the wire. Only construction, never compiled, broadcasts.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,15 +17,30 @@ _c10d = torch.ops._c10d_functional
 ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_INTO = _c10d.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_TO_ALL = _c10d.all_to_all_single.default
+BROADCAST = _c10d.broadcast_.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
 STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
-    ALL_GATHER_INTO(shard, group_size, group, out=full)
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
+
+
+def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, rank: int | None = None) -> None:
+    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
+
+    Gloo's all-gather copies its input and its output. Where this rank's place `rank` is known, CPU tensors are filled
+    by one broadcast for each rank's slice instead, which works in place.
+    """
+    if rank is None or full.device.type != "cpu":
+        ALL_GATHER_INTO(shard, group_size, group, out=full)
+        return
+    slices = full.view(group_size, -1)
+    slices[rank].copy_(shard)
+    for source in range(group_size):
+        BROADCAST(slices[source], source, group)
 
 
 def wait(tensor: Tensor) -> None:
@@ -38,14 +56,38 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     return full
 
 
-def start_reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -> Tensor:
-    """Begin to reduce `full`, 1-D `[n * group_size]`; the result, 1-D `[n]`, is this rank's slice after `wait`."""
-    return REDUCE_SCATTER(full, op, group_size, group)
+def start_reduce_scatter(
+    full: Tensor, group_size: int, group: str, op: str = "avg"
+) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that.
+
+    Gloo's reduce-scatter is an all-reduce of a copy, of which all but a slice is thrown away. On the CPU the slices are
+    exchanged instead and each rank adds up its own: half the bytes on the wire, no copy, and sums in one order.
+    """
+    if full.device.type == "cpu":
+        return _start_exchange(full, group_size, group, op)
+    reduced = REDUCE_SCATTER(full, op, group_size, group)
+    return reduced, partial(wait, reduced)
 
 
-def reduce_scatter(full: Tensor, group_size: int, group: str) -> Tensor:
-    """Average `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
-    return WAIT(start_reduce_scatter(full, group_size, group))
+def _start_exchange(full: Tensor, group_size: int, group: str, op: str) -> tuple[Tensor, Callable[[], None]]:
+    part = full.numel() // group_size
+    slices = [part] * group_size
+    received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
+    reduced = full.new_empty(part)
+
+    def finish() -> None:
+        rows = WAIT(received).view(group_size, part)
+        _REDUCTIONS[op](rows, 0, out=reduced)
+
+    return reduced, finish
+
+
+def reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -> Tensor:
+    """Reduce `full`, 1-D `[n * group_size]`, over the group; return this rank's slice, 1-D `[n]`."""
+    reduced, finish = start_reduce_scatter(full, group_size, group, op)
+    finish()
+    return reduced
 
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
@@ -53,9 +95,9 @@ def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
     ALL_REDUCE_IN_PLACE(full, op, group)
 
 
-def all_reduce(full: Tensor, group: str) -> Tensor:
-    """Average `full`, any shape, over the group; return a new tensor of that shape."""
-    return WAIT(ALL_REDUCE(full, "avg", group))
+def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
+    """Reduce `full`, any shape, over the group; return a new tensor of that shape."""
+    return WAIT(ALL_REDUCE(full, op, group))
 
 
 def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:

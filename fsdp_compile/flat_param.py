@@ -8,11 +8,13 @@ nn.Parameter a   nn.Parameter b ...     what the optimizer holds: 1-D views into
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.engine import call_after_backward, current_backward, set_grad
 from fsdp_compile.layout import FlatParamLayout, ShardRecord
 from fsdp_compile.ops import alias
 
@@ -44,17 +46,47 @@ class ShardViews:
 
 
 class Arrival:
-    """A gradient of the shard that is still on its way: `finish` waits for it. Between the reduce and the join."""
+    """What stands between the reduce of a flat parameter's gradients and the join that hands them out.
+
+    Attributes:
+        finish: waits for the gradient that is on its way, and completes it; None: there is none.
+        backward: the backward pass in which the eager runtime has last reduced gradients.
+        full_precision: whether that one computed in the parameters' own dtype, mixed precision left aside.
+        kept_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
+        eager_only: the name of a setting in force that compiled graphs do not know of, or None.
+    """
 
     def __init__(self) -> None:
         self.finish: Callable[[], None] | None = None
-        self.backward = -1  # the backward pass that handed one out last
+        self.backward = -1
+        self.full_precision = False
+        self.kept_dtype: torch.dtype | None = None
+        self.eager_only: str | None = None
 
     def wait(self) -> None:
         """Make the gradient that was handed to autograd complete."""
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
+
+    def check_eager(self, name: str) -> None:
+        """Raise NotImplementedError if a compiled graph has reduced this gradient although it should not have.
+
+        Args:
+            name: of a parameter, for the message.
+        """
+        if self.eager_only is not None and self.backward != current_backward():
+            raise NotImplementedError(
+                f"parameter {name}: expected a gradient from the eager runtime under {self.eager_only}, found one that "
+                f"a compiled graph has reduced already: {self.eager_only} is not supported in compiled models yet; "
+                f"run these steps with the model that was passed to torch.compile"
+            )
+
+    def twin(self) -> "Arrival":
+        """One with these settings, and nothing on its way."""
+        twin = Arrival()
+        twin.kept_dtype, twin.eager_only = self.kept_dtype, self.eager_only
+        return twin
 
 
 class _Join(torch.autograd.Function):
@@ -78,13 +110,23 @@ class _Join(torch.autograd.Function):
         tie: _Tie = ctx.tie
         if grad is None:  # nothing was reduced: no_sync
             return (None, None, *[None] * len(tie.params))
-        tie.arrival.wait()
+        arrival = tie.arrival
+        arrival.check_eager(tie.names[0])
+        arrival.wait()
         tie.check_attached()
-        for param in tie.params:
-            if param.grad is not None and param.grad.dtype != param.dtype:
-                param.grad = param.grad.to(param.dtype)  # kept in low precision: never accumulate in it (E-MP-12)
+        _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
+        if arrival.kept_dtype is not None and not arrival.full_precision:
+            call_after_backward(partial(_set_grad_dtype, tie.params, arrival.kept_dtype))
         pairs = zip(tie.views.of(grad), tie.params, strict=True)
         return (None, None, *[part if param.requires_grad else None for part, param in pairs])
+
+
+def _set_grad_dtype(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Cast the gradients to `dtype`; None: to the parameters' own."""
+    for param in params:
+        wanted = dtype or param.dtype
+        if param.grad is not None and param.grad.dtype != wanted:
+            set_grad(param, param.grad.to(wanted))
 
 
 class _Tie:
@@ -128,7 +170,7 @@ class FlatParam:
         handle: `shard` as a differentiable tensor.
         frozen: indices of the parameters that do not require grad, if others do.
         unsynced: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
-        arrival: the shard's gradient that a reduce is still computing.
+        arrival: what stands between a reduce and the join.
     """
 
     def __init__(self, params: NamedParams, shards: int, rank: int, device: torch.device) -> None:
@@ -220,6 +262,6 @@ class FlatParam:
         """A flat parameter like this one, with a shard and a join of its own for `params`."""
         twin = object.__new__(FlatParam)
         twin.__dict__.update(self.__dict__)
-        twin.params, twin.arrival, twin.unsynced = params, Arrival(), None
+        twin.params, twin.arrival, twin.unsynced = params, self.arrival.twin(), None
         twin.adopt(self.shard.clone())
         return twin

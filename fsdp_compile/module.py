@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile.eager import sharded_forward
+from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.inputs import cast_buffers
 from fsdp_compile.unit import Unit
 
@@ -48,9 +49,7 @@ class FSDPModule:
             RuntimeError: this module is not the root: a module around it is sharded too.
             ValueError: a forward of this module is under way.
         """
-        if not self._fsdp_is_root:  # type: ignore[attr-defined]  # set by fully_shard
-            raise RuntimeError(f"no_sync: expected the root module, found {type(self).__name__} inside another sharded "
-                               f"module; call it on that one")  # fmt: skip
+        _check_root(self, "no_sync", RuntimeError)
         check_idle(self, "no_sync")
         units = units_below(self)
         before = [unit.syncs for unit in units]
@@ -60,6 +59,67 @@ class FSDPModule:
         finally:
             for unit, syncs in zip(units, before, strict=True):
                 unit.syncs = syncs
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of this module's parameters in place so that their norm is at most `max_norm`.
+
+        The norm is that of all full gradients as one vector, equal on every rank: parts are combined over the ranks
+        that share a copy, NO_SHARD units, ignored parameters and shared parameters count once. (Gradients of ignored
+        parameters are this rank's own; averaging them is up to the caller.) All ranks must call it, also those without
+        gradients.
+
+        Args:
+            max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
+            norm_type: p of the p-norm, above 0; or infinity, also as "inf".
+
+        Returns:
+            The norm before scaling, shape `()`, in the widest dtype that gradients of these parameters have. It is
+            computed in float32 or wider. 0, with a UserWarning, if no rank has gradients.
+
+        Raises:
+            RuntimeError: this module is not the root; or gradients were summed up under `no_sync` and not reduced yet.
+            ValueError: a forward or backward of this module is under way; or `norm_type` is not above 0.
+        """
+        _check_root(self, "clip_grad_norm_", RuntimeError)
+        check_idle(self, "clip_grad_norm_")
+        return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]  # a mixin of modules
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce the gradients of all units, in eager runs; to be called before the first forward.
+
+        Sharded units call `hook(state, gradients, output)` with the unit's whole gradients, 1-D `[n]` in the reduce
+        dtype, and an uninitialised 1-D tensor for this rank's slice; NO_SHARD units call `hook(state, gradients)`,
+        which reduces in place. The hook divides by the number of ranks itself, and may give the tensors another dtype.
+        `fp16_compress_hook` and `bf16_compress_hook` of torch get the gradients as they are. Under hybrid sharding the
+        hook reduces over the ranks that share a copy; the mean over copies follows it.
+
+        Raises:
+            AssertionError: this module is not the root, or a hook is registered already.
+            ValueError: `hook` is not callable.
+        """
+        _check_root(self, "register_comm_hook", AssertionError)
+        units = units_below(self)
+        for unit in units:
+            if unit.comm_hook is not None:
+                raise AssertionError(
+                    f"register_comm_hook: expected no hook yet, found {_name(unit.comm_hook[1])}; register once"
+                )
+        if not callable(hook):
+            raise ValueError(
+                f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
+            )
+        for unit in units:
+            unit.comm_hook = (state, hook)
+
+
+def _check_root(module: Any, what: str, error: type[Exception]) -> None:
+    if not module._fsdp_is_root:
+        raise error(f"{what}: expected the root module, found {type(module).__name__} inside another sharded module; "
+                    f"call it on that one")  # fmt: skip
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", repr(hook))
 
 
 def units_below(module: Any) -> list[Unit]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile import collectives
+from fsdp_compile.averaging import averaging
 from fsdp_compile.layout import FlatParamLayout
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -27,13 +28,13 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define(
     "fsdp_flat::unshard",
     "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward, str replicas='', "
-    "ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None) -> Tensor",
+    "ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, int replica_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::reduce_grads",
-    "(Tensor packed, str layout, str group, int group_size, str replicas='') -> Tensor",
+    "(Tensor packed, str layout, str group, int group_size, str replicas='', int replica_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
@@ -82,6 +83,7 @@ def _unshard(
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    replica_count: int = 1,
 ) -> Tensor:
     shard = handle if compute_dtype is None else handle.to(compute_dtype)
     if FlatParamLayout.parse(layout).world_size > 1:
@@ -99,13 +101,14 @@ def _unshard_fake(
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    replica_count: int = 1,
 ) -> Tensor:
     return handle.new_empty(FlatParamLayout.parse(layout).numel, dtype=compute_dtype or handle.dtype)
 
 
 def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    handle, *where, _, replicas, compute_dtype, reduce_dtype = inputs
-    ctx.where = (*where, replicas) if replicas else tuple(where)
+    handle, *where, _, replicas, compute_dtype, reduce_dtype, replica_count = inputs
+    ctx.where = (*where, replicas, replica_count) if replicas else tuple(where)
     ctx.compute_dtype, ctx.dtype = compute_dtype or handle.dtype, handle.dtype
     ctx.reduce_dtype = reduce_dtype or ctx.compute_dtype
 
@@ -113,22 +116,33 @@ def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed = grad if ctx.reduce_dtype == ctx.compute_dtype else grad.to(ctx.reduce_dtype)
     mean = REDUCE_GRADS(packed, *ctx.where)
-    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 7
+    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 8
 
 
 torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
 
 
 @torch.library.impl("fsdp_flat::reduce_grads", "default")
-def _reduce_grads(packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "") -> Tensor:
+def _reduce_grads(
+    packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "", replica_count: int = 1
+) -> Tensor:
+    how = averaging(packed.dtype, group_size * replica_count)
+    addends = packed / how.before if how.before > 1 else packed
     if FlatParamLayout.parse(layout).world_size > 1:
-        mean = collectives.reduce_scatter(packed, group_size, group)
-        return collectives.all_reduce(mean, replicas) if replicas else mean
-    return collectives.all_reduce(packed, group) if group_size > 1 else packed.clone()
+        reduced = collectives.reduce_scatter(addends, group_size, group, how.op)
+    elif group_size > 1:
+        reduced = collectives.all_reduce(addends, group, how.op)
+    else:
+        return packed.clone()  # an operator may not return its input
+    if replicas:
+        reduced = collectives.all_reduce(reduced, replicas, how.op)
+    return reduced.div_(how.after) if how.after > 1 else reduced
 
 
 @torch.library.register_fake("fsdp_flat::reduce_grads")
-def _reduce_grads_fake(packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "") -> Tensor:
+def _reduce_grads_fake(
+    packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "", replica_count: int = 1
+) -> Tensor:
     return packed.new_empty(FlatParamLayout.parse(layout).shard_numel)
 
 

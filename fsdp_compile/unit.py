@@ -11,7 +11,7 @@ Parameters of one dtype, device and `requires_grad` form a flat parameter: froze
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -46,8 +46,6 @@ class Unit:
         views_backward: the number of the backward pass that set `views`; -1: a forward did.
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
         is_root: whether no other unit encloses this one; the eager runtime keeps such a unit after forward.
-        syncs: whether backward reduces gradients; `no_sync` sets it.
-        comm_hook: what reduces gradients instead of the default, with its state, or None.
         switches: what the environment asked for when the unit was made.
     """
 
@@ -78,8 +76,11 @@ class Unit:
         self.views_backward = -1
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_root = True
-        self.syncs = True
-        self.comm_hook: tuple[Any, Any] | None = None
+        self._syncs = True
+        self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        if self.precision.keep_low_precision_grads:
+            for flat in self.flats:
+                flat.arrival.kept_dtype = self.reduce_dtype(flat)
         self.switches = Switches.from_environment()
         self._traced = [self._constants(flat, self.compute_dtype(flat), self.reduce_dtype(flat)) for flat in self.flats]
         self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
@@ -92,7 +93,42 @@ class Unit:
             return where
         replicas = "" if self.replicas is None else self.replicas.group_name
         cast = compute if compute != flat.shard.dtype else None
-        return (*where, replicas, cast, reduce if reduce != compute else None)
+        rest = (replicas, cast, reduce if reduce != compute else None)
+        return (*where, *rest) if self.replicas is None else (*where, *rest, self.replicas.size())
+
+    @property
+    def syncs(self) -> bool:
+        """Whether backward reduces gradients."""
+        return self._syncs
+
+    @syncs.setter
+    def syncs(self, syncs: bool) -> None:
+        self._syncs = syncs
+        self._say_what_is_eager_only()
+
+    @property
+    def comm_hook(self) -> tuple[Any, Callable[..., Any]] | None:
+        """The state and the function that reduce gradients instead of the default, or None."""
+        return self._comm_hook
+
+    @comm_hook.setter
+    def comm_hook(self, comm_hook: tuple[Any, Callable[..., Any]] | None) -> None:
+        self._comm_hook = comm_hook
+        self._say_what_is_eager_only()
+
+    def _say_what_is_eager_only(self) -> None:
+        """Gradients that a compiled graph has reduced are refused in the join while the graph's reduce is not ours.
+
+        There, and not while tracing: no guard, nothing compiled again, and it is backward that the choice is about.
+        """
+        what = "no_sync" if not self.syncs else "register_comm_hook" if self.comm_hook is not None else None
+        for flat in self.flats:
+            flat.arrival.eager_only = what
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Over how many ranks gradients are averaged (E-PG-10)."""
+        return self.group_size * (1 if self.replicas is None else self.replicas.size())
 
     @property
     def is_sharded(self) -> bool:
@@ -126,6 +162,14 @@ class Unit:
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""
         return self.precision.reduce_dtype or self.compute_dtype(flat)
+
+    def flat_of(self, index: int) -> FlatParam:
+        """The flat parameter that the unit's parameter `index` lies in."""
+        for flat in self.flats:
+            if index < len(flat.params):
+                return flat
+            index -= len(flat.params)
+        raise IndexError(f"{self}: expected the index of one of {len(self.params)} parameters")
 
     def by_flat(self, values: Sequence[T]) -> Iterator[tuple[FlatParam, Sequence[T]]]:
         """Cut a sequence of one value per parameter into one sequence per flat parameter."""

@@ -1,15 +1,25 @@
 """Gradients that wait for a later reduce: `no_sync`.
 
-They add up whole and local, one buffer per flat parameter. Meanwhile each parameter's `.grad` is a full-shape view of
-that buffer, so `zero_grad`, inspection and scaling work on it; what an earlier backward had reduced into `.grad` is put
-aside and returns with the next reduce (E-ACC-3, E-GRAD-6).
+They add up whole and local, in the reduce dtype, one buffer per flat parameter. Meanwhile each parameter's `.grad` is a
+full-shape view of that buffer, so `zero_grad`, inspection and scaling work on it; what an earlier backward had reduced
+into `.grad` is put aside and returns with the next reduce (E-ACC-3, E-GRAD-6).
 """
 
-import torch
-from torch import Tensor, nn
+import functools
+import weakref
+from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_compile.engine import set_grad
 from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.ops import view_parameters
+from fsdp_compile.unit import unit_of
+
+_waiting: weakref.WeakSet[FlatParam] = weakref.WeakSet()
+"""Flat parameters of all models with gradients that no reduce has seen."""
 
 
 class Unsynced:
@@ -17,52 +27,79 @@ class Unsynced:
 
     Attributes:
         total: sum of the local gradients, 1-D `[layout.numel]`.
+        shown: the views of it that are the parameters' `.grad`.
+        hidden: the gradients that were there before.
     """
 
     def __init__(self, flat: FlatParam, total: Tensor) -> None:
         self.total = total
         self.views = view_parameters(total, flat.layout.text)
         self.hidden = [param.grad for param in flat.params]
-        self.shown: list[Tensor | None] = []
-        for param, view in zip(flat.params, self.views, strict=True):
-            if param.requires_grad:
-                set_grad(param, view)
-            self.shown.append(param.grad)
+        self.shown: list[Tensor | None] = [None] * len(flat.params)
+        self.versions = [0] * len(flat.params)
+        self.show(flat)
+
+    def show(self, flat: FlatParam) -> None:
+        """Let `.grad` be the views, wherever it is not."""
+        for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
+            if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
+                shown = set_grad(param, view)
+                self.shown[index], self.versions[index] = shown, shown._version
+
+    def shows(self, grad: Tensor) -> bool:
+        """Whether `grad` is one of the shown views."""
+        return any(grad is shown for shown in self.shown)
 
     def collect(self, flat: FlatParam) -> None:
         """Take over what the user did to the shown gradients since.
 
-        A gradient set to None counts as zero, and what it hid is dropped as well. RuntimeError if a gradient was
-        replaced by one of another size.
+        A gradient that was cleared, to None or in place to zeros, counts as zero, and what it hid is dropped as well.
+
+        Raises:
+            RuntimeError: a gradient was replaced by one of another size.
         """
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
-            if not param.requires_grad or param.grad is self.shown[index]:
+            grad, shown = param.grad, self.shown[index]
+            if shown is None or not param.requires_grad:
                 continue
-            self.hidden[index] = None
-            if param.grad is None:
+            if grad is None:
                 view.zero_()
-            elif param.grad.shape == view.shape:
-                view.copy_(param.grad)
-            else:
-                raise RuntimeError(
-                    f"parameter {flat.layout.names[index]}: expected a gradient of its full shape {tuple(view.shape)} "
-                    f"inside no_sync, found {tuple(param.grad.shape)}; clear it or reduce it first"
-                )
+                self.hidden[index] = None
+            elif grad is not shown:
+                self._adopt(flat, index, grad)
+            elif grad._version != self.versions[index]:
+                self.versions[index] = grad._version
+                if self.hidden[index] is not None and not grad.any():
+                    self.hidden[index] = None
+
+    def _adopt(self, flat: FlatParam, index: int, grad: Tensor) -> None:
+        view = self.views[index]
+        if grad.shape != view.shape:
+            raise RuntimeError(
+                f"parameter {flat.layout.names[index]}: expected a gradient of its full shape {tuple(view.shape)} "
+                f"inside no_sync, found {tuple(grad.shape)}; clear it or reduce it first"
+            )
+        view.copy_(grad)
+        self.hidden[index] = None
 
     def restore(self, flat: FlatParam) -> None:
         """Put back the reduced gradients."""
-        for param, hidden in zip(flat.params, self.hidden, strict=True):
-            if param.requires_grad:
-                param.grad = hidden
+        for param, shown, hidden in zip(flat.params, self.shown, self.hidden, strict=True):
+            if shown is not None and (param.requires_grad or param.grad is shown):
+                param.grad = None  # first: the shapes of a gradient and of the one after it may differ
+                if hidden is not None:
+                    set_grad(param, hidden)
 
 
 def keep_unsynced(flat: FlatParam, packed: Tensor) -> None:
     """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's local gradients and show them."""
     if flat.unsynced is None:
         flat.unsynced = Unsynced(flat, packed)
+        _waiting.add(flat)
         return
     flat.unsynced.collect(flat)
     flat.unsynced.total.add_(packed)
+    flat.unsynced.show(flat)
 
 
 def add_unsynced(flat: FlatParam, packed: Tensor) -> Tensor:
@@ -72,11 +109,30 @@ def add_unsynced(flat: FlatParam, packed: Tensor) -> Tensor:
         flat.unsynced.restore(flat)
         packed.add_(flat.unsynced.total)
         flat.unsynced = None
+        _waiting.discard(flat)
     return packed
 
 
-def set_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Let `param.grad` be `grad`, whatever its shape, dtype and device; autograd itself would refuse (E-GRAD-2)."""
-    placeholder = torch.empty_like(param)
-    param.grad = placeholder
-    placeholder.data = grad
+@functools.cache
+def refuse_unsynced_steps() -> None:
+    """From now on, optimizers do not step with gradients that wait for a reduce; for the life of the process."""
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError if a gradient would be stepped with that only this rank has seen (E-GRAD-9)."""
+    if not _waiting:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            found = unit_of(param)
+            if found is None or param.grad is None:
+                continue
+            unit, index = found
+            unsynced = unit.flat_of(index).unsynced
+            if unsynced is not None and (param.grad.shape != param.shape or unsynced.shows(param.grad)):
+                raise RuntimeError(
+                    f"parameter {unit.names[index]}: expected a reduced gradient of shape {tuple(param.shape)}, found "
+                    f"one of shape {tuple(param.grad.shape)} that this rank has summed up under no_sync; run the last "
+                    f"backward before optimizer.step() outside no_sync"
+                )

@@ -54,10 +54,11 @@ class FullBuffer:
         if self.is_free:
             self.storage.resize_(self.nbytes)
         shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-        self.filling = self.unit.is_sharded and not self.unit.switches.fake_all_gather
+        unit = self.unit
+        self.filling = unit.is_sharded and not unit.switches.fake_all_gather
         if self.filling:
-            collectives.start_all_gather(self.full, shard, self.unit.group_size, self.unit.group_name)
-        elif not self.unit.is_sharded:
+            collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
+        elif not unit.is_sharded:
             self.full.copy_(shard)
 
     def wait(self) -> None:
@@ -241,6 +242,7 @@ class _FullViews(torch.autograd.Function):
     def forward(ctx: Any, gathered: Gathered, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
+        ctx.full_precision = gathered.full_precision
         views, frozen = [], []
         for buffer in gathered.buffers:
             if buffer.flat in flats:
@@ -256,7 +258,7 @@ class _FullViews(torch.autograd.Function):
         gathered = ctx.gathered()
         if gathered is not None:
             gathered.gradients_ready()
-        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads))
+        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.full_precision))
 
 
 def open_for_recomputation(unit: Unit, full_precision: bool) -> Gathered | None:

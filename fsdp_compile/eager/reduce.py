@@ -6,12 +6,15 @@ which the engine runs after everything else. A reduce-scatter's input lives unti
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fsdp_compile import collectives
+from fsdp_compile.averaging import averaging
 from fsdp_compile.eager.accumulate import add_unsynced, keep_unsynced
+from fsdp_compile.eager.hooks import compresses, reduce_by_hook
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.flat_param import Arrival, FlatParam
 from fsdp_compile.unit import Unit
@@ -22,24 +25,56 @@ IN_FLIGHT = 2
 _in_flight: deque[Arrival] = deque()
 
 
-def reduce_gradients(unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def reduce_gradients(
+    unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None], full_precision: bool = False
+) -> list[Tensor | None]:
     """Start to average the gradients of the full views over the ranks; one gradient of the shard per flat parameter.
 
     What is returned may be read after the flat parameter's `arrival.wait()`. None without gradient synchronisation:
     then the gradients are kept, whole and local.
+
+    Args:
+        unit: whose gradients.
+        flats: those of its flat parameters that train.
+        grads: one per parameter of `flats`, in full shape; None: unused.
+        full_precision: whether forward left mixed precision aside.
+
+    Raises:
+        RuntimeError: a gradient has a graph of its own: backward was called with create_graph.
     """
+    _check_first_order(unit, flats, grads)
     shard_grads: list[Tensor | None] = []
     start = 0
     for flat in flats:
         part = grads[start : start + len(flat.params)]
         start += len(flat.params)
-        packed = pack(flat, part, unit.reduce_dtype(flat), unit.device)
+        packed = pack(flat, part, _sent_dtype(unit, flat, full_precision), unit.device)
         if unit.syncs:
+            flat.arrival.full_precision = full_precision
             shard_grads.append(_start(unit, flat, add_unsynced(flat, packed)))
         else:
             keep_unsynced(flat, packed)
             shard_grads.append(None)
     return shard_grads
+
+
+def _check_first_order(unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None]) -> None:
+    names = (name for flat in flats for name in flat.layout.names)
+    for name, grad in zip(names, grads, strict=True):
+        if grad is not None and grad.requires_grad:
+            raise RuntimeError(
+                f"parameter {name}: expected a gradient without a graph, found one to differentiate again: derivatives "
+                f"of second order do not pass through a reduce; call backward without create_graph"
+            )
+
+
+def _sent_dtype(unit: Unit, flat: FlatParam, full_precision: bool) -> torch.dtype:
+    """The dtype in which gradients are packed: that of the reduce, but a compressing hook gets them as they are."""
+    if full_precision:
+        return flat.shard.dtype
+    if unit.comm_hook is not None and compresses(unit.comm_hook[1]):
+        return unit.compute_dtype(flat)
+    return unit.reduce_dtype(flat)
 
 
 def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -80,32 +115,25 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor) -> Tensor:
 def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; where the average will be, and what waits for it."""
     if unit.comm_hook is not None:
-        return _reduce_by_hook(unit, packed)
+        return reduce_by_hook(unit, packed)
+    how = averaging(packed.dtype, unit.data_parallel_size)
+    if how.before > 1:
+        packed.div_(how.before)
     if unit.is_sharded and unit.switches.fake_reduce:
-        reduced = packed.chunk(unit.group_size)[unit.rank].clone()
+        reduced, arrive = packed.chunk(unit.group_size)[unit.rank].clone(), lambda: None
     elif unit.is_sharded:
-        reduced = collectives.start_reduce_scatter(packed, unit.group_size, unit.group_name)
+        reduced, arrive = collectives.start_reduce_scatter(packed, unit.group_size, unit.group_name, how.op)
     else:
-        reduced = packed
+        reduced, arrive = packed, partial(collectives.wait, packed)
         if unit.group_size > 1:
-            collectives.start_all_reduce(packed, unit.group_name)
+            collectives.start_all_reduce(packed, unit.group_name, how.op)
 
     def finish() -> None:
-        collectives.wait(reduced)
-        if unit.replicas is not None:
-            collectives.start_all_reduce(reduced, unit.replicas.group_name)
+        arrive()
+        if unit.replicas is not None:  # hybrid: the shard alone crosses the slow links
+            collectives.start_all_reduce(reduced, unit.replicas.group_name, how.op)
             collectives.wait(reduced)
+        if how.after > 1:
+            reduced.div_(how.after)
 
     return reduced, finish
-
-
-def _reduce_by_hook(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """The user's hook reduces, and divides (E-HOOK-1)."""
-    assert unit.comm_hook is not None
-    state, hook = unit.comm_hook
-    if not unit.is_sharded:
-        hook(state, packed)
-        return packed, lambda: None
-    reduced = packed.new_empty(packed.numel() // unit.group_size)
-    hook(state, packed, reduced)
-    return reduced, lambda: None

@@ -1,19 +1,16 @@
 """Private torch functions that the eager runtime needs. Checked on torch 2.11 and 2.13."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["call_after_backward", "current_backward", "tree_leaves"]
+from fsdp_compile.engine import call_after_backward, current_backward
+
+__all__ = ["call_after_backward", "current_backward", "norms", "tree_leaves"]
 
 
-def current_backward() -> int:
-    """Number of the backward pass that this thread runs; -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
-def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Call `callback` when the running backward pass has ended without error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The vector norm of each of `tensors`, all of one dtype and device; scalars of `dtype`."""
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fsdp_compile import collectives
+from fsdp_compile.averaging import averaging
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import PACK_GRADS, REDUCE_GRADS, UNSHARD
@@ -20,6 +21,7 @@ from fsdp_compile.passes.tags import Kind, Tag, set_tag
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 
 _RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; reshard.py decides instead
 
@@ -82,21 +84,27 @@ def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParam
 
 
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    packed, text, group, group_size, *replicas = marker.args
+    packed, text, group, group_size, *replicated = marker.args
+    replicas, replica_count = replicated or (None, 1)
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     packed = _pack_instead(packed, layout, emit)  # type: ignore[arg-type]  # fx arguments are untyped
+    how = averaging(packed.meta["val"].dtype, group_size * replica_count)  # type: ignore[operator,arg-type]  # likewise
+    if how.before > 1:
+        packed = emit("scale", SCALE, packed, how.before)
     if layout.world_size > 1:
-        start = emit("reduce", collectives.REDUCE_SCATTER, packed, "avg", group_size, group)
+        start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group_size, group)
     elif group_size > 1:  # type: ignore[operator]  # likewise
-        start = emit("reduce", collectives.ALL_REDUCE, packed, "avg", group)
+        start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group)
     else:
         marker.replace_all_uses_with(packed)
         graph.erase_node(marker)
         return
     mean = emit("wait_reduce", collectives.WAIT, start)
     if replicas:  # hybrid: the shard alone crosses the slow links
-        mean = emit("wait_reduce", collectives.WAIT, emit("reduce", collectives.ALL_REDUCE, mean, "avg", replicas[0]))
+        mean = emit("wait_reduce", collectives.WAIT, emit("reduce", collectives.ALL_REDUCE, mean, how.op, replicas))
+    if how.after > 1:
+        mean = emit("scale", SCALE, mean, how.after)
     marker.replace_all_uses_with(mean)
     graph.erase_node(marker)
 

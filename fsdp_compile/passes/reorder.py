@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import PACK_GRADS, WAIT_GATHER
-from fsdp_compile.passes.insert_collectives import CAST
+from fsdp_compile.passes.insert_collectives import CAST, SCALE
 from fsdp_compile.passes.tags import tagged
 from fsdp_compile.passes.views import readers
 
@@ -72,19 +72,28 @@ def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
     started: list[fx.Node] = []
     for pack in packs:
         max(pack.all_input_nodes, key=lambda grad: place[grad]).append(pack)
-        for start in [user for user in pack.users if user.target in STARTS]:
-            pack.append(start)
+        sent = next((user for user in pack.users if user.target is SCALE), pack)
+        if sent is not pack:
+            pack.append(sent)
+        for start in [user for user in sent.users if user.target in STARTS]:
+            sent.append(start)
             started.append(start)
     place = {node: i for i, node in enumerate(graph.nodes)}
     for index, start in enumerate(started):
         later = index + in_flight if in_flight is not None else len(started)
         where = started[later] if later < len(started) else graph.output_node()
         for wait in [user for user in start.users if user.target is WAIT]:
-            casts = [user for user in wait.users if user.target is CAST]  # to the dtype of the shard
-            others = [user for each in (wait, *casts) for user in each.users if user not in casts]
+            finishing = _finishing(wait)
+            others = [user for each in (wait, *finishing) for user in each.users if user not in finishing]
             first = min(where, *others, key=lambda node: place[node])  # a sum of two reduces reads it earlier
-            for node in (wait, *casts):
+            for node in (wait, *finishing):
                 first.prepend(node)
+
+
+def _finishing(wait: fx.Node) -> list[fx.Node]:
+    """What makes a reduced tensor the shard's gradient: the rest of a division, a cast to the shard's dtype."""
+    scales = [user for user in wait.users if user.target is SCALE]
+    return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
 
 
 def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:

@@ -48,7 +48,8 @@ def _spied() -> Iterator[list[_Call]]:
 
         def spying(*args: Any) -> Any:
             out = original(*args)
-            storage = out.untyped_storage() if out is not None else args[0].untyped_storage()
+            written = out[0] if isinstance(out, tuple) else out if out is not None else args[0]
+            storage = written.untyped_storage()
             made = StorageWeakRef(storage) if name == "start_all_gather" else None
             calls.append(_Call(kind, sizes(*args), storage.data_ptr(), made))
             return out

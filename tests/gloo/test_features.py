@@ -411,7 +411,7 @@ def _fail_compiled(rank: int, failure: str) -> None:
         with pytest.raises(Exception, match="size"):
             run(torch.randn(3, 8))
     else:  # after the compiled backward, in the join of a unit
-        hook = units(model.blocks[1])[0].handle.register_hook(_raise)
+        hook = units(model.blocks[1])[0].flats[0].handle.register_hook(_raise)
         with pytest.raises(_Expected):
             backward(run, MLP, mine(MLP, 5))
         hook.remove()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from models import MODELS, Case, Inputs, checkpointed, part, squared_error, vectors
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build
+from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build, executor
 
 STEPS = 5
 EXAMPLES = 200 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 30
@@ -151,7 +151,7 @@ def _mesh(strategy: str) -> Any:
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def _train(rank: int, options: Options) -> None:
+def _train(rank: int, options: Options, how: str = "eager") -> None:
     case = CASES[options.case]
     reference = _Reference(case, options)
     model = fully_shard(
@@ -164,6 +164,7 @@ def _train(rank: int, options: Options) -> None:
         backward_prefetch=options.backward_prefetch,
         forward_prefetch=options.forward_prefetch,
     )
+    run = executor(model, how)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     # What is rounded to 8 bits of mantissa may round the other way after a sum in another order.
     low = options.precision != "full"
@@ -173,7 +174,7 @@ def _train(rank: int, options: Options) -> None:
         optimizer.zero_grad()
         for inputs, syncs in zip(batches, options.microbatches, strict=True):
             model.set_requires_gradient_sync(syncs)
-            _loss(case, model, part(inputs, rank, dist.get_world_size())).backward()
+            _loss(case, run, part(inputs, rank, dist.get_world_size())).backward()
         optimizer.step()
         assert_same_parameters(model, reference.model, *((2e-2, 5e-3) if low else (1e-4, 1e-5)))
 
@@ -190,6 +191,17 @@ def test_combinations_on_two(two: Ranks, options: Options) -> None:
 def test_combinations_on_four(four: Ranks, options: Options) -> None:
     """On four ranks too, hybrid sharding included."""
     four.run(_train, options)
+
+
+TRACED = ("mlp", "gpt", "tied", "frozen", "conv", "checkpoint_inside")
+
+
+@settings(max_examples=EXAMPLES // 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(options=combinations(hybrid=True), how=st.sampled_from(["aot_eager", "inductor"]))
+def test_compiled_combinations(four: Ranks, options: Options, how: str) -> None:
+    """So do compiled models, with what they support: not `no_sync`, nor checkpoints around units."""
+    assume(options.case in TRACED and options.accumulation in ("no", "outside no_sync"))
+    four.run(_train, options, how)
 
 
 pytestmark = pytest.mark.timeout(1800)

@@ -42,10 +42,10 @@ def wire() -> Iterator[list[Sent]]:
         record("gather", full, shard)
         start_all_gather(full, shard, *where)
 
-    def reduce_scatter(full: Tensor, *where: Any) -> Tensor:
-        part = start_reduce_scatter(full, *where)
+    def reduce_scatter(full: Tensor, *where: Any) -> Any:
+        part, finish = start_reduce_scatter(full, *where)
         record("reduce", full, part)
-        return part
+        return part, finish
 
     def all_reduce(full: Tensor, *where: Any) -> None:
         record("all_reduce", full, full)
