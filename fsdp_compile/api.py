@@ -14,12 +14,13 @@ from fsdp_compile.eager.broadcast import broadcast_states
 from fsdp_compile.eager.devices import given_device, move_from_cpu
 from fsdp_compile.eager.groups import GroupArgument, resolve_groups
 from fsdp_compile.eager.ignored import Ignored, collect_ignored
-from fsdp_compile.eager.inputs import cast_buffers, full_precision_in_eval
+from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.eager.materialise import InitFn, materialise
 from fsdp_compile.lookup import add_lookups, add_mixin
 from fsdp_compile.module import FSDPModule
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.plan import PlannedUnit, Settings, plan_units
+from fsdp_compile.switches import Switches
 from fsdp_compile.unit import Unit, unit_of
 from fsdp_compile.wrap import AutoWrapPolicy, choose_units
 
@@ -67,7 +68,8 @@ def fully_shard(
             `model` is one unit; a set of module classes; or a `ModuleWrapPolicy`, `CustomPolicy` or callable as
             `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
         mixed_precision: dtypes of full parameters, of reduced gradients and of buffers, and which inputs are cast. The
-            shards and what the optimizer sees keep the parameters' own dtype.
+            shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None, batch
+            normalisation, or the classes in its `_module_classes_to_ignore`, becomes units without mixed precision.
         cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
         ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialised.
         ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
@@ -104,7 +106,8 @@ def fully_shard(
         precision=mixed_precision,
         offload=cpu_offload is not None and cpu_offload.offload_params,
     )
-    chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored)
+    exempt = exempt_classes(mixed_precision)
+    chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
     for planned in plan_units(model, chosen, settings, _is_unit):
         _make_unit(planned, settings)
         planned.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
@@ -150,9 +153,11 @@ def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
         broadcast_states(params, planned.module, settings.groups)
     unit = _new_unit(planned, settings) if planned.has_data else None
     planned.module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
-    planned.module.__dict__["_fsdp_precision"] = settings.precision
-    planned.module.__dict__["_fsdp_full_precision_in_eval"] = full_precision_in_eval()
-    cast_buffers(modules, settings.precision)
+    planned.module.__dict__["_fsdp_device"] = planned.device
+    planned.module.__dict__["_fsdp_precision"] = planned.precision
+    planned.module.__dict__["_fsdp_full_precision_in_eval"] = Switches.from_environment().full_precision_in_eval
+    planned.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(planned.module, modules)
+    cast_buffers(planned.module)
     add_mixin(planned.module, FSDPModule)
 
 
@@ -164,7 +169,7 @@ def _new_unit(planned: PlannedUnit, settings: Settings) -> Unit:
         shards,
         reshard_after_forward,
         replicas=replicas,
-        precision=settings.precision,
+        precision=planned.precision,
         offload=settings.offload,
         device=planned.device,
     )

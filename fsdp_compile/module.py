@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp_compile.eager import Root, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
-from fsdp_compile.eager.inputs import computes_in_full_precision
+from fsdp_compile.eager.inputs import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.state import check_idle
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
@@ -36,6 +36,12 @@ class FSDPModule:
         # A code object for each class: Dynamo counts recompilations per code object, and these are different programs.
         gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
         return functools.wraps(forward)(gathered_forward)
+
+    def train(self, mode: bool = True) -> Any:
+        """As `nn.Module.train`; with FSDP_COMPILE_FULL_PREC_IN_EVAL=1, buffers change their dtype with the mode."""
+        super().train(mode)  # type: ignore[misc]  # a mixin of modules
+        cast_buffers(self)
+        return self
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Choose whether backward passes from now on reduce the gradients of this module's units and those below.

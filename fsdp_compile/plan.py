@@ -19,6 +19,7 @@ from fsdp_compile.eager.devices import carried_devices, compute_device
 from fsdp_compile.eager.groups import HYBRID, Groups, Placement, place
 from fsdp_compile.eager.ignored import Ignored, IsUnit
 from fsdp_compile.eager.materialise import InitFn, check_materialisable
+from fsdp_compile.switches import Switches
 from fsdp_compile.unit import unit_of
 from fsdp_compile.wrap import Chosen
 
@@ -51,6 +52,7 @@ class PlannedUnit:
     modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
     placement: Placement
     device: torch.device  # where it computes
+    precision: MixedPrecision | None
 
     @property
     def has_data(self) -> bool:
@@ -66,7 +68,10 @@ def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: Is
         ValueError: a module or parameter cannot be sharded; the message says which and what to do.
     """
     _check_hooks(model)
+    _check_same_switch(model, is_unit)
     paths = {module: path for path, module in model.named_modules()}
+    for module, differs in chosen.items():
+        _check_settings(paths[module], differs)
     strategies = [_strategy_of(paths[module], differs, settings.strategy) for module, differs in chosen.items()]
     carried = carried_devices(settings.groups.shard)
     planned = []
@@ -77,7 +82,8 @@ def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: Is
         device = compute_device(((_join(path, n), p.device) for n, p in params), settings.device, carried)
         named = [(paths[found], found) for found in modules]
         check_materialisable(named, settings.init, settings.ignored.params)
-        planned.append(PlannedUnit(module, path, params, named, place(strategy, settings.groups), device))
+        precision = chosen[module].get("mixed_precision", settings.precision)
+        planned.append(PlannedUnit(module, path, params, named, place(strategy, settings.groups), device, precision))
     _warn_one_rank(strategies, settings.groups)
     if settings.sync:
         _check_sendable(model, planned, carried)
@@ -99,14 +105,21 @@ def _divide(
         yield module, own_params, own_modules
 
 
-def _strategy_of(path: str, differs: dict[str, Any], strategy: ShardingStrategy) -> ShardingStrategy:
-    """The strategy of one unit, where a `CustomPolicy` may ask for another than the model's."""
-    unknown = sorted(differs.keys() - {"sharding_strategy"})
+def _check_settings(path: str, differs: dict[str, Any]) -> None:
+    unknown = sorted(differs.keys() - {"sharding_strategy", "mixed_precision"})
     if unknown:
         raise ValueError(
-            f"auto_wrap_policy: expected settings among sharding_strategy for module {path}, "
+            f"auto_wrap_policy: expected settings among sharding_strategy and mixed_precision for module {path}, "
             f"found {', '.join(unknown)}; set them in fully_shard, or shard the module by a call of its own"
         )
+    precision = differs.get("mixed_precision")
+    if not isinstance(precision, MixedPrecision | None):
+        raise TypeError(f"auto_wrap_policy: expected a MixedPrecision or None for module {path}, "
+                        f"found {type(precision).__name__}")  # fmt: skip
+
+
+def _strategy_of(path: str, differs: dict[str, Any], strategy: ShardingStrategy) -> ShardingStrategy:
+    """The strategy of one unit, where a `CustomPolicy` may ask for another than the model's."""
     own = differs.get("sharding_strategy", strategy)
     if not isinstance(own, ShardingStrategy):
         raise TypeError(f"auto_wrap_policy: expected a ShardingStrategy for module {path}, found {type(own).__name__}")
@@ -143,6 +156,17 @@ def _check_container(module: nn.Module, path: str) -> None:
             f"module {path or 'model'}: expected a module with a forward, found a {type(module).__name__}, whose own "
             f"parameters are never gathered; shard its elements, or the module around it"
         )
+
+
+def _check_same_switch(model: nn.Module, is_unit: IsUnit) -> None:
+    """Refuse units that would leave mixed precision in eval mode beside others that would not (E-STRAT-11)."""
+    now = Switches.from_environment().full_precision_in_eval
+    for path, module in model.named_modules():
+        if is_unit(module) and module._fsdp_full_precision_in_eval != now:
+            raise ValueError(
+                f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
+                f"sharded with {1 - now}; set the variable once, before the first fully_shard"
+            )
 
 
 def _check_hooks(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecision
 from fsdp_compile.flat_param import FlatParam, NamedParams
 from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
+from fsdp_compile.switches import Switches
 
 T = TypeVar("T")
 Place = tuple[dict[str, nn.Parameter | None], str]
@@ -61,6 +62,7 @@ class Unit:
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
         places: for each parameter the registries of modules, with its names there, that hold it.
         kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
+        switches: what the environment asked for when the unit was made.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Unit:
         self._syncs = True
         self.kept: Any = None  # eager.full_buffer.Kept
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        self.switches = Switches.from_environment()
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
         self.places: list[list[Place]] = [[] for _ in self.params]
@@ -101,9 +104,8 @@ class Unit:
         self.note_dtypes()
         self.mark()
 
-    def _constants(self, flat: FlatParam) -> tuple[Any, ...]:
+    def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
-        compute, reduce = self.compute_dtype(flat), self.reduce_dtype(flat)
         where = (flat.layout.text, self.group_name, self.group_size, self.reshard_after_forward)
         if compute == reduce == flat.shard.dtype and self.replicas is None:
             return where
@@ -199,10 +201,11 @@ class Unit:
             yield flat, values[start : start + len(flat.params)]
             start += len(flat.params)
 
-    def traced_views(self) -> list[Tensor]:
+    def traced_views(self, full_precision: bool = False) -> list[Tensor]:
         """Record the gather of all flat parameters; one differentiable full view per parameter."""
         views: list[Tensor] = []
-        for flat, where in zip(self.flats, self._traced, strict=True):
+        constants = self._traced_in_full if full_precision else self._traced
+        for flat, where in zip(self.flats, constants, strict=True):
             if flat.handle is None:
                 raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
             found: list[Tensor] = VIEWS(UNSHARD(flat.handle, *where), where[0])
@@ -246,7 +249,8 @@ class Unit:
 
     def note_dtypes(self) -> None:
         """Make anew what follows from the dtype of the shards."""
-        self._traced = [self._constants(flat) for flat in self.flats]
+        self._traced = [self._constants(flat, self.compute_dtype(flat), self.reduce_dtype(flat)) for flat in self.flats]
+        self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.arrival.kept_dtype = self.reduce_dtype(flat)

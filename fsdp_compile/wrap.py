@@ -21,6 +21,7 @@ def choose_units(
     policy: AutoWrapPolicy,
     is_taken: Callable[[nn.Module], bool],
     ignored: Ignored = Ignored(),  # noqa: B008  (immutable)
+    exempt: tuple[type[nn.Module], ...] = (),
 ) -> Chosen:
     """The submodules of `model` that become units, innermost first, and `model` itself last.
 
@@ -29,11 +30,24 @@ def choose_units(
         policy: "auto", None, a set of module classes, or a policy as `torch.distributed.fsdp` takes it.
         is_taken: whether a module is a unit already; it and its submodules are left alone.
         ignored: modules that are left alone as well, and parameters that do not count.
+        exempt: classes whose modules are units without mixed precision, unless `policy` is None (E-INIT-6).
 
     Raises:
         TypeError: `policy` is none of these.
         ValueError: `policy` is a string other than "auto".
     """
+    chosen = _ask(model, policy, is_taken, ignored)
+    found = _innermost_first(model, is_taken, ignored) if policy is not None else []
+    exempted: Chosen = {module: {"mixed_precision": None} for module in found if isinstance(module, exempt)}
+    exempted.pop(model, None)
+    if not exempted:
+        return chosen
+    return {
+        module: chosen.get(module, {}) | exempted.get(module, {}) for module in found if module in chosen | exempted
+    }
+
+
+def _ask(model: nn.Module, policy: AutoWrapPolicy, is_taken: Callable[[nn.Module], bool], ignored: Ignored) -> Chosen:
     if isinstance(policy, Set):
         policy = _of_classes(policy)
     if isinstance(policy, CustomPolicy):
@@ -119,6 +133,12 @@ def _ask_custom_policy(
     torch's policy classes share no public call, only this method: checked on torch 2.11 and 2.13.
     """
     answers: Chosen = policy._run_policy(model, set(ignored.modules), {})
+    found = _innermost_first(model, is_taken, ignored)
+    return {module: answers[module] for module in found if module in answers and module is not model}
+
+
+def _innermost_first(model: nn.Module, is_taken: Callable[[nn.Module], bool], ignored: Ignored) -> list[nn.Module]:
+    """`model` and the modules below it that are not left alone, each after those below it."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -129,4 +149,4 @@ def _ask_custom_policy(
         found[module] = None
 
     visit(model)
-    return {module: answers[module] for module in found if module in answers and module is not model}
+    return list(found)

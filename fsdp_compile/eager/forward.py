@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
-from fsdp_compile.eager.inputs import cast_inputs, computes_in_full_precision
+from fsdp_compile.eager.inputs import computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.root import Root
 from fsdp_compile.eager.state import is_open
 from fsdp_compile.eager.torch_private import current_backward
+from fsdp_compile.unit import Unit
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -22,17 +23,15 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are closed and the module stays usable.
     """
+    args, kwargs = prepare_inputs(module, args, kwargs)
     if torch.compiler.is_compiling():
-        return _traced(module, forward, *cast_inputs(module, args, kwargs))
+        return _traced(module, forward, args, kwargs)
     closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
     root: Root = module._fsdp_root
     if current_backward() != -1:
-        for unit in closed:
-            open_for_recomputation(unit, root.streams_for(unit.device))
-        return forward(module, *args, **kwargs)
+        return _recomputed(module, closed, forward, args, kwargs)
     if module._fsdp_is_root:
         root.begin_iteration(module)
-    args, kwargs = cast_inputs(module, args, kwargs)
     opened: list[Gathered] = []
     try:
         for unit in closed:
@@ -54,11 +53,23 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     return output
 
 
+def _recomputed(module: Any, closed: list[Unit], forward: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
+    """Run the forward again within backward; `closed` are the units that have no views to use."""
+    full_precision = computes_in_full_precision(module)
+    streams_for = module._fsdp_root.streams_for
+    found = [open_for_recomputation(unit, full_precision, streams_for(unit.device)) for unit in closed]
+    fresh = [gathered for gathered in found if gathered is not None]
+    output = forward(module, *args, **kwargs)
+    for gathered in fresh:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
+        gathered.end_forward((args, kwargs), output, keep=True)
+    return output
+
+
 def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     opened = []
     for unit in module._fsdp_scope:
         if unit.views is None or unit.views_backward != -1:  # the latter: left behind by a backward pass that failed
-            unit.views = unit.traced_views()
+            unit.views = unit.traced_views(computes_in_full_precision(module))
             opened.append(unit)
     try:
         return forward(module, *args, **kwargs)

@@ -41,10 +41,10 @@ class FullBuffer:
         if self.is_free:
             self.storage.resize_(self.nbytes)
         shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-        if self.unit.is_sharded:
-            unit = self.unit
+        unit = self.unit
+        if unit.is_sharded and not unit.switches.fake_all_gather:
             collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
-        else:
+        elif not unit.is_sharded:
             self.full.copy_(shard)
         self.filling = True
 

@@ -143,7 +143,8 @@ class Gathered:
         needed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
             self.still_read = True
-            torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
+            handle = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
+            weakref.finalize(self, handle.remove)  # an input that outlives this forward collects no hooks
 
     def _before_backward(self, _grad: Tensor) -> None:
         if self.backward != current_backward():
@@ -183,20 +184,22 @@ class Gathered:
         Several forwards of one unit recomputed in one backward all read these views: wait for the last of them. A
         reentrant checkpoint runs a backward pass of its own within the one that opened the views.
         """
-        shared = self.recomputed_into and len(self.unit.awaiting_backward) > 1
-        if not (self.still_read or shared or self.backward not in (-1, current_backward())):
+        if not (self.still_read or self._is_shared() or self.backward not in (-1, current_backward())):
             self.close()
         self._prefetch_next(BackwardPrefetch.BACKWARD_POST)
 
     def _inputs_ready(self) -> None:
         self.still_read = False
-        if self.backward == current_backward() and not self.recomputed_into:
+        if self.backward == current_backward() and not self._is_shared():
             self.close()
             self._prefetch_next(BackwardPrefetch.BACKWARD_POST)  # a frozen unit has no gradients to be ready (E-PRE-6)
 
     def _prefetch_next(self, when: BackwardPrefetch) -> None:
         if self.root is not None:
             self.root.prefetch_backward(self, when)
+
+    def _is_shared(self) -> bool:
+        return self.recomputed_into and len(self.unit.awaiting_backward) > 1
 
     def close(self) -> None:
         """The backward pass needs the views no longer: free the buffers, or keep them where that saves a gather."""
@@ -238,22 +241,23 @@ class Gathered:
             self.streams.note_free()
 
 
-def open_for_recomputation(unit: Unit, streams: Streams) -> None:
+def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams) -> Gathered | None:
     """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
 
     Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
-    and gathers for itself.
+    and gathers for itself: what is returned.
     """
     gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:
-        gathered = Gathered(unit, streams=streams)
+        gathered = Gathered(unit, full_precision, streams)
         gathered.open()
         gathered.backward = current_backward()
         unit.awaiting_backward.add(gathered)
         call_after_backward(gathered.close)  # also keeps it until then
-        return
+        return gathered
     gathered.recomputed_into = True
     gathered.reopen()
+    return None
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:

@@ -151,7 +151,9 @@ def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     how = averaging(packed.dtype, unit.data_parallel_size)
     if how.before > 1:
         packed.div_(how.before)
-    if unit.is_sharded:
+    if unit.is_sharded and unit.switches.fake_reduce:
+        reduced, arrive = packed.chunk(unit.group_size)[unit.rank].clone(), lambda: None
+    elif unit.is_sharded:
         reduced, arrive = collectives.start_reduce_scatter(packed, unit.group_size, unit.group_name, how.op)
     else:
         reduced, arrive = packed, partial(collectives.wait, packed)

@@ -195,7 +195,7 @@ def test_tied_parameters_across_nested_calls() -> None:
 def test_one_rank_means_no_shard() -> None:
     """A group of one rank: a UserWarning that names the strategy asked for, and whole parameters.
 
-    E-STRAT-6, E-STRAT-8, E-VIEW-8, E-INIT-17.
+    E-STRAT-6, E-STRAT-8, E-VIEW-8, E-INIT-17, E-ERR-57.
     """
     alone = [dist.new_group([rank]) for rank in range(WORLD_SIZE)][RANK]
     model = mlp()

@@ -87,8 +87,9 @@ def test_a_custom_policy_sets_strategies() -> None:
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy for module blocks.1, found "
-         "depth, mixed"),
+        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy and mixed_precision for "
+         "module blocks.1, found depth, mixed"),
+        ({"mixed_precision": "bf16"}, TypeError, "expected a MixedPrecision or None for module blocks.1, found str"),
         ({"sharding_strategy": "NO_SHARD"}, TypeError, "expected a ShardingStrategy for module blocks.1, found str"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "hybrid strategies for all units or for none"
          ", found HYBRID_SHARD for module blocks.1 in a model of FULL_SHARD"),
@@ -113,7 +114,7 @@ def test_hybrid_strategies_with_one_rank_or_one_replica(strategy: ShardingStrate
 
 
 def test_containers_warn() -> None:
-    """What has no forward that would gather it: UserWarning with its path (E-INIT-2, E-ERR-37)."""
+    """What has no forward that would gather it: UserWarning with its path (E-INIT-2, E-ERR-37, E-LIM-20)."""
     made = {
         nn.ModuleList: lambda: nn.ModuleList([nn.Linear(2, 2)]),
         nn.ModuleDict: lambda: nn.ModuleDict({"m": nn.Linear(2, 2)}),
@@ -151,7 +152,10 @@ def test_device_id() -> None:
 
 
 def test_broadcast_needs_tensors_that_the_group_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU buffer outside of what is moved, in a group for accelerators: ValueError with its name (E-SYNC-4)."""
+    """A CPU buffer outside of what is moved, in a group for accelerators: ValueError with its name.
+
+    E-SYNC-4, E-ERR-65.
+    """
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr("fsdp_compile.plan.compute_device", lambda *_: torch.device("cpu"))
     message = (

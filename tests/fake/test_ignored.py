@@ -87,7 +87,10 @@ def test_ignoring_the_model_itself_warns() -> None:
 
 
 def test_wrong_ignored_arguments() -> None:
-    """Both, mixtures, other things, units: ValueError with the types in order; no iterable: TypeError (E-INIT-7, 8)."""
+    """Both, mixtures, other things, units: ValueError with the types in order; no iterable: TypeError.
+
+    E-INIT-7, 8, E-ERR-52, 53, E-LIM-13.
+    """
     model = mlp()
     refused(model, ValueError, "ignored_modules and ignored_states: expected at most one, found both",
             ignored_modules=[], ignored_states=[])  # fmt: skip

@@ -97,7 +97,10 @@ def test_no_kernel_ties_units_together(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_waits_come_before_use_and_bound_what_is_in_flight(backend: str) -> None:
-    """Every collective is waited for once; at most two reduce-scatters are in flight, so that two packs are alive."""
+    """Every collective is waited for once; at most two reduce-scatters are in flight, so that two packs are alive.
+
+    E-COMP-7.
+    """
     for program in cached("gpt", backend):
         waiting: list[Step] = []
         for step in program.steps:

@@ -29,7 +29,10 @@ def _compare(rank: int, name: str, strategy: str, plans: tuple[Plan, Plan], to_n
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("name", MODELS)
 def test_aot_eager_equals_eager(two: Ranks, name: str, strategy: str) -> None:
-    """A compiled model and an eager one stay equal through several steps, with gradients set to None in between."""
+    """A compiled model and an eager one stay equal through several steps, with gradients set to None in between.
+
+    E-COMP-8.
+    """
     two.run(_compare, name, strategy, (("eager",) * STEPS, ("aot_eager",) * STEPS), True)
 
 

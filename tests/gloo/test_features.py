@@ -174,7 +174,7 @@ def _accumulate(rank: int, how: str, strategy: str) -> None:
 @all_strategies
 @both_ways
 def test_accumulation(two: Ranks, how: str, strategy: str) -> None:
-    """Two backward passes leave the sum of their gradients (E-ACC-4, E-RED-5)."""
+    """Two backward passes leave the sum of their gradients (E-ACC-4, E-RED-4, 5)."""
     two.run(_accumulate, how, strategy)
 
 
@@ -193,7 +193,7 @@ def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
 @all_strategies
 @both_ways
 def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separate: bool) -> None:
-    """Two forwards may wait for backward at once, for one backward or for two in any order."""
+    """Two forwards may wait for backward at once, for one backward or for two in any order (E-BWD-7, E-RED-1)."""
     two.run(_forwards_first, how, strategy, separate)
 
 
@@ -273,7 +273,10 @@ def _change_in_between(rank: int) -> None:
 
 
 def test_parameters_changed_between_forward_and_backward(two: Ranks) -> None:
-    """As in plain autograd, that is an error and not a wrong gradient; the model stays usable (E-LIM-6)."""
+    """As in plain autograd, that is an error and not a wrong gradient; the model stays usable.
+
+    The check is made in an autograd hook: what it says arrives (E-LIM-6, E-GEN-4).
+    """
     two.run(_change_in_between)
 
 

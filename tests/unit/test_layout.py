@@ -297,7 +297,7 @@ def test_places_equal_the_running_total_of_the_specification(shapes, world_size,
 def test_shards_rebuild_every_parameter(layout):
     """`unsharded[c*r + offset + k] == param[first + k]`; ranks' parts cover a parameter once, in order.
 
-    E-SHARD-4, E-SHARD-7.
+    E-SHARD-4, E-SHARD-7, E-TEST-3.
     """
     unsharded = [None] * layout.numel  # each element: (parameter, index in it), None for padding
     for index, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True)):

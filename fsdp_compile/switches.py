@@ -1,0 +1,43 @@
+"""Switches in the environment. Each is read when a unit is made, and on if its variable is exactly "1" (E-ENV-6)."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+PREFIX = "FSDP_COMPILE_"
+
+_log = logging.getLogger("fsdp_compile")
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the environment asked for when a unit was made.
+
+    Attributes:
+        full_precision_in_eval: modules in eval mode leave mixed precision aside.
+        fake_all_gather: eager gathers are left out. Full parameters hold whatever was in memory: for timing only.
+        fake_reduce: eager reduce-scatters are left out. Each rank keeps its own gradients: for timing only.
+    """
+
+    full_precision_in_eval: bool = False
+    fake_all_gather: bool = False
+    fake_reduce: bool = False
+
+    @classmethod
+    def from_environment(cls) -> "Switches":
+        """Read all variables; those that make results wrong are logged as warnings, once per process."""
+        return cls(
+            full_precision_in_eval=_is_on("FULL_PREC_IN_EVAL"),
+            fake_all_gather=_is_on("FAKE_ALL_GATHER", "parameters are not gathered"),
+            fake_reduce=_is_on("FAKE_REDUCE", "gradients are not reduced"),
+        )
+
+
+def _is_on(name: str, harm: str | None = None) -> bool:
+    variable = PREFIX + name
+    on = os.environ.get(variable) == "1"
+    if on and harm and variable not in _warned:
+        _warned.add(variable)
+        _log.warning("%s=1: %s, all results are wrong; unset it for anything but timing", variable, harm)
+    return on

@@ -1,0 +1,203 @@
+"""What units return, what is used of it, and units in unusual roles: empty, a former root, called twice."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, Case, Residual, mlp, squared_error, vectors
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .test_communication import _assert_freed, _spied
+from .training import (
+    OPTIMIZERS,
+    assert_same_parameters,
+    backward,
+    build,
+    follow,
+    mine,
+    twins,
+    units,
+    whole,
+)
+from .wire import Sent, wire
+
+MLP = MODELS["mlp"]
+sharded = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class _Record:
+    """An output that no one can look into."""
+
+    x: Tensor
+
+
+class _Returns(nn.Module):
+    """A block that returns its two results in the structure that `kind` names; only `left` may reach the loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.left, self.right = kind, nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Any:
+        left, right = torch.tanh(self.left(x)), torch.tanh(self.right(x))
+        return {
+            "dict": {"left": left, "deep": [{"right": right}, None, 3, "text"]},
+            "namedtuple": Pair(left, right),
+            "dataclass": [_Record(left), _Record(right)],
+            "detached": (left, right.detach()),
+        }[self.kind]
+
+
+def _left(out: Any) -> Tensor:
+    if isinstance(out, dict):
+        assert list(out) == ["left", "deep"] and out["deep"][1:] == [None, 3, "text"]
+        return out["left"]
+    if isinstance(out, list):
+        assert [type(each) for each in out] == [_Record, _Record]
+        return out[0].x
+    assert type(out) in (Pair, tuple)
+    return out[0]
+
+
+class _Outer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([_Returns(kind), _Returns(kind)]), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + _left(block(x))
+        return self.head(x)
+
+
+def _return(rank: int, kind: str, strategy: str) -> None:
+    case = Case(lambda: _Outer(kind), vectors, squared_error)
+    reference, model = twins(case, strategy)
+    optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
+    for seed in range(2):
+        backward(model, case, mine(case, seed))
+        backward(reference, case, whole(case, seed))
+        for block in model.blocks:  # another rank may have used it: zeros
+            assert not any(param.grad.any() for param in block.right.parameters() if param.grad is not None)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    with _spied() as calls:
+        loss = case.loss(model, mine(case, 1))
+        loss.backward()
+        _assert_freed(calls, "after backward, while the loss is alive")
+    assert all(unit.views is None and not list(unit.awaiting_backward) for unit in units(model))
+
+
+@sharded
+@pytest.mark.parametrize("kind", ["dict", "namedtuple", "dataclass", "detached"])
+def test_outputs(two: Ranks, kind: str, strategy: str) -> None:
+    """Outputs keep their structure and types; backward works from any tensor in them, and from a part of them.
+
+    E-FWD-1, 3, 9, 10, E-BWD-1, 2, E-FIN-3.
+    """
+    two.run(_return, kind, strategy)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = mlp(1), nn.ModuleList([Residual(5, 9), Residual(5, 9)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.heads[0](x), self.heads[1](x)
+
+
+def _use_one_head(rank: int, strategy: str) -> None:
+    case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))  # type: ignore[arg-type]
+    reference, model = twins(case, strategy)
+    with _spied() as calls:
+        outputs = model(mine(case, 1)[0])
+        (outputs[0] + 0 * outputs[1].detach()).sum().backward()
+    del outputs
+    _assert_freed(calls, "after backward")
+    assert all(param.grad is None for param in model.heads[1].parameters())
+    model.zero_grad()
+    follow(model, reference, case)
+
+
+@sharded
+def test_an_output_that_no_loss_uses(two: Ranks, strategy: str) -> None:
+    """A unit whose output feeds no loss is freed, is not reduced, and trains in the next step (E-FIN-4)."""
+    two.run(_use_one_head, strategy)
+
+
+# --- units without parameters, units in several roles -----------------------------------------------------------------
+
+
+def _without_parameters(rank: int) -> None:
+    case = Case(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Identity()), vectors, squared_error)
+    reference = build(case)
+    model = fully_shard(build(case), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
+    assert [len(module._fsdp_scope) for module in model] == [1, 0, 0] and model._fsdp_scope == ()
+    follow(model, reference, case)
+    with wire() as sent:
+        backward(model, case, mine(case, 1))
+    assert [each.kind for each in sent] == ["gather", "gather", "reduce"], sent
+
+
+def test_units_without_parameters(two: Ranks) -> None:
+    """A unit without parameters passes its forward through and communicates nothing (E-GEN-6)."""
+    two.run(_without_parameters)
+
+
+def _root_first(rank: int) -> None:
+    reference = build(MLP)
+    model = build(MLP)
+    block = fully_shard(model.blocks[1])
+    block(torch.ones(2, 11)).sum().backward()  # it has run as a root
+    block.zero_grad()
+    fully_shard(model)
+    assert model._fsdp_is_root and not block._fsdp_is_root
+    follow(model, reference, MLP)
+
+
+def test_a_former_root_may_be_wrapped(two: Ranks) -> None:
+    """A unit that has run on its own becomes part of a larger model (E-LAZY-3, E-ERR-7)."""
+    two.run(_root_first)
+
+
+def _call_twice(rank: int, strategy: str) -> list[Sent]:
+    case = Case(lambda: _Twice(), vectors, squared_error)
+    reference, model = twins(case, strategy)
+    follow(model, reference, case)
+    with wire() as sent:
+        backward(model, case, mine(case, 1))
+    return sent
+
+
+class _Twice(nn.Module):
+    """Runs its first block before and after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Residual(7, 9), Residual(7, 9)]), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        return self.head(first(second(first(x))))
+
+
+@all_strategies
+def test_a_unit_called_twice(two: Ranks, strategy: str) -> None:
+    """The gradients of several forwards of one unit add up to the unsharded ones (E-BWD-7)."""
+    two.run(_call_twice, strategy)

@@ -1,0 +1,210 @@
+"""Mixed precision: the dtypes of gathers, computation, reduces, inputs and buffers, in training and in evaluation."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MODELS, Case, Inputs, Residual, checkpointed, squared_error, vectors
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .training import OPTIMIZERS, build, executor, full_parameters, mine, shard, units
+from .wire import wire
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+MLP = MODELS["mlp"]
+both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
+
+
+# --- parameters and gradients -----------------------------------------------------------------------------------------
+
+
+def _backward(model: nn.Module, inputs: Inputs) -> None:
+    *x, y = inputs
+    F.mse_loss(model(*x).float(), y).backward()  # torch 2.11 refuses a loss of two dtypes
+
+
+def _follow_dtypes(rank: int, how: str, strategy: str, given: tuple, compute: torch.dtype, reduce: torch.dtype) -> None:
+    policy = MixedPrecision(param_dtype=given[0], reduce_dtype=given[1])
+    model = shard(MLP, strategy, mixed_precision=policy)
+    seen = set()
+    model.blocks[0].up.register_forward_pre_hook(lambda module, args: seen.add(module.weight.dtype))
+    run, optimizer = executor(model, how), OPTIMIZERS["adamw"](model.parameters())
+    with wire() as sent:
+        _backward(run, mine(MLP, 1))
+    assert seen == {compute}, seen
+    assert {each.dtype for each in sent if each.kind == "gather"} == ({compute} if strategy != "NO_SHARD" else set())
+    assert {each.dtype for each in sent if each.kind != "gather"} == {reduce}
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads and {each.dtype for each in (*model.parameters(), *grads, *states)} == {FP32}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("given", "compute", "reduce"),
+    [
+        ((None, None), FP32, FP32),
+        ((BF16, None), BF16, BF16),
+        ((None, BF16), FP32, BF16),
+        ((BF16, FP32), BF16, FP32),
+        ((BF16, FP64), BF16, FP64),
+    ],
+)
+@both_ways
+def test_dtypes(two: Ranks, how: str, strategy: str, given: tuple, compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Gathers and computation have the one dtype, reduces the other; the optimizer sees that of the parameters.
+
+    E-MP-1..3, 5, 6.
+    """
+    two.run(_follow_dtypes, how, strategy, given, compute, reduce)
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+Seen = list[tuple[str, Any]]
+
+
+def _dtypes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _dtypes(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_dtypes(each) for each in value]
+    return value.dtype if isinstance(value, Tensor) else value
+
+
+class _Takes(nn.Module):
+    """Notes the dtypes of its inputs."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.ones(5)), inner
+        self.seen: Seen = []
+
+    def forward(self, x: Any, *, more: Any) -> Tensor:
+        self.seen.append((_dtypes(x), _dtypes(more)))
+        if self.inner is not None:
+            return self.inner(x, more=more)
+        return x["x"][0].to(self.weight.dtype) * self.weight
+
+
+def _cast_inputs(rank: int, own: bool, root: bool, expected: tuple[torch.dtype, torch.dtype]) -> None:
+    policy = MixedPrecision(param_dtype=BF16, cast_forward_inputs=own, cast_root_forward_inputs=root)
+    inner = _Takes()
+    model = fully_shard(_Takes(inner), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True,
+                        mixed_precision=policy)  # fmt: skip
+    x, ids, half = torch.ones(2, 5), torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=FP16)
+    out = model({"x": [x, ids]}, more=((half, "text"), None, torch.tensor([True])))
+    for seen, dtype in zip((model.seen, inner.seen), expected, strict=True):
+        kept = FP16 if dtype is FP32 else dtype
+        assert seen == [({"x": [dtype, torch.int64]}, [[kept, "text"], None, torch.bool])], seen
+    assert out.dtype is BF16 and x.dtype is FP32, "the output has the compute dtype, the caller's tensor is untouched"
+
+
+@pytest.mark.parametrize(
+    ("own", "root", "expected"),  # dtypes that the root and the unit below it see
+    [(False, True, (BF16, BF16)), (False, False, (FP32, FP32)), (True, False, (BF16, BF16))],
+)
+def test_inputs(two: Ranks, own: bool, root: bool, expected: tuple[torch.dtype, torch.dtype]) -> None:
+    """Floating tensors anywhere among the inputs are cast where the settings say; all else passes unchanged.
+
+    E-MP-13, 14.
+    """
+    two.run(_cast_inputs, own, root, expected)
+
+
+class _WidensBetween(nn.Module):
+    """Hands its blocks inputs in fp32, so that each has to cast its own; a checkpoint lies around each block."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(7, 11), nn.ModuleList([Residual(11, 9) for _ in range(2)])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x.float()
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x.float()
+
+
+def _recompute_casts(rank: int, reentrant: bool) -> None:
+    policy = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=True)
+    grads = []
+    for each in (None, reentrant):
+        torch.manual_seed(0)
+        model = fully_shard(_WidensBetween(each), mixed_precision=policy)
+        model(vectors(rank, 4)[0]).square().mean().backward()
+        grads.append([param.grad for param in model.parameters()])
+    for plain, again in zip(*grads, strict=True):
+        assert (plain is None) == (again is None) and (plain is None or torch.equal(plain, again))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_computes_in_the_same_dtype(two: Ranks, reentrant: bool) -> None:
+    """A unit whose forward is recomputed gets inputs as in its first forward: the same gradients, bit for bit.
+
+    E-MP-15, E-AC-2.
+    """
+    two.run(_recompute_casts, reentrant)
+
+
+# --- classes that keep full precision ---------------------------------------------------------------------------------
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.plain = nn.Linear(7, 7), nn.BatchNorm1d(7), nn.BatchNorm1d(7, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.norm(self.linear(x)))
+
+
+def _exempt(rank: int, how: str) -> None:
+    policy = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+    model = fully_shard(nn.Sequential(_Normed(), _Normed()), mixed_precision=policy)
+    seen = set()
+    model[0].norm.register_forward_pre_hook(lambda module, args: seen.add((args[0].dtype, module.weight.dtype)))
+    model[0].linear.register_forward_pre_hook(lambda module, args: seen.add((args[0].dtype, module.weight.dtype)))
+    executor(model, how)(vectors(rank, 4)[0]).square().sum().backward()
+    assert seen == {(BF16, FP32), (BF16, BF16)}, seen
+    for norm in (model[0].norm, model[0].plain):
+        assert norm.running_mean.dtype is FP32 and norm.running_mean.abs().sum() > 0
+    assert len(units(model)) == 4, "a block's layer and its norm are units"
+    one = fully_shard(_Normed(), auto_wrap_policy=None, mixed_precision=policy)
+    assert len(units(one)) == 1 and one.norm.running_mean.dtype is BF16, "without auto-wrapping nothing is exempt"
+
+
+@both_ways
+def test_batch_norms_keep_full_precision(two: Ranks, how: str) -> None:
+    """Auto-wrapping makes batch norms units without mixed precision, those without parameters too (E-INIT-6)."""
+    two.run(_exempt, how)
+
+
+def _train_checkpointed(rank: int) -> None:
+    policy = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
+    ends = []
+    for where in ("none", "inside", "around", "reentrant"):
+        case = Case(lambda where=where: checkpointed(where), vectors, squared_error)  # type: ignore[misc]
+        model = fully_shard(build(case), mixed_precision=policy)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        for seed in range(3):
+            optimizer.zero_grad()
+            _backward(model, mine(case, seed))
+            optimizer.step()
+        ends.append(full_parameters(model))
+    for end in ends[1:]:
+        assert all(torch.equal(end[name], ends[0][name]) for name in end)
+
+
+def test_checkpoints_in_low_precision(two: Ranks) -> None:
+    """Three steps in bf16 end at the same bits wherever activations are recomputed (E-AC-2)."""
+    two.run(_train_checkpointed)

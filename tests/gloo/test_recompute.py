@@ -1,0 +1,172 @@
+"""Checkpoints within units, torch's wrapper around them, and parts of a forward without gradients."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, Case, Residual, squared_error, vectors
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .test_communication import _assert_freed, _spied
+from .training import (
+    assert_same_gradients,
+    backward,
+    build,
+    follow,
+    mine,
+    shard,
+    units,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+# --- checkpoints within a unit ----------------------------------------------------------------------------------------
+
+
+class _Layers(nn.Module):
+    """One unit of four layers, of which `inside` are recomputed, reentrant or not, together or each for itself."""
+
+    def __init__(self, inside: tuple[int, ...], reentrant: bool, nested: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(4))
+        self.inside, self.reentrant, self.nested = inside, reentrant, nested
+
+    def _layer(self, index: int, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers[index](x)) + x
+
+    def _pair(self, x: Tensor) -> Tensor:
+        x = self._layer(1, x)
+        return checkpoint(self._layer, 2, x, use_reentrant=self.reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.nested:
+            x = checkpoint(self._pair, self._layer(0, x), use_reentrant=self.reentrant)
+            return self._layer(3, x)
+        for index in range(4):
+            if index in self.inside:
+                x = checkpoint(self._layer, index, x, use_reentrant=self.reentrant)
+            else:
+                x = self._layer(index, x)
+        return x
+
+
+class _Around(nn.Module):
+    """Two units of layers, each in a reentrant checkpoint of its own if `around`."""
+
+    def __init__(self, around: bool, *how: Any) -> None:
+        super().__init__()
+        self.around, self.stem, self.head = around, nn.Linear(7, 11), nn.Linear(11, 5)
+        self.blocks = nn.ModuleList([_Layers(*how), _Layers(*how)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.around else block(x)
+        return self.head(x)
+
+
+def _recompute(rank: int, strategy: str, around: bool, how: tuple) -> None:
+    reference = build(Case(lambda: _Around(False, (), False, False), vectors, squared_error))
+    case = Case(lambda: _Around(around, *how), vectors, squared_error)
+    model = shard(case, strategy)
+    follow(model, reference, case)
+    for each in (reference, model):
+        each.zero_grad()
+    with _spied() as calls:
+        loss = case.loss(model, mine(case, 7))
+        loss.backward()
+    backward(reference, case, whole(case, 7))
+    assert_same_gradients(model, reference)
+    _assert_freed(calls, "after backward")
+
+
+@pytest.mark.parametrize("around", [False, True])
+@all_strategies
+@pytest.mark.parametrize(
+    "how",  # which layers, reentrant, nested
+    [((3,), True, False), ((1, 2), True, False), ((0, 1, 2, 3), True, False), ((), True, True),
+     ((1, 2), False, False), ((), False, True)],
+)  # fmt: skip
+def test_checkpoints_within_a_unit(two: Ranks, strategy: str, around: bool, how: tuple) -> None:
+    """A checkpoint of some layers of a unit, before or after its other layers, nested, and in one around the unit.
+
+    A reentrant one runs a backward pass of its own: it frees nothing that the outer one still reads, and what it
+    reduces is added (E-AC-2, 3, E-BWD-5).
+    """
+    two.run(_recompute, strategy, around, how)
+
+
+# --- parts under no_grad ----------------------------------------------------------------------------------------------
+
+
+class _Features(nn.Module):
+    """The first block only makes features: it runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Residual(7, 9) for _ in range(3)), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+def _prefetch_under_no_grad(rank: int, prefetch: bool) -> None:
+    case = Case(_Features, vectors, squared_error)
+    reference, model = build(case), shard(case, forward_prefetch=prefetch)
+    follow(model, reference, case, steps=3)
+    assert all(param.grad is None for param in model.blocks[0].parameters())
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_unit_gathered_under_no_grad(two: Ranks, prefetch: bool) -> None:
+    """A unit that was gathered ahead by a forward without gradients is differentiable all the same (E-VIEW-3)."""
+    two.run(_prefetch_under_no_grad, prefetch)
+
+
+# --- torch's checkpoint wrapper ---------------------------------------------------------------------------------------
+
+
+def _wrap(model: nn.Module, reentrant: bool) -> None:
+    wrapper = partial(
+        checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    )
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Residual)
+    )
+
+
+def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool) -> None:
+    reference, model = build(MLP), build(MLP)
+    _wrap(reference, reentrant=False)
+    if first:
+        _wrap(model, reentrant)
+    fully_shard(model, auto_wrap_policy={Residual})
+    if not first:
+        _wrap(model, reentrant)
+    assert [len(units(block)) for block in model.blocks] == [1, 1, 1] and len(units(model)) == 4
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_checkpoint_wrapper(two: Ranks, first: bool, reentrant: bool) -> None:
+    """torch's wrapper lies around units, put there before or after sharding; training is unchanged.
+
+    E-AC-4.
+    """
+    two.run(_checkpoint_wrapper, first, reentrant)

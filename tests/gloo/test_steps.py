@@ -1,0 +1,150 @@
+"""One training step, looked at closely: what module code sees, what goes out, when memory goes, what lies between."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, Residual, vectors
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .training import (
+    backward,
+    follow,
+    mine,
+    shard,
+    twins,
+    units,
+    whole,
+)
+from .wire import wire
+
+MLP = MODELS["mlp"]
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+# --- what module code sees --------------------------------------------------------------------------------------------
+
+
+class _Looks(Residual):
+    """Notes what its weight is in forward and amid backward."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.notes: list[tuple[type, tuple, bool]] = []
+
+    def look(self, *_: Any) -> None:
+        weight = self.up.weight
+        self.notes.append((type(weight), tuple(weight.shape), weight.grad_fn is not None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look()
+        hidden = torch.tanh(self.up(x))
+        hidden.register_hook(self.look)
+        return x + self.down(hidden)
+
+
+def _look(rank: int, strategy: str) -> None:
+    model = fully_shard(nn.Sequential(_Looks(7, 9), _Looks(7, 9)), sharding_strategy=ShardingStrategy[strategy])
+    model(vectors(rank, 4)[0]).sum().backward()
+    for block in model:
+        assert block.notes == [(Tensor, (9, 7), True)] * 2, block.notes  # in forward and in backward
+        assert type(block.up.weight) is nn.Parameter
+        assert block.up.weight.dim() == (2 if strategy == "NO_SHARD" else 1)
+
+
+@all_strategies
+def test_weights_in_forward_and_backward(two: Ranks, strategy: str) -> None:
+    """Module code finds plain tensors in full shape, with autograd history, in forward and in backward (E-VIEW-2)."""
+    two.run(_look, strategy)
+
+
+def _look_at_wire(rank: int) -> None:
+    model = shard(MLP)
+    seen = []
+
+    def views_of(module: nn.Module, args: tuple) -> None:
+        (unit,) = units(module)
+        storages = {view.untyped_storage().data_ptr() for view in unit.views}
+        sizes = {view.untyped_storage().nbytes() for view in unit.views}
+        offsets = [view.storage_offset() for view in unit.views]
+        seen.append((len(storages), sizes, offsets == sorted(offsets) and offsets[0] == 0))
+
+    model.blocks[0].up.register_forward_pre_hook(lambda module, args: views_of(model.blocks[0], args))
+    with wire() as sent:
+        backward(model, MLP, mine(MLP, 1))
+    flats = [flat for unit in units(model) for flat in unit.flats]
+    sizes = {(flat.layout.numel, flat.layout.shard_numel) for flat in flats}
+    assert {(each.numel, each.part) for each in sent} == sizes
+    assert all(whole_ == 2 * part for whole_, part in sizes), "what is sent is the flat parameter, nothing appended"
+    reduces = [each for each in sent if each.kind == "reduce"]
+    assert len(reduces) == len(flats), "one reduce for each unit"
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads and not any(grad.requires_grad or grad.grad_fn for grad in grads), "a reduce was recorded"
+    block = model.blocks[0]._fsdp_scope[0].flats[0]
+    assert seen == [(1, {4 * block.layout.numel}, True)], "views lie one after another in the gathered buffer"
+
+
+def test_sizes_on_the_wire(two: Ranks) -> None:
+    """A gather's result is read in place, split into views; a reduce takes the packed gradients with nothing appended.
+
+    E-FWD-7, 8, E-RED-2, E-VIEW-1, E-BWD-9.
+    """
+    two.run(_look_at_wire)
+
+
+def _poison_padding(rank: int, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    for unit in units(model):
+        for flat in unit.flats:
+            (kept,) = [flat.shard.clone()]
+            flat.shard.fill_(float("nan"))
+            for part, values in zip(flat.parts(flat.shard), flat.parts(kept), strict=True):
+                if part is not None and values is not None:
+                    part.copy_(values)
+    assert any(flat.shard.isnan().any() for unit in units(model) for flat in unit.flats), "no padding in the test"
+    follow(model, reference, MLP)
+
+
+@all_strategies
+def test_padding_is_never_seen(two: Ranks, strategy: str) -> None:
+    """Whatever stands in padding, no output, gradient or parameter depends on it (E-FLAT-17)."""
+    two.run(_poison_padding, strategy)
+
+
+# --- never compute with old parameters --------------------------------------------------------------------------------
+
+
+def _stale(rank: int, strategy: str, change: str) -> None:
+    reference, model = twins(MLP, strategy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for evaluate in (torch.no_grad, torch.enable_grad):
+        backward(model, MLP, mine(MLP, 1))
+        backward(reference, MLP, whole(MLP, 1))
+        with evaluate():
+            model(mine(MLP, 2)[0])
+        if change == "step":
+            for optimizer in optimizers:
+                optimizer.step()
+        elif change == "load_state_dict":
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+            reference.load_state_dict({name: 0.5 * value for name, value in reference.state_dict().items()})
+        else:
+            with torch.no_grad():
+                for param in (*model.parameters(), *reference.parameters()):
+                    param.fill_(0.125)
+        x = mine(MLP, 3)[0]
+        torch.testing.assert_close(model(x), reference(x))
+        for each in (model, reference):
+            each.zero_grad()
+    follow(model, reference, MLP)
+
+
+@pytest.mark.parametrize("change", ["step", "load_state_dict", "fill_"])
+@all_strategies
+def test_no_forward_with_old_parameters(two: Ranks, strategy: str, change: str) -> None:
+    """After backward, evaluation and a change of the shard, forward computes with the new values (E-STRAT-10)."""
+    two.run(_stale, strategy, change)
