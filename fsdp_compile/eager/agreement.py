@@ -35,6 +35,19 @@ def check_settings(module: nn.Module) -> None:
                 )
 
 
+def holds_on_all_ranks(unit: Unit, holds: bool) -> bool:
+    """Whether `holds` is true on every rank that shards `unit`: an all-reduce of one number.
+
+    To be asked before a rank leaves out a gather, where what it knows may differ from rank to rank.
+    """
+    if not unit.is_sharded:
+        return holds
+    denials = torch.tensor([not holds], dtype=torch.float32, device=unit.device)
+    collectives.start_all_reduce(denials, unit.group_name, "sum")
+    collectives.wait(denials)
+    return denials.item() == 0
+
+
 def wants_order_check(module: nn.Module) -> bool:
     """Whether an iteration of the root `module` is to be compared."""
     return module.training and dist.get_debug_level() == dist.DebugLevel.DETAIL

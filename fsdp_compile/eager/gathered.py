@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import BackwardPrefetch
 
+from fsdp_compile.eager.agreement import holds_on_all_ranks
 from fsdp_compile.eager.full_buffer import FullBuffer, Kept
 from fsdp_compile.eager.full_views import FullViews
 from fsdp_compile.eager.state import check_not_summoned
@@ -64,7 +65,8 @@ class Gathered:
         if kept is None or kept.full_precision != self.full_precision:
             return False
         self.unit.kept = None
-        if kept.stamp != self.stamp or any(buffer.is_free for buffer in kept.buffers):
+        current = kept.stamp == self.stamp and not any(buffer.is_free for buffer in kept.buffers)
+        if not holds_on_all_ranks(self.unit, current):
             self._free(kept.buffers)
             return False
         self.buffers = kept.buffers

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp_compile import collectives
+from fsdp_compile.eager.agreement import holds_on_all_ranks
 from fsdp_compile.eager.gathered import Gathered
 from fsdp_compile.eager.state import check_not_summoned, is_open
 from fsdp_compile.eager.streams import Streams
@@ -87,16 +87,7 @@ def take_unsharded(unit: Unit, full_precision: bool, same_forward: bool) -> Gath
     unit.unsharded = None
     refresh(unit)
     current = gathered.full_precision == full_precision and gathered.is_current()
-    if current if same_forward else _on_all_ranks(unit, current):
+    if current if same_forward else holds_on_all_ranks(unit, current):
         return gathered
     gathered.free()
     return None
-
-
-def _on_all_ranks(unit: Unit, holds: bool) -> bool:
-    if not unit.is_sharded:
-        return holds
-    denials = torch.tensor([not holds], dtype=torch.float32, device=unit.device)
-    collectives.start_all_reduce(denials, unit.group_name, "sum")
-    collectives.wait(denials)
-    return denials.item() == 0
