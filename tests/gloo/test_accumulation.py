@@ -53,7 +53,7 @@ def _pattern(rank: int, pattern: str, strategy: str) -> None:
 def test_patterns(two: Ranks, pattern: str, strategy: str) -> None:
     """Backward passes with (s) and without (n) reduce, in any order, add up to the unsharded gradient.
 
-    Nothing is sent without. E-ACC-1..4, E-GEN-2.
+    Nothing is sent without. E-ACC-1..4, E-RED-4.
     """
     two.run(_pattern, pattern, strategy)
 

@@ -73,7 +73,7 @@ def _use_own(rank: int, strategy: str) -> None:
 def test_a_hook_takes_over(two: Ranks, strategy: str) -> None:
     """A hook gets a unit's whole gradient and, if sharded, where to put this rank's slice; nobody else divides.
 
-    E-HOOK-1.
+    E-HOOK-1, E-RED-2.
     """
     two.run(_use_own, strategy)
 
