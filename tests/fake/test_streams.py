@@ -22,7 +22,10 @@ def _step(model: nn.Module, **options: Any) -> Log:
 
 
 def test_gathers_run_beside_compute() -> None:
-    """Gathers see the optimizer's step, run in the unshard stream, and are waited for before compute (E-STREAM-3)."""
+    """Gathers see the optimizer's step, run in the unshard stream, and are waited for before compute.
+
+    E-STREAM-3, E-FWD-4, E-FWD-5.
+    """
     log = _step(fully_shard(unlike_blocks()))
     assert log.lines[0] == "unshard waits for compute"
     assert all(line.endswith("in unshard") for line in log.about("gather"))
@@ -34,7 +37,10 @@ def test_gathers_run_beside_compute() -> None:
 
 
 def test_memory_is_registered_before_it_is_freed() -> None:
-    """Full parameters, made in one stream and read in another, are handed over before they are freed (E-STREAM-3)."""
+    """Full parameters, made in one stream and read in another, are handed over before they are freed.
+
+    E-STREAM-3, E-RED-7.
+    """
     log = _step(fully_shard(unlike_blocks()))
     for name in NAMES:
         freed = [place for place, line in enumerate(log.lines) if line == f"free {name}"]

@@ -83,7 +83,7 @@ def _convert_mixed(rank: int, how: str) -> None:
 
 @both_ways
 def test_conversion_with_mixed_precision(two: Ranks, how: str) -> None:
-    """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3)."""
+    """A compute dtype that was given stays when the stored dtype changes (E-MP-4, E-MOD-3, E-LAZY-6)."""
     two.run(_convert_mixed, how)
 
 

@@ -49,7 +49,7 @@ def test_gathered_before_compute(two: Ranks) -> None:
 
 
 def test_gathered_after_compute(two: Ranks) -> None:
-    """The other mode gathers after this unit is freed and before its gradients are reduced (E-PRE-1)."""
+    """The other mode gathers after this unit is freed and before its gradients are reduced (E-PRE-1, E-BWD-8)."""
     for lines in two.run(_backward_order, "post"):
         for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
             computed = lines.index(f"backward {name}")
@@ -59,7 +59,7 @@ def test_gathered_after_compute(two: Ranks) -> None:
 
 
 def test_not_gathered_ahead(two: Ranks) -> None:
-    """Without prefetch a unit is gathered when its own backward begins, and waited for at once (E-PRE-1)."""
+    """Without prefetch a unit is gathered when its own backward begins, and waited for at once (E-PRE-1, E-BWD-4)."""
     for lines in two.run(_backward_order, "none"):
         for name, following in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
             reduced = lines.index(f"reduce {name} in post-backward")
