@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import MODELS
+from models import MODELS, Residual
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -76,7 +76,7 @@ def _read_parts(rank: int) -> None:
     with _spied() as calls, summon_full_params(block.up, recurse=False), summon_full_params(nn.Linear(2, 3)):
         assert block.up.weight.dim() == 1
     assert not calls
-    wrapper = FullyShardedDataParallel(build(MLP), auto_wrap_policy={type(block)})
+    wrapper = FullyShardedDataParallel(build(MLP), auto_wrap_policy={Residual})
     with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False):
         assert wrapper.head.weight.dim() == 2 and wrapper.blocks[0].up.weight.dim() == 1
 
