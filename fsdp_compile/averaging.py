@@ -30,7 +30,8 @@ def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
 def gradient_divide_factors(ranks: int) -> tuple[float, float]:
     """By what to divide before and after a sum over `ranks`; the product is `ranks` (E-PG-11).
 
-    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer.
+    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer. Halving the division
+    so keeps both the addends and the sum within the range of a narrow dtype.
     """
     before = 1
     while ranks % before == 0 and ranks / before > before:

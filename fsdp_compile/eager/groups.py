@@ -62,18 +62,6 @@ def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
     return Placement(groups.shard, groups.shard.size(), strategy in _RESHARDING, replicate)
 
 
-def gradient_divide_factors(ranks: int) -> tuple[float, float]:
-    """By what to divide before and after a sum over `ranks`; the product is `ranks` (E-PG-11).
-
-    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer. Halving the division
-    so keeps both the addends and the sum within the range of a narrow dtype.
-    """
-    before = 1
-    while ranks % before == 0 and ranks / before > before:
-        before *= 2
-    return float(before), ranks / before
-
-
 def resolve_groups(
     mesh: DeviceMesh | None,
     process_group: GroupArgument | None,

@@ -39,7 +39,8 @@ def _pattern(rank: int, pattern: str, strategy: str) -> None:
             with model.no_sync() if letter == "n" else nullcontext(), _spied() as calls:
                 backward(reference, MLP, whole(MLP, seed))
                 backward(model, MLP, mine(MLP, seed))
-            reduced = any(call.kind != "gather" for call in calls)
+            # one number: ranks agree on whether what an earlier backward kept is current
+            reduced = any(call.kind != "gather" and call.numel > 1 for call in calls)
             assert reduced == (letter == "s"), (pattern, seed, calls)
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
@@ -110,7 +111,7 @@ def _manage(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"no_sync: expected the root module, found \w+ inside another"):
         model.blocks[0].no_sync().__enter__()
     model.head.register_forward_hook(lambda module, args, out: model.no_sync().__enter__())
-    with pytest.raises(ValueError, match="no_sync: expected an idle module"):
+    with pytest.raises(ValueError, match="no_sync: expected idle units"):
         MLP.loss(model, mine(MLP, 1))
 
 
