@@ -50,7 +50,6 @@ def _train(rank: int, strategy: str, low_precision: bool, **options: Any) -> Non
         assert_bitwise(offloaded, plain, f"step {seed}")
 
 
-@pytest.mark.parametrize("low_precision", [False, True])
 def _step_inside(rank: int, strategy: str) -> None:
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=OFFLOAD)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
@@ -74,6 +73,7 @@ def test_optimizers_within_backward(two: Ranks, strategy: str) -> None:
     two.run(_step_inside, strategy)
 
 
+@pytest.mark.parametrize("low_precision", [False, True])
 @all_strategies
 def test_trains_as_without(two: Ranks, strategy: str, low_precision: bool) -> None:
     """Offloading changes where shards and gradients are, and no bit of them; it needs no accelerator.
