@@ -205,7 +205,7 @@ def _dropped_after_failure(rank: int, strategy: str, sync: bool) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_a_model_whose_backward_failed_can_be_dropped(two: Ranks, strategy: str, sync: bool) -> None:
     """Neither open views nor reduces under way keep the shards of a model that is gone."""
     two.run(_dropped_after_failure, strategy, sync)
