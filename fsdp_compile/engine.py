@@ -12,9 +12,26 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Call `callback` when the running backward pass has ended without error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any] | None = None) -> None:
+    """Call `callback` when the running backward pass has ended without error, else `if_failed`."""
+    last = callback if if_failed is None else _Last(callback, if_failed)
+    torch.autograd.Variable._execution_engine.queue_callback(last)
+
+
+class _Last:
+    """What the engine calls after a backward pass; it drops it uncalled when the pass has failed."""
+
+    def __init__(self, callback: Callable[[], Any], if_failed: Callable[[], Any]) -> None:
+        self.callback = callback
+        self.if_failed: Callable[[], Any] | None = if_failed
+
+    def __call__(self) -> None:
+        self.if_failed = None
+        self.callback()
+
+    def __del__(self) -> None:
+        if self.if_failed is not None:
+            self.if_failed()
 
 
 def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:

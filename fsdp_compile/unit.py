@@ -61,6 +61,7 @@ class Unit:
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
         places: for each parameter the registries of modules, with its names there, that hold it.
+        may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
         kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
         switches: what the environment asked for when the unit was made.
     """
@@ -94,6 +95,7 @@ class Unit:
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_root = True
         self._syncs = True
+        self.may_keep = False
         self.kept: Any = None  # eager.full_buffer.Kept
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self.switches = Switches.from_environment()

@@ -9,6 +9,7 @@ import functools
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -114,10 +115,29 @@ def take_unsynced(flat: FlatParam) -> Tensor | None:
     return unsynced.total
 
 
+def drop_cleared(flat: FlatParam) -> None:
+    """Forget local gradients all of which the user has set to None."""
+    if flat.unsynced is not None and all(param.grad is None for param in flat.params):
+        flat.unsynced = flat.arrival.kept = None
+        _waiting.discard(flat)
+
+
 @functools.cache
 def refuse_unsynced_steps() -> None:
     """From now on, optimizers do not step with gradients that wait for a reduce; for the life of the process."""
     register_optimizer_step_pre_hook(_check_step)
+    register_optimizer_step_pre_hook(_note_fused_step)
+
+
+def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count a change of the parameters that a fused kernel is about to step: it changes them behind autograd's back.
+
+    Else what was gathered before would pass for current (E-STRAT-10).
+    """
+    fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
+    stepped = [param for param in fused if unit_of(param) is not None]
+    if stepped:
+        torch.autograd.graph.increment_version(stepped)
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

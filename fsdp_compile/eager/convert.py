@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.state import check_idle
 from fsdp_compile.eager.unshard import discard_unsharded
 from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects
@@ -68,6 +69,8 @@ def _undone_by_errors(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _check_reduced(unit: Unit) -> None:
+    for flat in unit.flats:
+        drop_cleared(flat)
     if any(flat.unsynced is not None for flat in unit.flats):
         raise RuntimeError(f"Module._apply: expected reduced gradients, found local ones from no_sync in {unit}; "
                            f"run a backward outside no_sync first")  # fmt: skip

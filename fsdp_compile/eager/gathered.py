@@ -60,17 +60,29 @@ class Gathered:
         return flat.shard.dtype if self.full_precision else self.unit.compute_dtype(flat)
 
     def _take_kept(self) -> bool:
-        """Take the buffers that an earlier backward left, if they hold what a gather would bring; else drop them."""
+        """Take the buffers that an earlier backward left, if they hold what a gather would bring; else drop them.
+
+        A backward pass under no_sync has no collectives: some ranks may have left it out, and have kept nothing. So
+        whether ranks ask each other follows from what all of them did: this unit's last gather.
+        """
+        asks, self.unit.may_keep = self.unit.may_keep, self.unit.keeps_unsynced and torch.is_grad_enabled()
         kept: Kept | None = self.unit.kept
-        if kept is None or kept.full_precision != self.full_precision:
+        if not asks:
             return False
         self.unit.kept = None
-        current = kept.stamp == self.stamp and not any(buffer.is_free for buffer in kept.buffers)
-        if not holds_on_all_ranks(self.unit, current):
-            self._free(kept.buffers)
+        if not holds_on_all_ranks(self.unit, kept is not None and self._would_bring(kept)):
+            if kept is not None:
+                self._free(kept.buffers)
             return False
+        assert kept is not None
+        self.unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
         self.buffers = kept.buffers
         return True
+
+    def _would_bring(self, kept: Kept) -> bool:
+        """Whether `kept` holds what this gather would bring."""
+        same = kept.stamp == self.stamp and kept.full_precision == self.full_precision
+        return same and not any(buffer.is_free for buffer in kept.buffers)
 
     def is_current(self) -> bool:
         """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
@@ -156,7 +168,9 @@ class Gathered:
         """Make the views readable for the running backward pass: gather again what was freed."""
         check_not_summoned(self.unit, "backward")
         self.backward = current_backward()
-        call_after_backward(self.close)
+        if any(buffer.is_shard for buffer in self.buffers):
+            self._check_unchanged()  # else backward would compute with values that forward did not have
+        call_after_backward(self.close, if_failed=self.drop_views)
         self.prefetch()
         self.ahead = False
         self.wait()
@@ -206,15 +220,19 @@ class Gathered:
     def close(self) -> None:
         """The backward pass needs the views no longer: free the buffers, or keep them where that saves a gather."""
         self.unit.awaiting_backward.discard(self)
-        if self.unit.views is self.views:
-            self.unit.views = None
-        if self.unit.keeps_unsynced and not any(buffer.is_free for buffer in self.buffers):
+        self.drop_views()
+        if self.unit.keeps_unsynced and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
             self._keep()
             return
         if self.unit.kept is not None:
             self._free(self.unit.kept.buffers)
             self.unit.kept = None
         self.free()
+
+    def drop_views(self) -> None:
+        """Let the unit forget the views: they own the node that owns the unit, and no collector sees such a ring."""
+        if self.unit.views is self.views:
+            self.unit.views = None
 
     def _keep(self) -> None:
         kept: Kept | None = self.unit.kept
@@ -255,7 +273,7 @@ def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams) -
         gathered.open()
         gathered.backward = current_backward()
         unit.awaiting_backward.add(gathered)
-        call_after_backward(gathered.close)  # also keeps it until then
+        call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then
         return gathered
     gathered.recomputed_into = True
     gathered.reopen()

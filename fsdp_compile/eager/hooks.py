@@ -8,9 +8,11 @@ the tensors they get another dtype, which is why results are looked at afresh af
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     allreduce_hook,
@@ -46,7 +48,7 @@ def reduce_by_hook(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], Non
     else:
         reduced = packed
         hook(state, packed)
-    return reduced, lambda: _average_copies(unit, reduced)
+    return reduced, partial(_average_copies, unit.replicas, reduced)
 
 
 def _slice_of(unit: Unit, packed: Tensor) -> Tensor:
@@ -64,13 +66,13 @@ def _compress_on_cpu(unit: Unit, state: Any, low: Tensor) -> Tensor:
     return reduced.to(state.parameter_type)
 
 
-def _average_copies(unit: Unit, reduced: Tensor) -> None:
-    if unit.replicas is None:
+def _average_copies(replicas: dist.ProcessGroup | None, reduced: Tensor) -> None:
+    if replicas is None:
         return
-    how = averaging(reduced.dtype, unit.replicas.size())
+    how = averaging(reduced.dtype, replicas.size())
     if how.before > 1:
         reduced.div_(how.before)
-    collectives.start_all_reduce(reduced, unit.replicas.group_name, how.op)
+    collectives.start_all_reduce(reduced, replicas.group_name, how.op)
     collectives.wait(reduced)
     if how.after > 1:
         reduced.div_(how.after)

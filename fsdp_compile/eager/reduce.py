@@ -106,6 +106,7 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Ten
         streams.lend(packed)
     with streams.reducing():
         reduced, arrive = _reduce(unit, packed)
+    arrival, offload = flat.arrival, unit.offload  # `finish` hangs on the join: it must not own the flat parameter
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
     result = reduced if as_stored else _like(flat.shard)
 
@@ -115,14 +116,14 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Ten
             if result is not reduced:
                 result.copy_(reduced, non_blocking=True)
         streams.await_reduce(reduced)
-        event = streams.reduce_event() if unit.offload else None
+        event = streams.reduce_event() if offload else None
         if event is not None:
-            flat.arrival.settle = partial(streams.device.block, event)
+            arrival.settle = partial(streams.device.block, event)
 
-    flat.arrival.finish = finish
+    arrival.finish = finish
     if again:
-        flat.arrival.wait_on_host()
-    _in_flight.append(flat.arrival)
+        arrival.wait_on_host()
+    _in_flight.append(arrival)
     while len(_in_flight) > IN_FLIGHT:
         _in_flight.popleft().wait()
     return result
@@ -159,11 +160,12 @@ def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
         reduced, arrive = packed, partial(collectives.wait, packed)
         if unit.group_size > 1:
             collectives.start_all_reduce(packed, unit.group_name, how.op)
+    replicas = unit.replicas
 
     def finish() -> None:
         arrive()
-        if unit.replicas is not None:  # hybrid: the shard alone crosses the slow links
-            collectives.start_all_reduce(reduced, unit.replicas.group_name, how.op)
+        if replicas is not None:  # hybrid: the shard alone crosses the slow links
+            collectives.start_all_reduce(reduced, replicas.group_name, how.op)
             collectives.wait(reduced)
         if how.after > 1:
             reduced.div_(how.after)

@@ -55,16 +55,26 @@ def unshard(
 
 
 def reshard(unit: Unit) -> None:
-    """Free what `unshard` gathered and what past forwards kept for their backward, which will gather again.
+    """Free what `unshard` gathered, what past forwards kept for their backward, which will gather again, and what
+    backward kept for the next forward.
 
     ValueError if a forward or backward of the unit is under way.
     """
     if is_open(unit):
         raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
     discard_unsharded(unit)
+    drop_kept(unit)
     for gathered in unit.awaiting_backward:
         if gathered.may_free:
             gathered.free()
+
+
+def drop_kept(unit: Unit) -> None:
+    """Free what a backward pass under no_sync left to the next forward."""
+    if unit.kept is not None:
+        for buffer in unit.kept.buffers:
+            buffer.free()
+        unit.kept = None
 
 
 def discard_unsharded(unit: Unit) -> None:

@@ -148,3 +148,17 @@ def _overwrite(rank: int) -> None:
 def test_conversion_that_makes_new_parameters(two: Ranks) -> None:
     """Where torch is told to make new parameters on conversion, these are taken over (E-WB-3)."""
     two.run(_overwrite)
+
+
+def _converted_after_clearing(rank: int) -> None:
+    reference, model = twins(MLP)
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+    model.zero_grad()
+    model.double().float()
+    follow(model, reference, MLP)
+
+
+def test_cleared_local_gradients_are_no_obstacle(two: Ranks) -> None:
+    """After zero_grad() nothing waits for a reduce, and .to() converts; with local gradients it refuses."""
+    two.run(_converted_after_clearing)

@@ -8,6 +8,8 @@ from models import Case, squared_error, vectors
 from recording import recorded, unlike_blocks
 from torch import nn
 
+from fsdp_compile.module import FSDPModule
+
 from .ranks import Ranks
 from .training import (
     assert_same_gradients,
@@ -172,3 +174,36 @@ def _root_alone(rank: int) -> None:
 def test_full_shard_keeps_nothing(two: Ranks) -> None:
     """Under FULL_SHARD the root is freed after backward too, synchronised or not (E-STRAT-1)."""
     two.run(_root_alone)
+
+
+def _left_out(rank: int) -> None:
+    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    with model.no_sync():
+        loss = CASE.loss(model, mine(CASE, 1))
+        if rank == 0:
+            loss.backward()
+    model.zero_grad()
+    follow(model, reference, CASE)
+
+
+def test_a_rank_may_leave_out_a_backward_under_no_sync(two: Ranks) -> None:
+    """A backward under no_sync has no collectives: a rank may leave it out, and the next forward works on all."""
+    two.run(_left_out)
+
+
+def _resharded(rank: int) -> None:
+    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    _gathers(model, 1, sync=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    assert _bytes(model) == 0
+    assert len(_gathers(model, 2, sync=True)) == 4
+    for seed in (1, 2):
+        backward(reference, CASE, whole(CASE, seed))
+    assert_same_gradients(model, reference)
+
+
+def test_reshard_frees_what_is_kept(two: Ranks) -> None:
+    """reshard() gives back all memory of an idle unit: also what a backward under no_sync left."""
+    two.run(_resharded)

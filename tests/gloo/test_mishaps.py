@@ -1,5 +1,9 @@
 """Things users do that an earlier version answered with wrong numbers, a crash or a leak."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 from models import MODELS, Residual, Stack, squared_error, vectors
@@ -177,3 +181,47 @@ def _empty_first(rank: int) -> None:
 def test_a_parameter_without_elements_may_come_first(two: Ranks) -> None:
     """The storage that is freed is the gathered one, whichever parameter is first (E-FLAT-12)."""
     two.run(_empty_first)
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        raise ArithmeticError("a user's backward fails")
+
+
+def _dropped_after_failure(rank: int, strategy: str, sync: bool) -> None:
+    model = shard(MLP, strategy)
+    shards = [weakref.ref(flat.shard) for unit in units(model) for flat in unit.flats]
+    model.blocks[0].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
+    with pytest.raises(ArithmeticError), nullcontext() if sync else model.no_sync():
+        squared_error(model, mine(MLP, 1)).backward()
+    del model
+    gc.collect()
+    assert [alive() for alive in shards] == [None] * len(shards)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_a_model_whose_backward_failed_can_be_dropped(two: Ranks, strategy: str, sync: bool) -> None:
+    """Neither open views nor reduces under way keep the shards of a model that is gone."""
+    two.run(_dropped_after_failure, strategy, sync)
+
+
+def _changed_before_backward(rank: int, strategy: str) -> None:
+    model = shard(MLP, strategy)
+    loss = squared_error(model, mine(MLP, 1))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+    with pytest.raises(RuntimeError, match="run backward before the optimizer's step"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_backward_with_other_values_than_forward_is_refused(two: Ranks, strategy: str) -> None:
+    """Parameters that are stepped between forward and backward give an error, as unsharded, not wrong gradients."""
+    two.run(_changed_before_backward, strategy)

@@ -199,3 +199,20 @@ def _alone(rank: int) -> None:
 def test_a_module_inside_a_unit_run_alone(two: Ranks) -> None:
     """Running it outside of the unit's forward is an error that says what to run (E-FWD-11, E-LIM-2)."""
     two.run(_alone)
+
+
+def _fused(rank: int) -> None:
+    model = shard(MODELS["mlp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    x = torch.ones(2, 7)
+    model.unshard()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(model(x), model(x)), "the first forward reads what unshard gathered before the step"
+
+
+def test_a_fused_step_is_a_change(two: Ranks) -> None:
+    """Fused optimizers do not count as changes for autograd; what was gathered before their step is not used."""
+    two.run(_fused)
