@@ -206,27 +206,31 @@ def _all_bytes() -> int:
     return sum(storages.values())
 
 
-def _soon(measure: Callable[[], int], expected: int) -> int:
+def _least(measure: Callable[[], int], enough: int) -> int:
+    """The least that is measured within two seconds, or the first that is `enough`: gloo's threads let go late."""
     deadline = time.monotonic() + 2.0
-    while measure() != expected and time.monotonic() < deadline:
+    least = measure()
+    while least > enough and time.monotonic() < deadline:
         time.sleep(0.01)
-    return measure()
+        least = min(least, measure())
+    return least
 
 
 def _many_steps(rank: int, strategy: str) -> None:
     model = shard(CASE, strategy, forward_prefetch=True)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    early = 0
+    early = []
     for step in range(50):
         optimizer.zero_grad()
         backward(model, CASE, mine(CASE, step))
         optimizer.step()
-        if step == 3:
-            early = _all_bytes()
-    assert _soon(_all_bytes, early) == early
+        if 3 <= step < 8:
+            early.append(_all_bytes())  # the process may still be letting go of what earlier tests left
+    late = _least(_all_bytes, min(early))
+    assert late <= min(early), f"{early} bytes early, {late} after 50 steps"
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_no_growth(two: Ranks, strategy: str) -> None:
-    """After 50 steps there are as many bytes of tensors as after four (E-TEST-5)."""
+    """After 50 steps there are no more bytes of tensors than after a few (E-TEST-5)."""
     two.run(_many_steps, strategy)
