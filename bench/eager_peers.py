@@ -123,8 +123,8 @@ def time_host(_: int, folder: str, rounds: int, steps: int) -> None:
     trainers = {system: Trainer(workload, shard) for system, shard in {**SYSTEMS, "unsharded": unsharded}.items()}
     calls: dict[str, Callable[[], Any]] = {}
     for system, trainer in trainers.items():
-        calls[f"{system} step"] = lambda trainer=trainer: (trainer.accumulate(batch), trainer.update())  # type: ignore[misc]
-        calls[f"{system} backward"] = lambda trainer=trainer: (trainer.accumulate(batch), trainer.model.zero_grad())  # type: ignore[misc]
+        calls[f"{system} step"] = lambda trainer=trainer: (trainer.accumulate(batch), trainer.update())
+        calls[f"{system} backward"] = lambda trainer=trainer: (trainer.accumulate(batch), trainer.model.zero_grad())
     for call in calls.values():
         cpu_microseconds(call, WARM_UP)
     measured: dict[str, list[float]] = {name: [] for name in calls}

@@ -77,7 +77,7 @@ def collectives_only(layers: int, sharded: bool) -> Step:
         for unit, shard, full in buffers:
             collectives.all_gather(shard, unit.group_size, unit.group_name)
             collectives.all_gather(shard, unit.group_size, unit.group_name)
-            collectives.reduce_scatter(full, unit.group_size, unit.group_name)
+            collectives.WAIT(collectives.REDUCE_SCATTER(full, "avg", unit.group_size, unit.group_name))  # as compiled
 
     return step
 

@@ -76,7 +76,7 @@ def gpt(batch: int = 4) -> Workload:
         window = text[at + torch.arange(config.context + 1)].long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
-    return Workload(lambda: GPT(config), lambda model: list(model.blocks), draw, "tokens", batch * config.context)  # type: ignore[arg-type]
+    return Workload(lambda: GPT(config), lambda model: list(model.blocks), draw, "tokens", batch * config.context)
 
 
 class Layers(nn.Module):
@@ -112,14 +112,14 @@ def many_small(blocks: int = 50, width: int = 16, batch: int = 4) -> Workload:
         x, y = torch.randn(2, batch, width, generator=torch.Generator().manual_seed(1000 * step + rank))
         return x, y
 
-    return Workload(lambda: Regression(blocks, width), lambda model: list(model.blocks), draw, "steps", 1)  # type: ignore[arg-type]
+    return Workload(lambda: Regression(blocks, width), lambda model: list(model.blocks), draw, "steps", 1)
 
 
 def tiny_gpt(layers: int = 12) -> Workload:
     """A GPT of width 16 and one sequence of 4 tokens: nearly all of a step is host work."""
     config = GPTConfig(vocab=16, context=4, layers=layers, heads=1, dim=16, tied=False)
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    return Workload(lambda: GPT(config), lambda model: list(model.blocks), lambda *_: (tokens, tokens), "steps", 1)  # type: ignore[arg-type]
+    return Workload(lambda: GPT(config), lambda model: list(model.blocks), lambda *_: (tokens, tokens), "steps", 1)
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile.eager import Root
-from fsdp_compile.eager.accumulate import refuse_unsynced_steps
+from fsdp_compile.eager.accumulate import watch_optimizers
 from fsdp_compile.eager.broadcast import broadcast_states
 from fsdp_compile.eager.devices import given_device, move_from_cpu
 from fsdp_compile.eager.groups import GroupArgument, resolve_groups
@@ -114,7 +114,7 @@ def fully_shard(
     _mark_ignored(model, settings.ignored)
     _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
-    refuse_unsynced_steps()
+    watch_optimizers()
     return model
 
 
@@ -195,7 +195,6 @@ def _connect(model: nn.Module, root: Root) -> None:
     for scope in list(_scopes(model)):
         scope.__dict__["_fsdp_root"], scope.__dict__["_fsdp_is_root"] = root, scope is model
         for unit in scope._fsdp_scope:
-            unit.is_root = scope is model
             _widen(unit, scope, users.get(unit, []), model)
 
 

@@ -1,7 +1,8 @@
 """The collectives, by name: nothing else in the package names one.
 
-Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, so a step that
-runs eagerly and one that is compiled put the same calls on the wire. Only construction, never compiled, broadcasts.
+Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives. On accelerators
+a step that runs eagerly and one that is compiled put the same calls on the wire; on the CPU eager code goes around what
+gloo copies, and compiled code does not yet.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,6 @@ ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
 STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
-
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
 

@@ -54,7 +54,7 @@ def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
     """Step the optimizers that parameters with a gradient carry, then clear it: also what their hooks would do."""
     for param in params:
         if param.grad is not None and carries_optimizers(param):
-            for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+            for optimizer in vars(param)["_in_backward_optimizers"]:
                 optimizer.step()
             param.grad = None
 

@@ -97,6 +97,8 @@ class Arrival:
     def check_eager(self, name: str) -> None:
         """Raise NotImplementedError if a compiled graph has reduced this gradient although it should not have.
 
+        A graph is traced with a reduce in it; without one it would be a second graph, which is not made yet.
+
         Args:
             name: of a parameter, for the message.
         """

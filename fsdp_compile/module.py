@@ -111,7 +111,7 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""
-        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]
+        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]  # likewise
 
     def is_root(self) -> bool:
         """Whether no sharded module is around this one."""

@@ -82,8 +82,7 @@ def _unshard(
     reshard_after_forward: bool,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    replica_count: int = 1,
+    *_: Any,  # of the derivative
 ) -> Tensor:
     shard = handle if compute_dtype is None else handle.to(compute_dtype)
     if FlatParamLayout.parse(layout).world_size > 1:
@@ -100,8 +99,7 @@ def _unshard_fake(
     reshard_after_forward: bool,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    replica_count: int = 1,
+    *_: Any,
 ) -> Tensor:
     return handle.new_empty(FlatParamLayout.parse(layout).numel, dtype=compute_dtype or handle.dtype)
 

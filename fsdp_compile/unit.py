@@ -57,7 +57,6 @@ class Unit:
         views: the full views while a forward or backward of this unit runs, else None.
         views_backward: the number of the backward pass that set `views`; -1: a forward did.
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
-        is_root: whether no other unit encloses this one; the eager runtime keeps such a unit after forward.
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
         places: for each parameter the registries of modules, with its names there, that hold it.
@@ -93,7 +92,6 @@ class Unit:
         self.views: list[Tensor] | None = None
         self.views_backward = -1
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.is_root = True
         self._syncs = True
         self.may_keep = False
         self.kept: Any = None  # eager.full_buffer.Kept
@@ -242,7 +240,7 @@ class Unit:
     def replace(self, params: dict[int, nn.Parameter]) -> None:
         """Let other parameter objects, by index, take the places of those that the unit knows."""
         for index, param in params.items():
-            del self.params[index]._fsdp_unit  # type: ignore[attr-defined]
+            del vars(self.params[index])["_fsdp_unit"]
             self.params[index] = param
         for flat, known in self.by_flat(self.params):
             flat.params = list(known)
@@ -260,7 +258,7 @@ class Unit:
     def mark(self) -> None:
         """Let every parameter know its unit."""
         for index, param in enumerate(self.params):
-            param._fsdp_unit = (weakref.ref(self), index)  # type: ignore[attr-defined]
+            vars(param)["_fsdp_unit"] = (weakref.ref(self), index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         """A unit with parameters (copied already with their modules), shards and joins of its own; same groups."""

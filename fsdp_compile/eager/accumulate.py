@@ -123,8 +123,8 @@ def drop_cleared(flat: FlatParam) -> None:
 
 
 @functools.cache
-def refuse_unsynced_steps() -> None:
-    """From now on, optimizers do not step with gradients that wait for a reduce; for the life of the process."""
+def watch_optimizers() -> None:
+    """From now on look at every optimizer before it steps: `_check_step`, `_note_fused_step`; once per process."""
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_pre_hook(_note_fused_step)
 

@@ -21,7 +21,7 @@ def broadcast_states(params: Iterable[nn.Parameter], module: nn.Module, groups: 
     buffers = unsent_buffers(module)
     broadcast([*params, *buffers.values()], groups)
     for buffer in buffers.values():
-        buffer._fsdp_sent = True  # type: ignore[attr-defined]
+        vars(buffer)["_fsdp_sent"] = True
 
 
 def unsent_buffers(module: nn.Module) -> dict[str, Tensor]:

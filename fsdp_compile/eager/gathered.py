@@ -70,11 +70,12 @@ class Gathered:
         if not asks:
             return False
         self.unit.kept = None
-        if not holds_on_all_ranks(self.unit, kept is not None and self._would_bring(kept)):
-            if kept is not None:
-                self._free(kept.buffers)
+        current = holds_on_all_ranks(self.unit, kept is not None and self._would_bring(kept))
+        if kept is None:
             return False
-        assert kept is not None
+        if not current:
+            self._free(kept.buffers)
+            return False
         self.unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
         self.buffers = kept.buffers
         return True
@@ -241,6 +242,8 @@ class Gathered:
         self.unit.kept = Kept(self.buffers, self.stamp, self.full_precision)
 
     def _check_unchanged(self) -> None:
+        if [param._version for param in self.unit.params] == self.stamp.params:
+            return
         for name, param, version in zip(self.unit.names, self.unit.params, self.stamp.params, strict=True):
             if param._version != version:
                 raise RuntimeError(

@@ -33,13 +33,13 @@ def compresses(hook: Callable[..., Any]) -> bool:
     return any(hook is known for known in _COMPRESSING)
 
 
-def reduce_by_hook(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Let the unit's hook reduce `packed`; where its result is, and what completes it.
+def reduce_by_hook(
+    unit: Unit, state: Any, hook: Callable[..., Any], packed: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
+    """Let `hook` reduce `packed`; where its result is, and what completes it.
 
     Under hybrid sharding the hook reduces over the ranks that share a copy; the mean over copies is ours (E-HOOK-7).
     """
-    assert unit.comm_hook is not None
-    state, hook = unit.comm_hook
     if packed.device.type == "cpu" and compresses(hook):
         reduced = _compress_on_cpu(unit, state, packed.to(_COMPRESSING[hook]))
     elif unit.is_sharded:

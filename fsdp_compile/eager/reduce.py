@@ -88,10 +88,10 @@ def _sent_dtype(unit: Unit, flat: FlatParam, full_precision: bool) -> torch.dtyp
 
 def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Gradients in the parameters' full shapes as one tensor `[layout.numel]`; zeros where there is none."""
-    pieces = []
-    for segment in flat.layout.segments:
-        grad = None if segment.parameter is None else grads[segment.parameter]
-        pieces.append(torch.zeros(segment.numel, dtype=dtype, device=device) if grad is None else grad.reshape(-1))
+    empty = [s.numel for s in flat.layout.segments if s.parameter is None or grads[s.parameter] is None]
+    zeros = iter(torch.zeros(sum(empty), dtype=dtype, device=device).split_with_sizes(empty))
+    given = (None if s.parameter is None else grads[s.parameter] for s in flat.layout.segments)
+    pieces = [next(zeros) if grad is None else grad.reshape(-1) for grad in given]
     if all(piece.dtype == dtype for piece in pieces):
         return torch.cat(pieces)
     return torch.cat(pieces, out=torch.empty(flat.layout.numel, dtype=dtype, device=device))
@@ -148,7 +148,7 @@ def _like(shard: Tensor) -> Tensor:
 def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; where the average will be, and what waits for it."""
     if unit.comm_hook is not None:
-        return reduce_by_hook(unit, packed)
+        return reduce_by_hook(unit, *unit.comm_hook, packed)
     how = averaging(packed.dtype, unit.data_parallel_size)
     if how.before > 1:
         packed.div_(how.before)

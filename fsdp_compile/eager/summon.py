@@ -39,7 +39,11 @@ class Options:
     with_grads: bool = False
 
     def check(self) -> None:
-        """Raise NotImplementedError for combinations that are not offered (E-SUM-2); warn of wasteful ones."""
+        """Raise NotImplementedError for combinations that are not offered (E-SUM-2); warn of wasteful ones.
+
+        Edits on one rank would have to be sent to those that see shards. The other refusal is torch's, kept: full
+        gradients in host memory have no use that a copy of them has not.
+        """
         for one, other in (("rank0_only", "writeback"), ("with_grads", "offload_to_cpu")):
             if getattr(self, one) and getattr(self, other):
                 raise NotImplementedError(

@@ -60,7 +60,7 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
         found = [param for registry, name in places if (param := registry.get(name)) is not None]
         if all(param is known for param in found):
             continue
-        if any(param is not found[0] for param in found):
+        if any(param is not found[0] for param in found):  # which of them is meant, nobody can tell
             raise NotImplementedError(
                 f"parameter {unit.names[index]}: expected one object in all {len(places)} places that share it, found "
                 f"it replaced in some of them; assign the same nn.Parameter to each"

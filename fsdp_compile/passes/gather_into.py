@@ -2,7 +2,7 @@
 
 torch 2.13 runs the allocating form as a coalesced collective. Gloo's worker threads note the name of the collective
 that they finished last in one string without a lock, and only the coalesced all-gather's name is too long to be kept
-inside that string: two threads that finish together free its memory twice. Eager code uses the same form.
+inside that string: two threads that finish together free its memory twice. Eager code never calls that form.
 
 Inductor keeps the input of an allocating collective alive until its wait, but not that of one with an `out`. Where the
 input is computed in the graph (the shard in a lower precision), our own form of the wait says so.
@@ -45,7 +45,7 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
 
 
 def _keep_input(gather: fx.Node) -> None:
-    shard: fx.Node = gather.args[0]  # type: ignore[assignment]
+    shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     if shard.target is not CAST:
         return
     register_lowerings()

@@ -39,19 +39,19 @@ def pack_in_place(graph: fx.Graph, config: CompileConfig) -> None:
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
     """Peel views that keep the elements' order; turn a transposed product around: (a b)^T = b^T a^T."""
     while grad.target in SAME_ORDER:
-        grad = grad.args[0]  # type: ignore[assignment]
+        grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return _transposed_product(graph, grad) or _bias_of_convolution(graph, grad) or grad
 
 
 def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
-    if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]
+    if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]  # fx arguments are untyped
         return None
     product = grad.args[0]
     assert isinstance(product, fx.Node)
     if product.target is not aten.mm.default or len(product.users) > 1:
         return None
     with graph.inserting_before(product):
-        left, right = (_transposed(graph, factor) for factor in reversed(product.args))  # type: ignore[arg-type]
+        left, right = (_transposed(graph, factor) for factor in reversed(product.args))  # type: ignore[arg-type]  # fx arguments are untyped
         turned = graph.call_function(aten.mm.default, (left, right))
     turned.meta = dict(grad.meta)
     turned.meta["val"] = grad.meta["val"].contiguous()
@@ -62,7 +62,7 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
     """A bias's gradient as a sum of its own: convolution_backward would put it into memory that it allocates itself."""
     if grad.target is not operator.getitem or grad.args[1] != 2:
         return None
-    backward: fx.Node = grad.args[0]  # type: ignore[assignment]
+    backward: fx.Node = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     if backward.target is not aten.convolution_backward.default:
         return None
     grad_out: fx.Node = backward.args[0]  # type: ignore[assignment]  # [batch, channels, ...]
@@ -71,7 +71,7 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
         total = graph.call_function(aten.sum.dim_IntList, (grad_out, dims))
     total.meta = dict(grad.meta)
     if len(grad.users) == 1:
-        weights_and_input = [*backward.args[10][:2], False]  # type: ignore[index,misc]
+        weights_and_input = [*backward.args[10][:2], False]  # type: ignore[index,misc]  # fx arguments are untyped
         backward.update_arg(10, weights_and_input)
     return total
 
@@ -122,7 +122,7 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
     return ir.TensorBox(box)
 
 
-def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]
+def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]  # Inductor IR, as above
     """Padding, and parameters without a gradient: what is sent must be finite."""
     from torch._inductor.virtualized import ops
 
@@ -131,7 +131,7 @@ def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]
     )
 
 
-def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]
+def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]  # likewise
     """Zero-filling waits for the unit's first gradient.
 
     It depends on nothing else, so the scheduler would fuse the fillers of all units into one kernel at the start of

@@ -42,7 +42,7 @@ def _place_gathers(graph: fx.Graph) -> None:
         for node in (wait, *views):
             first.prepend(node)
         anchor = previous if previous is not None else _first_compute(graph)
-        gather: fx.Node = wait.args[0]  # type: ignore[assignment]
+        gather: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
         moved = [*_cast_of(gather), gather]
         while anchor in moved:
             anchor = anchor.next
@@ -53,7 +53,7 @@ def _place_gathers(graph: fx.Graph) -> None:
 
 def _cast_of(gather: fx.Node) -> list[fx.Node]:
     """The cast of the shard to the dtype in which it is gathered, if there is one."""
-    shard: fx.Node = gather.args[0]  # type: ignore[assignment]
+    shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return [shard] if shard.target is CAST else []
 
 

@@ -71,4 +71,4 @@ def _origins(node: fx.Node) -> Iterator[fx.Node]:
         yield node
         if not is_view_or_cast(node):
             return
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped

@@ -14,7 +14,7 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
     if metadata is None or not _is_forward():
         return []
     outputs = graph.output_node().args[0]
-    return [out for out in outputs[metadata.num_forward_returns :] if isinstance(out, fx.Node)]  # type: ignore[index,union-attr]
+    return [out for out in outputs[metadata.num_forward_returns :] if isinstance(out, fx.Node)]  # type: ignore[index,union-attr]  # fx
 
 
 def _is_forward() -> bool:

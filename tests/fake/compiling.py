@@ -17,7 +17,7 @@ def printed_graphs() -> Iterator[list[str]]:
     """What the logger `fsdp_compile.graphs` prints while the block runs."""
     graphs: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: graphs.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: graphs.append(record.getMessage())
     graph_log.addHandler(handler)
     graph_log.setLevel(logging.DEBUG)
     try:

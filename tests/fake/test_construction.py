@@ -133,7 +133,7 @@ def test_warnings_point_at_the_caller() -> None:
     """A warning names the line that called `fully_shard`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        line = inspect.currentframe().f_lineno + 1
         fully_shard(nn.ModuleList([nn.Linear(2, 2)]), process_group=alone())
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)] * 2
 

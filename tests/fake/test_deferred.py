@@ -104,7 +104,7 @@ def test_tied_meta_parameters() -> None:
         with torch.device("meta"):
             model = nn.Sequential(Sevens(2, 2), nn.Linear(2, 2))
         model[1].weight = model[0].weight
-        shards(model, auto_wrap_policy=policy)  # type: ignore[operator]
+        shards(model, auto_wrap_policy=policy)
         assert model[0].weight is model[1].weight
         assert (model[0].weight == 7).all() and not (model[1].bias == 7).any()
 
@@ -151,7 +151,7 @@ def test_attributes_and_requires_grad_survive() -> None:
     for init in (None, lambda module: module.to_empty(device="cpu", recurse=False)):
         model = nn.Linear(2, 2, device="meta")
         model.bias.requires_grad_(False)
-        model.weight.is_special = True  # type: ignore[attr-defined]
+        model.weight.is_special = True
         whole(model, param_init_fn=init)
         assert model.weight.is_special and not model.bias.requires_grad and model.weight.requires_grad
 

@@ -66,7 +66,7 @@ def late_reduces(backward: Program) -> list[int]:
 def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
     """Gather i+1 starts before the first matrix product of unit i, in forward and in backward (E-LIM-15)."""
     for program in cached(name, backend):
-        assert sum(step.is_gather for step in program.steps) == len(BUILD[name]().blocks) + 1  # type: ignore[arg-type]
+        assert sum(step.is_gather for step in program.steps) == len(BUILD[name]().blocks) + 1
         assert late_gathers(program) == []
 
 
@@ -75,7 +75,7 @@ def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
 def test_reduces_start_while_the_next_unit_computes(name: str, backend: str) -> None:
     """Each reduce-scatter starts before the next unit's backward products end."""
     backward = cached(name, backend)[1]
-    assert sum(step.is_reduce for step in backward.steps) == len(BUILD[name]().blocks) + 1  # type: ignore[arg-type]
+    assert sum(step.is_reduce for step in backward.steps) == len(BUILD[name]().blocks) + 1
     assert late_reduces(backward) == []
 
 

@@ -137,7 +137,7 @@ def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx
 
 def is_gathered(node: fx.Node) -> bool:
     while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node.target in (ALL_GATHER, WAIT)
 
 

@@ -148,7 +148,7 @@ class _Pair(torch.Tensor):
 
 def _send_wrapped(rank: int) -> None:
     pair = _Pair(torch.full((3,), 1.0 + rank), torch.full((2,), 10.0 + rank))
-    broadcast([pair], Groups(dist.group.WORLD))  # type: ignore[arg-type]
+    broadcast([pair], Groups(dist.group.WORLD))
     assert (pair.left == 1).all() and (pair.right == 10).all()
 
 

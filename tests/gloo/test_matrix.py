@@ -89,7 +89,7 @@ def _loss(case: Case, model: nn.Module, inputs: Inputs) -> Tensor:
     def run(*args: Any) -> Tensor:
         return model(*args).float()
 
-    return case.loss(run, inputs)  # type: ignore[arg-type]  # a callable is all that the loss needs
+    return case.loss(run, inputs)  # a callable is all that the loss needs
 
 
 def _batches(case: Case, options: Options, step: int) -> list[Inputs]:

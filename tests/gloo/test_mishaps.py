@@ -21,11 +21,11 @@ every_way = pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
 
 class _OnesGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight):  # type: ignore[no-untyped-def]
+    def forward(ctx, weight):
         return weight * 1.0
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         return torch.ones_like(grad)
 
 
@@ -137,7 +137,7 @@ def test_a_unit_may_return_its_parameter(two: Ranks, how: str) -> None:
 
 
 class _Passes(Residual):
-    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, prompt = both
         return super().forward(x + prompt), prompt
 
@@ -185,11 +185,11 @@ def test_a_parameter_without_elements_may_come_first(two: Ranks) -> None:
 
 class _FailsInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         raise ArithmeticError("a user's backward fails")
 
 

@@ -8,14 +8,12 @@ import torch
 from models import MODELS
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from .ranks import Ranks
 from .training import (
     OPTIMIZERS,
     assert_bitwise,
     assert_same_gradients,
-    assert_same_parameters,
     backward,
     build,
     follow,
@@ -48,29 +46,6 @@ def _train(rank: int, strategy: str, low_precision: bool, **options: Any) -> Non
         for optimizer in optimizers:
             optimizer.step()
         assert_bitwise(offloaded, plain, f"step {seed}")
-
-
-def _step_inside(rank: int, strategy: str) -> None:
-    reference, model = build(MLP), shard(MLP, strategy, cpu_offload=OFFLOAD)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
-    for seed in range(3):
-        optimizer.zero_grad()
-        backward(reference, MLP, whole(MLP, seed))
-        optimizer.step()
-        backward(model, MLP, mine(MLP, seed))
-        assert all(param.grad is None for param in model.parameters())
-        assert_same_parameters(model, reference)
-        _assert_on_cpu(model)
-
-
-@all_strategies
-def test_optimizers_within_backward(two: Ranks, strategy: str) -> None:
-    """Optimizers that step in backward step offloaded shards on the CPU, with gradients made anew.
-
-    E-LIM-16, E-OFF-9.
-    """
-    two.run(_step_inside, strategy)
 
 
 @pytest.mark.parametrize("low_precision", [False, True])

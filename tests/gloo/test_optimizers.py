@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from models import MODELS
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -53,11 +53,11 @@ def _register(model: nn.Module) -> None:
 ATTACH: dict[str, Callable[[nn.Module], None]] = {"apply": _apply, "mark": _mark, "hooks": _register}
 
 
-def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool) -> None:
+def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool, offload: bool = False) -> None:
     reference, model = build(MLP), build(MLP)
     if first:
         ATTACH[attach](model)
-    fully_shard(model, sharding_strategy=ShardingStrategy[strategy])
+    fully_shard(model, sharding_strategy=ShardingStrategy[strategy], cpu_offload=CPUOffload(offload))
     if not first:
         ATTACH[attach](model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=RATE)
@@ -68,6 +68,7 @@ def _step_inside(rank: int, attach: str, how: str, strategy: str, first: bool) -
         optimizer.step()
         backward(run, MLP, mine(MLP, seed))
         assert all(param.grad is None for param in model.parameters())
+        assert not offload or all(param.device.type == "cpu" for param in model.parameters())
         assert_same_parameters(model, reference)
 
 
@@ -81,6 +82,12 @@ def test_optimizer_in_backward(two: Ranks, attach: str, how: str, strategy: str,
     After it parameters are updated and gradients None. E-OIB-1..4.
     """
     two.run(_step_inside, attach, how, strategy, first)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_offloaded_optimizer_in_backward(two: Ranks, strategy: str) -> None:
+    """Offloaded shards are stepped on the CPU, with gradients made anew (E-LIM-16, E-OFF-9)."""
+    two.run(_step_inside, "apply", "eager", strategy, False, True)
 
 
 # --- loss scaling -----------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class _TwoHeads(nn.Module):
 
 
 def _use_one_head(rank: int, strategy: str) -> None:
-    case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))  # type: ignore[arg-type]
+    case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))
     reference, model = twins(case, strategy)
     with _spied() as calls:
         outputs = model(mine(case, 1)[0])

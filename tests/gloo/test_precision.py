@@ -193,7 +193,7 @@ def _train_checkpointed(rank: int) -> None:
     policy = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
     ends = []
     for where in ("none", "inside", "around", "reentrant"):
-        case = Case(lambda where=where: checkpointed(where), vectors, squared_error)  # type: ignore[misc]
+        case = Case(lambda where=where: checkpointed(where), vectors, squared_error)
         model = fully_shard(build(case), mixed_precision=policy)
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         for seed in range(3):

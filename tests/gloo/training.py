@@ -48,7 +48,7 @@ def executor(model: nn.Module, how: str) -> nn.Module:
     if how == "eager":
         return model
     backends: dict[str, Any] = {"inductor": "inductor", "backend": fsdp_compile_backend}
-    return torch.compile(model, backend=backends.get(how, how), fullgraph=True)  # type: ignore[return-value]
+    return torch.compile(model, backend=backends.get(how, how), fullgraph=True)
 
 
 def whole(case: Case, seed: int) -> Inputs:

@@ -106,7 +106,7 @@ def test_other_device_ids_are_refused(no_accelerator: None) -> None:
     """A wrong type, the meta device, or a device that the machine does not have (E-INIT-14)."""
     for wrong, name in (("cuda", "str"), (True, "bool"), (1.0, "float")):
         with pytest.raises(TypeError, match=f"device_id: expected an int, a torch.device or None, found {name}"):
-            given_device(wrong)  # type: ignore[arg-type]
+            given_device(wrong)
     with pytest.raises(ValueError, match=r"device_id: .*found meta"):
         given_device(META)
     for absent in (3, CUDA0):
