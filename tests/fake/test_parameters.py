@@ -264,8 +264,11 @@ class _Notes(Residual):
         return self.down(hidden)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @all_strategies
-def test_gathered_parameters_are_not_read_in_another_precision(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_parameters_are_not_read_in_another_precision(
+    strategy: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was gathered in the compute dtype, by hand or kept by no_sync, is not read by evaluation in full precision.
 
     E-ERR-25. The other way round, a backward reads what its forward has gathered, whatever the mode is by then
@@ -279,12 +282,12 @@ def test_gathered_parameters_are_not_read_in_another_precision(strategy: str, mo
     )  # fmt: skip
     for mode, dtype in ((True, low), (False, full), (True, low)):
         model.train(mode)
-        loss = model(torch.randn(3, 7)).sum()
-        model.train(not mode)
         with model.no_sync():
+            loss = model(torch.randn(3, 7)).sum()
+            model.train(not mode)
             loss.backward()
         assert {(block.forward_dtype, block.backward_dtype) for block in model} == {(dtype, dtype)}
-        for block in model:
+        for block in model if by_hand else ():
             block.train(mode).unshard()
     model.eval()(torch.randn(3, 7))
     assert {block.forward_dtype for block in model} == {full}
