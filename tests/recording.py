@@ -30,7 +30,8 @@ class Log:
         flats = [(name, flat) for name, m in scopes for u in m._fsdp_scope for flat in u.flats]
         self.units = {flat.layout.numel: name for name, flat in flats}
         self.shards = {flat.layout.shard_numel: name for name, flat in flats}
-        assert len(self.units) == len(self.shards) == len(flats), "expected flat parameters of different sizes"
+        different = {(name, flat.layout.numel) for name, flat in flats}
+        assert len(self.units) == len(different), "expected units whose flat parameters have different sizes"
 
     def add(self, line: str) -> None:
         self.lines.append(line)
