@@ -23,7 +23,7 @@ def merge_calls(graph: fx.Graph, config: CompileConfig) -> None:
     for marker in [node for node in graph.nodes if node.target in (REDUCE_GRADS, HAND_OVER)]:
         marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
     totals = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    if any([_merge_reduces(graph, total) for total in totals]):  # a list: all of them
+    if sum(_merge_reduces(graph, total) for total in totals):
         graph.eliminate_dead_code()
 
 
@@ -43,7 +43,7 @@ def _merge_gathers(graph: fx.Graph) -> dict[Any, Any]:
 def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
     """Replace `total` by one marker of a sum, if it is the sum of two markers of one unit; whether it was."""
     one, other = (_marker_beneath(addend) for addend in total.args)
-    if one is None or other is None or total.kwargs or _identity(one) != _identity(other):
+    if one is None or other is None or total.kwargs or _identity(one) != _identity(other) or one.meta["seq_nr"] is None:
         return False
     with graph.inserting_before(total):
         packed = _sum_of_packs(graph, one.args[0], other.args[0])
