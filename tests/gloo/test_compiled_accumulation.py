@@ -104,8 +104,25 @@ def test_patterns(two: Ranks, strategy: str) -> None:
     two.run(_patterns, strategy)
 
 
+class _Twice(nn.Module):
+    """Its blocks run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for block in (*self.net.blocks, *self.net.blocks):
+            x = block(x)
+        return self.net.head(x)
+
+
+TWICE = Case(_Twice, vectors, squared_error)
+
+
 def _inductor(rank: int) -> None:
-    both = _Both(SMALL, "inductor")
+    both = _Both(TWICE, "inductor")
     both.accumulate("snns")
     with no_recompile:
         both.accumulate("nsns", 10)
@@ -115,7 +132,10 @@ def _inductor(rank: int) -> None:
 
 
 def test_inductor(two: Ranks) -> None:
-    """Generated code leaves what it has handed over alone, and a hook finds it until it has reduced it (E-HOOK-2)."""
+    """Generated code leaves what it has handed over alone, and a hook finds it until it has reduced it (E-HOOK-2).
+
+    Units that are called twice are reduced once, as the sum.
+    """
     two.run(_inductor)
 
 
@@ -236,8 +256,6 @@ def _orders(rank: int) -> None:
     both.backward(7, sync=False)
     finish(first)
     both.step()
-    finish(forward(8), forward(9, sync=False), forward(10))  # one backward for all
-    both.step()
     with torch.no_grad():
         forward(11, sync=False)
     forward(12, sync=False)  # no backward
@@ -247,6 +265,7 @@ def _orders(rank: int) -> None:
     for model in both.models:
         model.train()
     both.accumulate("ns", 14)
+    finish(forward(8), forward(9, sync=False), forward(10))  # one backward for all
 
 
 def test_orders(two: Ranks) -> None:
