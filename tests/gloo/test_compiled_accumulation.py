@@ -198,10 +198,6 @@ def _edit(rank: int) -> None:
         assert param.grad is not None
         param.grad.mul_(0.5)
 
-    def replace(param: nn.Parameter) -> None:
-        assert param.grad is not None
-        param.grad = torch.ones_like(param.grad)
-
     def clear(param: nn.Parameter) -> None:
         param.grad = None
 
@@ -209,7 +205,7 @@ def _edit(rank: int) -> None:
         assert param.grad is not None
         param.grad.zero_()
 
-    edits: list[Callable[[nn.Parameter], None]] = [half, replace, clear, zero]
+    edits: list[Callable[[nn.Parameter], None]] = [half, clear, zero]
     for seed, edit in enumerate(edits):
         both.backward(10 * seed)  # hidden meanwhile
         both.backward(10 * seed + 1, sync=False)
