@@ -72,11 +72,8 @@ def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
     started: list[fx.Node] = []
     for pack in packs:
         max(pack.all_input_nodes, key=lambda grad: place[grad]).append(pack)
-        sent = next((user for user in pack.users if user.target is SCALE), pack)
-        if sent is not pack:
-            pack.append(sent)
-        for start in [user for user in sent.users if user.target in STARTS]:
-            sent.append(start)
+        for start in [user for user in pack.users if user.target in STARTS]:
+            pack.append(start)
             started.append(start)
     place = {node: i for i, node in enumerate(graph.nodes)}
     for index, start in enumerate(started):

@@ -16,9 +16,9 @@ class Tag:
     """What a node does for which unit.
 
     Attributes:
-        kind: cast (of the shard, before its gather), gather (all-gather), wait (for a gather), view (of one
-            parameter), pack, scale (of gradients, around a sum in float16), reduce (reduce-scatter or all-reduce),
-            wait_reduce, mean (of the rows that an exchange brought).
+        kind: cast (of the shard before its gather, of a gradient before it is packed), gather (all-gather), wait (for a
+            gather), view (of one parameter), pack, scale (of gradients, around a sum in float16), reduce
+            (reduce-scatter or all-reduce), wait_reduce, mean (of the rows that an exchange brought).
         unit: number of the unit in order of its first gather in the traced forward.
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward.

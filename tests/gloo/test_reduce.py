@@ -66,15 +66,15 @@ def test_other_dtypes_keep_the_mean() -> None:
         assert averaging(dtype, 8) == ("avg", 1.0, 1.0)
 
 
-def _compiled_mean(rank: int, dtype: torch.dtype, hybrid: bool) -> None:
+def _compiled_mean(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
     grads = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
-    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
+    precision = MixedPrecision(param_dtype=compute, reduce_dtype=dtype)
     with _two_by_two() as groups:
         means = []
         for how in ("eager", "inductor"):
             chosen = {"process_group": groups, "sharding_strategy": HYBRID} if hybrid else {}
             model = fully_shard(_Scaled(64, 64), mixed_precision=precision, **chosen)
-            executor(model, how)(*grads.to(dtype)).backward()
+            executor(model, how)(*grads.to(compute)).backward()
             means.append([None if p.grad is None else p.grad.to(dtype) for p in model.parameters()])
     for eager, compiled in zip(*means, strict=True):
         assert (eager is None) == (compiled is None) and (eager is None or torch.equal(eager, compiled))
@@ -86,8 +86,9 @@ def test_compiled_means_equal_eager_ones(four: Ranks, hybrid: bool) -> None:
 
     Compiled, a mean that goes into wider gradients is not rounded to the reduce dtype before; eager, it is.
     """
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        four.run(_compiled_mean, dtype, hybrid)
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    for compute, dtype in ((single, single), (brain, brain), (brain, single), (half, half)):
+        four.run(_compiled_mean, compute, dtype, hybrid)
 
 
 # --- hybrid -----------------------------------------------------------------------------------------------------------
