@@ -45,6 +45,17 @@ def test_every_product_that_makes_a_gradient_writes_it_in_place(name: str, backe
     assert len(backward.products_into_packs()) == len(weights) + attention
 
 
+def test_products_write_in_place_with_max_autotune() -> None:
+    """`max_autotune` fixes the layout of products early; they are written into the pack all the same."""
+    torch.manual_seed(0)
+    case = MODELS["mlp"]
+    model = torch.compile(fully_shard(case.build()), fullgraph=True, options={"max_autotune": True})
+    inputs = case.batch(1, 4)
+    forward, backward = programs(lambda: case.loss(model, inputs))
+    assert len(backward.products_into_packs()) == 8
+    assert forward.parameter_moves() == backward.parameter_moves() == []
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_convolutions_copy_their_own_gradients_and_nothing_else(backend: str) -> None:
     """aten has no convolution_backward that writes into given memory at full speed: each weight's gradient moves once.
