@@ -2,7 +2,8 @@
 
 unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use
 reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
-the concatenation that it reads         ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
+hand_over                               ->  stays, and is tagged
+the concatenation that both read        ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
 a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
 
@@ -17,7 +18,7 @@ from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
-from fsdp_compile.ops import PACK_GRADS, REDUCE_GRADS, UNSHARD
+from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.tags import Kind, Tag, set_tag
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
     """Replace the markers; tag what takes their place."""
     tags = _tags_by_marker(graph)
     for marker, unit in tags.items():
-        (_expand_unshard if marker.target is UNSHARD else _expand_reduce)(graph, marker, unit)
+        _EXPANSIONS[marker.target](graph, marker, unit)
 
 
 Emit = Callable[..., fx.Node]
@@ -44,8 +45,8 @@ def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
         if node.target is UNSHARD:
-            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[4])
-        elif node.target is REDUCE_GRADS:
+            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[6])
+        elif node.target in _EXPANSIONS:
             units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
     return units
 
@@ -59,7 +60,7 @@ def _path(marker: fx.Node) -> str:
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    handle, text, group, group_size, _, *rest = marker.args
+    handle, _, _, text, group, group_size, _, *rest = marker.args
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
     compute_dtype = rest[1] if rest else None
@@ -89,8 +90,13 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     replicas, replica_count = replicated or (None, 1)
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
+    kept = packed.args[1] if packed.target is ADD_KEPT else None  # type: ignore[union-attr]  # fx arguments are untyped
     how = averaging(packed.meta["val"].dtype, group_size * replica_count)  # type: ignore[operator,arg-type,union-attr]  # likewise
-    packed = _pack_instead(packed, layout, how.before, emit)  # type: ignore[arg-type]  # likewise
+    if kept is None:
+        packed = _pack_instead(packed, layout, how.before, emit)  # type: ignore[arg-type]  # likewise
+    else:  # what was kept is divided too
+        packed = emit("add_kept", ADD_KEPT, _pack_instead(packed.args[0], layout, 1.0, emit), kept)  # type: ignore[arg-type,union-attr]  # likewise
+        packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
     if layout.world_size > 1:
         start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group_size, group)
     elif group_size > 1:  # type: ignore[operator]  # likewise
@@ -106,6 +112,21 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
         mean = emit("scale", SCALE, mean, how.after)
     marker.replace_all_uses_with(mean)
     graph.erase_node(marker)
+
+
+def _expand_hand_over(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
+    packed, number, text = marker.args
+    emit = _emitter(graph, marker, unit)
+    packed = _pack_instead(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
+    marker.replace_all_uses_with(emit("hand_over", HAND_OVER, packed, number, text))
+    graph.erase_node(marker)
+
+
+_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, _Unit], None]] = {
+    UNSHARD: _expand_unshard,
+    REDUCE_GRADS: _expand_reduce,
+    HAND_OVER: _expand_hand_over,
+}
 
 
 def _pack_instead(sent: fx.Node, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.Node:
