@@ -1,8 +1,8 @@
 """The collectives, by name: nothing else in the package names one.
 
-Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives. On accelerators
-a step that runs eagerly and one that is compiled put the same calls on the wire; on the CPU eager code goes around what
-gloo copies, and compiled code does not yet.
+Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, and a step that
+runs eagerly and one that is compiled put the same calls on the wire, but for gathers on the CPU: there eager code goes
+around what gloo copies.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ BROADCAST = _c10d.broadcast_.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
-STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
+STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
 

@@ -6,11 +6,13 @@ merge_calls.py          before that: a unit that is called several times is gath
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
+exchange.py             on the CPU, reduce-scatters become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
 inductor.py             the hook-up: default path and backend
 tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
 """
 
+from fsdp_compile.passes.exchange import exchange
 from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
 from fsdp_compile.passes.pack_grads import pack_in_place
@@ -24,6 +26,7 @@ PASSES = (
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reorder", "post_grad", reorder),
+    Pass("exchange", "post_grad", exchange),
     Pass("gather_into", "post_grad", gather_into),
     Pass("pin", "post_grad", pin),
 )

@@ -4,6 +4,7 @@ unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor,
 reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
 hand_over                               ->  stays, and is tagged
 the concatenation that both read        ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
+a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
 
 import re
@@ -92,11 +93,12 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     kept = packed.args[1] if packed.target is ADD_KEPT else None  # type: ignore[union-attr]  # fx arguments are untyped
-    packed = _pack_instead(packed if kept is None else packed.args[0], layout, emit)  # type: ignore[arg-type,union-attr]  # likewise
-    packed = packed if kept is None else emit("add_kept", ADD_KEPT, packed, kept)
-    how = averaging(packed.meta["val"].dtype, group_size * replica_count)  # type: ignore[operator,arg-type]  # likewise
-    if how.before > 1:
-        packed = emit("scale", SCALE, packed, how.before)
+    how = averaging(packed.meta["val"].dtype, group_size * replica_count)  # type: ignore[operator,arg-type,union-attr]  # likewise
+    if kept is None:
+        packed = _pack_instead(packed, layout, how.before, emit)  # type: ignore[arg-type]  # likewise
+    else:  # what was kept is divided too
+        packed = emit("add_kept", ADD_KEPT, _pack_instead(packed.args[0], layout, 1.0, emit), kept)  # type: ignore[arg-type,union-attr]  # likewise
+        packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
     if layout.world_size > 1:
         start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group_size, group)
     elif group_size > 1:  # type: ignore[operator]  # likewise
@@ -117,7 +119,7 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
 def _expand_hand_over(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     packed, number, text = marker.args
     emit = _emitter(graph, marker, unit)
-    packed = _pack_instead(packed, FlatParamLayout.parse(text), emit)  # type: ignore[arg-type]  # fx arguments are untyped
+    packed = _pack_instead(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
     marker.replace_all_uses_with(emit("hand_over", HAND_OVER, packed, number, text))
     graph.erase_node(marker)
 
@@ -129,19 +131,33 @@ _EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, _Unit], None]] = {
 }
 
 
-def _pack_instead(concatenated: fx.Node, layout: FlatParamLayout, emit: Emit) -> fx.Node:
+def _pack_instead(sent: fx.Node, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.Node:
     """`pack_grads` in place of the concatenation of all segments that autograd derived from our own split.
 
     Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
     """
     segments = layout.segments
-    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(segments):  # type: ignore[arg-type]  # fx arguments are untyped
-        return concatenated
+    dtype = sent.args[1] if sent.target is CAST else None
+    concatenated: fx.Node = sent if dtype is None else sent.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(segments):  # type: ignore[arg-type]  # likewise
+        return sent if divisor == 1 else emit("scale", SCALE, sent, divisor)
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
     for run, segment in zip(concatenated.args[0], segments, strict=True):  # type: ignore[arg-type]  # fx arguments are untyped
         if segment.parameter is not None and not _is_zeros(run):
-            grads[segment.parameter] = run
+            grads[segment.parameter] = _prepare(run, dtype, divisor, emit)
     return emit("pack", PACK_GRADS, grads, layout.text)
+
+
+def _prepare(grad: fx.Node, dtype: Any, divisor: float, emit: Emit) -> fx.Node:
+    """Cast and divide one gradient as soon as it exists."""
+    steps: list[tuple[Kind, Any, Any]] = [("cast", CAST, dtype)] if dtype is not None else []
+    steps += [("scale", SCALE, divisor)] if divisor > 1 else []
+    for step in steps:
+        prepared = emit(*step[:2], grad, step[2])
+        if grad.op != "placeholder":
+            grad.append(prepared)
+        grad = prepared
+    return grad
 
 
 def _is_zeros(run: fx.Node) -> bool:

@@ -126,7 +126,7 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
         window = ir.FixedLayout(
             **kind, size=size, stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset)
         )
-        written = ir.ConcatKernel.realize_into(piece, ir.ReinterpretView(data=box, layout=window))
+        written = _write_into(ir, piece, ir.ReinterpretView(data=box, layout=window))
         pieces.append(written)
         if grad is None:
             fillers.append(written)
@@ -135,6 +135,21 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
     packed.inputs = ir.ConcatKernel.unwrap_storage(pieces)
     V.graph.register_operation(packed)
     return ir.TensorBox(box)
+
+
+def _write_into(ir, piece, window):  # type: ignore[no-untyped-def]  # Inductor IR, as above
+    """Let `piece` be written to `window`.
+
+    With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor would
+    copy it; with the window's strides it may as well lie there.
+    """
+    product = getattr(piece.data, "data", None)
+    if isinstance(product, ir.ExternKernelOut) and isinstance(product.layout, ir.FixedLayout):
+        fixed = product.layout
+        if fixed.offset == 0 and list(fixed.stride) == list(window.layout.stride):
+            product.layout = ir.NonOwningLayout(window)
+            return product
+    return ir.ConcatKernel.realize_into(piece, window)
 
 
 def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]  # Inductor IR, as above

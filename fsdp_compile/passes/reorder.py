@@ -19,7 +19,7 @@ from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, WAIT_GATHER
 from fsdp_compile.passes.insert_collectives import CAST, SCALE
-from fsdp_compile.passes.tags import tagged
+from fsdp_compile.passes.tags import get_tag, tagged
 from fsdp_compile.passes.views import readers
 
 
@@ -116,9 +116,15 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER):
+    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER) or _is_mean(node):
         return True
     return _is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
+
+
+def _is_mean(node: fx.Node) -> bool:
+    """Whether the node reduces what an exchange brought: fused with a later one, it would keep all that alive."""
+    tag = get_tag(node)
+    return tag is not None and tag.kind == "mean"
 
 
 def _is_product(node: fx.Node) -> bool:

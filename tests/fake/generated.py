@@ -43,6 +43,11 @@ class Step:
     out: str | None
 
     @property
+    def arguments(self) -> list[str]:
+        """The variables that a kernel is given, in order."""
+        return re.findall(r"\w+", _CALL.match(self.text)[2])
+
+    @property
     def is_product(self) -> bool:
         return bool(
             re.match(
@@ -61,7 +66,7 @@ class Step:
 
     @property
     def is_reduce(self) -> bool:
-        return "reduce_scatter_tensor" in self.function or "all_reduce" in self.function
+        return any(name in self.function for name in ("all_to_all_single", "reduce_scatter_tensor", "all_reduce"))
 
 
 @dataclass
@@ -122,7 +127,7 @@ class Program:
         for step in self.steps:
             if step.function in self.kernels:
                 params, body = self.kernels[step.function]
-                given = dict(zip(params, step.names, strict=False))
+                given = dict(zip(params, step.arguments, strict=True))
                 found += [
                     Move(given[s], given[t], step.function) for s, t in _moves_in(body) if s in given and t in given
                 ]

@@ -8,7 +8,7 @@ from generated import Program, programs
 from models import MODELS, MODULES
 from torch import nn
 
-from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 CASES = {**MODELS, "mha": MODULES["mha"], "tied_ends": MODULES["tied_ends"]}
@@ -45,6 +45,17 @@ def test_every_product_that_makes_a_gradient_writes_it_in_place(name: str, backe
     assert len(backward.products_into_packs()) == len(weights) + attention
 
 
+def test_products_write_in_place_with_max_autotune() -> None:
+    """`max_autotune` fixes the layout of products early; they are written into the pack all the same."""
+    torch.manual_seed(0)
+    case = MODELS["mlp"]
+    model = torch.compile(fully_shard(case.build()), fullgraph=True, options={"max_autotune": True})
+    inputs = case.batch(1, 4)
+    forward, backward = programs(lambda: case.loss(model, inputs))
+    assert len(backward.products_into_packs()) == 8
+    assert forward.parameter_moves() == backward.parameter_moves() == []
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_convolutions_copy_their_own_gradients_and_nothing_else(backend: str) -> None:
     """aten has no convolution_backward that writes into given memory at full speed: each weight's gradient moves once.
@@ -57,6 +68,33 @@ def test_convolutions_copy_their_own_gradients_and_nothing_else(backend: str) ->
     calls = [step for step in backward.steps if step.function.startswith("torch.ops.aten.convolution_backward")]
     moves = backward.parameter_moves()
     assert len(moves) == len(calls) == convolutions
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
+)
+def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Casts and divisions cost no kernel of their own but one cast of the shard before each gather.
+
+    What is gathered or packed is never cast as a whole: a gradient is cast and divided by the kernel that writes it
+    into the pack; the mean, the rest of the division and the cast to the shard's dtype are one kernel.
+    """
+    torch.manual_seed(0)
+    case = MODELS["mlp"]
+    sharded = fully_shard(case.build(), mixed_precision=MixedPrecision(compute, reduce))
+    inputs = case.batch(1, 4)
+    both = programs(lambda: case.loss(torch.compile(sharded, fullgraph=True), inputs))
+    for program in both:
+        for gather in [step for step in program.steps if step.is_gather]:
+            sent = gather.names[0]
+            (cast,) = [step for step in program.steps if sent in step.names and not (step.is_gather or step.is_wait)]
+            assert len(cast.arguments) >= 2
+    backward = both[1]
+    packed = {step.names[0] for step in backward.steps if step.is_reduce}
+    assert len(packed) == 4
+    assert [step for step in backward.steps if packed & set(step.names) and not step.is_reduce] == []
+    assert [step.is_wait for step in backward.steps][-2:] == [True, False]  # the last mean
 
 
 def test_the_count_sees_copies() -> None:

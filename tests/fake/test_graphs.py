@@ -37,11 +37,13 @@ joint after reshard
 forward after check_saved
 forward after pack_in_place
 forward after reorder
+forward after exchange
 forward after gather_into
 forward after pin
 backward after check_saved
 backward after pack_in_place
 backward after reorder
+backward after exchange
 backward after gather_into
 backward after pin""",
     )
@@ -414,15 +416,19 @@ permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
 pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
-reduce_2: f32[16] = control_deps([mm], subgraph_reduce_2, pack_2)  # reduce 2, MUST_SAVE
+reduce_2: f32[64] = control_deps([mm], subgraph_reduce_2, pack_2)  # reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2], '5x3@0|64/4%16')  # pack 0
-reduce_0: f32[16] = control_deps([reduce_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[16] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2)  # wait_reduce 2, MUST_SAVE
-wait_reduce_0: f32[16] = control_deps([wait_reduce_2], subgraph_wait_reduce_0, reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, None, wait_reduce_2]""",
+reduce_0: f32[64] = control_deps([reduce_2], subgraph_reduce_0, pack_0)  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[64] = control_deps([reduce_0], subgraph_wait_reduce_2, reduce_2)  # wait_reduce 2, MUST_SAVE
+rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
+mean_2: f32[16] = control_deps([wait_reduce_2], subgraph_mean_2, rows_2)  # mean 2, MUST_SAVE
+wait_reduce_0: f32[64] = control_deps([mean_2], subgraph_wait_reduce_0, reduce_0)  # wait_reduce 0, MUST_SAVE
+rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
+mean_0: f32[16] = control_deps([wait_reduce_0], subgraph_mean_0, rows_0)  # mean 0, MUST_SAVE
+return [mean_0, None, None, mean_2]""",
     )

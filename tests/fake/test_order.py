@@ -131,6 +131,16 @@ def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any,
     return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin",))))
 
 
+def test_what_an_exchange_brought_is_reduced_at_once() -> None:
+    """The mean of rows follows its wait directly: fused with a later one it would keep whole gradients alive."""
+    _, backward = cached("gpt", "default")
+    brought = {step.out for step in backward.steps if "all_to_all_single" in step.function}
+    assert len(brought) == sum(step.is_reduce for step in backward.steps) == 5
+    for step, following in pairwise(backward.steps):
+        if step.is_wait and step.names[0] in brought:
+            assert brought & set(following.names) == {step.names[0]}, following.text
+
+
 def test_all_waits_at_the_end_if_asked() -> None:
     """`reduces_in_flight=None` waits for every reduce-scatter after all matrix products."""
     _, backward = compiled("mlp", fsdp_compile_backend, options={"reduces_in_flight": None})

@@ -21,15 +21,16 @@ from .test_communication import _spied
 from .training import assert_same_gradients, backward, build, executor, follow, mine, shard, units, whole
 
 MLP = MODELS["mlp"]
+HYBRID = ShardingStrategy.HYBRID_SHARD
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
 
 
 class _Scaled(nn.Module):
     """Its gradients are the input's elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: int = 5, bias: int = 3) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(3))
+        self.weight, self.bias = nn.Parameter(torch.zeros(weight)), nn.Parameter(torch.zeros(bias))
 
     def forward(self, large: Tensor, small: Tensor) -> Tensor:
         return (self.weight * large).sum() + (self.bias * small).sum()
@@ -63,6 +64,31 @@ def test_other_dtypes_keep_the_mean() -> None:
     """Only float16 is divided in two steps."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert averaging(dtype, 8) == ("avg", 1.0, 1.0)
+
+
+def _compiled_mean(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
+    grads = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
+    precision = MixedPrecision(param_dtype=compute, reduce_dtype=dtype)
+    with _two_by_two() as groups:
+        means = []
+        for how in ("eager", "inductor"):
+            chosen = {"process_group": groups, "sharding_strategy": HYBRID} if hybrid else {}
+            model = fully_shard(_Scaled(64, 64), mixed_precision=precision, **chosen)
+            executor(model, how)(*grads.to(compute)).backward()
+            means.append([None if p.grad is None else p.grad.to(dtype) for p in model.parameters()])
+    for eager, compiled in zip(*means, strict=True):
+        assert (eager is None) == (compiled is None) and (eager is None or torch.equal(eager, compiled))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_compiled_means_equal_eager_ones(four: Ranks, hybrid: bool) -> None:
+    """Exchange and mean of rows give the bits of an eager reduce: by mean or by sum, hybrid too.
+
+    Compiled, a mean that goes into wider gradients is not rounded to the reduce dtype before; eager, it is.
+    """
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    for compute, dtype in ((single, single), (brain, brain), (brain, single), (half, half)):
+        four.run(_compiled_mean, compute, dtype, hybrid)
 
 
 # --- hybrid -----------------------------------------------------------------------------------------------------------
