@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdp_compile.eager.gathered import Gathered, open_for_recomputation
 from fsdp_compile.eager.inputs import computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.root import Root
 from fsdp_compile.eager.state import is_open
-from fsdp_compile.eager.torch_private import current_backward
+from fsdp_compile.eager.torch_private import allowed_in_regions, current_backward
 from fsdp_compile.unit import Unit
 
 
@@ -69,10 +70,18 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
     opened = []
     for unit in module._fsdp_scope:
         if unit.views is None or unit.views_backward != -1:  # the latter: left behind by a backward pass that failed
-            unit.views = unit.traced_views(computes_in_full_precision(module))
+            allowed_in_regions(_set_views, unit, unit.traced_views(computes_in_full_precision(module)))
             opened.append(unit)
     try:
         return forward(module, *args, **kwargs)
     finally:
         for unit in opened:
-            unit.views = None
+            allowed_in_regions(_set_views, unit, None)
+
+
+def _set_views(unit: Unit, views: list[Tensor] | None) -> None:
+    """In a function of its own: Dynamo refuses side effects in a checkpointed region, but for calls that it is told of.
+
+    This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
+    """
+    unit.views = views
