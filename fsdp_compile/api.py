@@ -17,7 +17,7 @@ from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.eager.materialise import InitFn, materialise
 from fsdp_compile.lookup import add_lookups, add_mixin
-from fsdp_compile.module import FSDPModule
+from fsdp_compile.module import FSDPModule, gather_around_compiled
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.plan import PlannedUnit, Settings, plan_units
 from fsdp_compile.switches import Switches
@@ -181,6 +181,7 @@ def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
     planned.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(planned.module, modules)
     cast_buffers(planned.module)
     add_mixin(planned.module, FSDPModule)
+    gather_around_compiled(planned.module)
 
 
 def _new_unit(planned: PlannedUnit, settings: Settings) -> Unit:

@@ -29,7 +29,7 @@ Between steps
 torch_private.py   the private torch functions that this half needs, and the versions they were checked on
 """
 
-from fsdp_compile.eager.forward import sharded_forward
+from fsdp_compile.eager.forward import compiled_forward, sharded_forward
 from fsdp_compile.eager.root import Root
 
-__all__ = ["Root", "sharded_forward"]
+__all__ = ["Root", "compiled_forward", "sharded_forward"]

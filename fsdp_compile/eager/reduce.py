@@ -56,15 +56,42 @@ def reduce_gradients(
         part = grads[start : start + len(flat.params)]
         start += len(flat.params)
         packed = pack(flat, part, _sent_dtype(unit, flat, full_precision), unit.device)
-        if unit.syncs:
-            kept = take_unsynced(flat)
-            flat.arrival.full_precision = full_precision
-            shard_grads.append(_start(unit, flat, packed if kept is None else packed.add_(kept), streams))
-        else:
-            keep_unsynced(flat, packed)
-            flat.arrival.kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
-            shard_grads.append(None)
+        shard_grads.append(keep_or_reduce(unit, flat, packed, streams, full_precision))
     return shard_grads
+
+
+def reduce_packed(
+    unit: Unit,
+    flats: Sequence[FlatParam],
+    packed: Sequence[Tensor | None],
+    streams: Streams = NO_STREAMS,
+    full_precision: bool = False,
+) -> list[Tensor | None]:
+    """As `reduce_gradients`, of gradients that a compiled graph has packed: `[layout.numel]` each; None: unused."""
+    shard_grads = []
+    for flat, grads in zip(flats, packed, strict=True):
+        dtype = _sent_dtype(unit, flat, full_precision)
+        sent = torch.zeros(flat.layout.numel, dtype=dtype, device=unit.device) if grads is None else grads.to(dtype)
+        shard_grads.append(keep_or_reduce(unit, flat, sent, streams, full_precision))
+    return shard_grads
+
+
+def keep_or_reduce(
+    unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams, full_precision: bool
+) -> Tensor | None:
+    """Keep `packed`, 1-D `[layout.numel]`, for later (None), or start to average it with all that was kept.
+
+    Args:
+        packed: becomes ours.
+        streams, full_precision: as in `reduce_gradients`.
+    """
+    if not unit.syncs:
+        keep_unsynced(flat, packed)
+        flat.arrival.kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
+        return None
+    kept = take_unsynced(flat)
+    flat.arrival.full_precision = full_precision
+    return _start(unit, flat, packed if kept is None else packed.add_(kept), streams)
 
 
 def _check_first_order(unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None]) -> None:
