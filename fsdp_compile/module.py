@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from fsdp_compile.eager import Root, compiled_forward, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
+from fsdp_compile.eager.hooks import compresses
 from fsdp_compile.eager.inputs import cast_buffers, computes_in_full_precision
+from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.state import check_idle
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
@@ -59,7 +61,7 @@ class FSDPModule:
         Without, gradients add up whole and local, in full size on every rank; the next reduce takes their sum.
         """
         for unit in units_below(self):
-            unit.syncs = requires_gradient_sync
+            set_sync(unit, requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -78,7 +80,7 @@ class FSDPModule:
             yield
         finally:
             for unit, syncs in zip(units, before, strict=True):
-                unit.syncs = syncs
+                set_sync(unit, syncs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.
@@ -182,7 +184,7 @@ class FSDPModule:
                 f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
             )
         for unit in units:
-            unit.comm_hook = (state, hook)
+            unit.set_comm_hook(state, hook, compresses(hook))
 
 
 def gather_around_compiled(module: Any) -> None:
