@@ -37,19 +37,24 @@ class _AnyLength(GPT):
 
 
 def _cut(inputs: tuple[Tensor, ...], batch: int, time: int) -> tuple[Tensor, ...]:
-    return tuple(each[:batch, :time].clone(memory_format=torch.contiguous_format) for each in inputs)
+    """The first `batch` rows; of texts, the first `time` tokens."""
+    rows = (each[:batch] if each.is_floating_point() else each[:batch, :time] for each in inputs)
+    return tuple(each.clone(memory_format=torch.contiguous_format) for each in rows)
 
 
 SIZES = ((2, 9), (3, 7), (4, 5), (3, 8), (5, 9))
 
 
-def _vary(rank: int, dynamic: bool | None) -> None:
-    case = Case(_AnyLength, text, cross_entropy)
+CASES = {"gpt": Case(_AnyLength, text, cross_entropy), "mlp": MLP}
+
+
+def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
+    case = CASES[name]
     eager, model = shard(case), shard(case)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    run = torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
     first = 1 if dynamic else 2  # sizes that say what varies
     for number, (batch, time) in enumerate(SIZES):
-        inputs = _cut(text(10 * rank + number, 5), batch, time)
+        inputs = _cut(case.batch(10 * rank + number, 5), batch, time)
         with nullcontext() if number < first else _compiled_already():
             losses = [case.loss(each, inputs) for each in (run, eager)]
             for loss in losses:
@@ -59,10 +64,12 @@ def _vary(rank: int, dynamic: bool | None) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
-def test_sizes_vary(two: Ranks, dynamic: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "how", "dynamic"), [("gpt", "aot_eager", True), ("gpt", "aot_eager", None), ("mlp", "inductor", True)]
+)
+def test_sizes_vary(two: Ranks, name: str, how: str, dynamic: bool | None) -> None:
     """Batch and length may change from step to step: one graph, or, by itself, a second one at the first change."""
-    two.run(_vary, dynamic)
+    two.run(_vary, name, how, dynamic)
 
 
 # --- grad modes -------------------------------------------------------------------------------------------------------
