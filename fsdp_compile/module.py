@@ -59,6 +59,7 @@ class FSDPModule:
         """Choose whether backward passes from now on reduce the gradients of this module's units and those below.
 
         Without, gradients add up whole and local, in full size on every rank; the next reduce takes their sum.
+        Compiled, this holds for backward passes of forwards that run from now on.
         """
         for unit in units_below(self):
             set_sync(unit, requires_gradient_sync)
@@ -160,7 +161,8 @@ class FSDPModule:
         return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]  # a mixin of modules
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let `hook` reduce the gradients of all units, in eager runs; to be called before the first forward.
+        """Let `hook` reduce the gradients of all units, eager and compiled; to be called before the first
+        forward, or between steps.
 
         Sharded units call `hook(state, gradients, output)` with the unit's whole gradients, 1-D `[n]` in the reduce
         dtype, and an uninitialised 1-D tensor for this rank's slice; NO_SHARD units call `hook(state, gradients)`,

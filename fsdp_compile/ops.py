@@ -15,8 +15,9 @@
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
 
-The last two have their real bodies in eager/graphs.py. They name a flat parameter by `number`, a tensor on the CPU: an
-input of the graph, so that equal units can share one.
+`add_kept` and `hand_over` have their real bodies in eager/graphs.py. They name a flat parameter by `number`, a tensor
+on the CPU: an input of the graph, so that equal units can share one. What is handed over is no gradient of the handle
+in the graph, but of `entry`, which ties the graph to it.
 
 The layout travels as `FlatParamLayout.text`: one string constant, guarded once, the same on every rank.
 """

@@ -52,14 +52,14 @@ def save_gathered(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 class Nested(nn.Module):
     """A checkpoint around each block, and one around each pair of these."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(7, 11), nn.Linear(11, 5)
-        self.blocks = nn.ModuleList(Residual(11, 23) for _ in range(4))
+        self.blocks = nn.ModuleList(Residual(11, 23) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for first in (0, 2):
+        for first in (0, 2 % len(self.blocks)):
             x = checkpoint(self._pair, first, x, use_reentrant=False)
         return self.head(x)
 
@@ -73,6 +73,7 @@ MLP = MODELS["mlp"]
 CASES: dict[str, Case] = {
     **{kind: Case(partial(checkpointed, kind), vectors, squared_error) for kind in ("around", "pair", "reentrant")},
     "nested": Case(Nested, vectors, squared_error),
+    "again": Case(partial(Nested, blocks=2), vectors, squared_error),  # the same two blocks in both regions
     "wrapper": wrapped(MLP),
     "tied": wrapped(MODULES["tied_blocks"]),
     "tied_ends": wrapped(MODULES["tied_ends"]),
@@ -102,7 +103,7 @@ def test_two_gathers_and_one_reduce(name: str) -> None:
 
     A unit whose parameters backward does not read is not gathered there: the bias of `tied_ends`' first block.
     """
-    units = 5 if name in ("around", "pair", "reentrant", "nested") else 4
+    units = {"around": 5, "pair": 5, "reentrant": 5, "nested": 5, "again": 3}.get(name, 4)
     in_backward = 3 if name == "tied_ends" else units
     assert collectives(CASES[name], budget=0.3 if "budget" in name else None) == (units, in_backward, units)
 
