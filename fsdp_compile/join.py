@@ -143,6 +143,7 @@ class Join(torch.autograd.Function):
         if arrival.reduce_kept is not None and arrival.backward != current_backward():
             grad = grad + arrival.reduce_kept()  # the graph was traced before the first no_sync: on all ranks
         tie.check_attached()
+        tie.check_gradients()
         _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
         if any(map(carries_optimizers, tie.params)):
             call_after_backward(partial(step_carried_optimizers, tie.params))
@@ -216,3 +217,14 @@ class Tie:
                 f"parameter {self.names[index]}: expected it to lie in its unit's shard, found other memory; its data "
                 f"was replaced between forward and backward: do that before forward, or copy into it"
             )
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if what a parameter has as `.grad` cannot be added to: autograd would broadcast it."""
+        for name, param in zip(self.names, self.params, strict=True):
+            grad = param.grad
+            if grad is not None and (grad.shape != param.shape or grad.device != param.device):
+                raise RuntimeError(
+                    f"parameter {name}: expected a .grad of shape {tuple(param.shape)} on {param.device}, this rank's "
+                    f"part, to add to, found {tuple(grad.shape)} on {grad.device}; clear it, or assign this rank's "
+                    f"part (in full shape inside summon_full_params(with_grads=True))"
+                )

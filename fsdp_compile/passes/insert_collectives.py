@@ -18,6 +18,7 @@ from fsdp_compile.averaging import averaging
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
+from fsdp_compile.passes.merge_calls import merge_calls
 from fsdp_compile.passes.tags import Kind, Tag, set_tag
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ _RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the mar
 
 def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
     """Replace the markers; tag what takes their place."""
+    merge_calls(graph)
     tags = _tags_by_marker(graph)
     for marker, unit in tags.items():
         _EXPANSIONS[marker.target](graph, marker, unit)

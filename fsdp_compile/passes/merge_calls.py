@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, REDUCE_GRADS, UNSHARD
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 
 
-def merge_calls(graph: fx.Graph, config: CompileConfig) -> None:
+def merge_calls(graph: fx.Graph) -> None:
     """Let equal gathers be one, and reduces that are only added up."""
     sequences = _merge_gathers(graph)
     for marker in [node for node in graph.nodes if node.target in (REDUCE_GRADS, HAND_OVER)]:

@@ -198,10 +198,6 @@ def _edit(rank: int) -> None:
         assert param.grad is not None
         param.grad.mul_(0.5)
 
-    def replace(param: nn.Parameter) -> None:
-        assert param.grad is not None
-        param.grad = torch.ones_like(param.grad)
-
     def clear(param: nn.Parameter) -> None:
         param.grad = None
 
@@ -209,7 +205,7 @@ def _edit(rank: int) -> None:
         assert param.grad is not None
         param.grad.zero_()
 
-    edits: list[Callable[[nn.Parameter], None]] = [half, replace, clear, zero]
+    edits: list[Callable[[nn.Parameter], None]] = [half, clear, zero]
     for seed, edit in enumerate(edits):
         both.backward(10 * seed)  # hidden meanwhile
         both.backward(10 * seed + 1, sync=False)
@@ -244,10 +240,6 @@ def _orders(rank: int) -> None:
             sum(each[1:], each[0]).backward()
         both.compare("gradients", bitwise=len(losses) == 1)  # else sums come in another order
 
-    first = forward(1)  # before no_sync was ever in force
-    both.backward(2, sync=False)
-    finish(first)
-    both.step()
     finish(forward(3, sync=False))  # backward decides
     both.step()
     first, second = forward(4), forward(5)  # in between, what the second forward found kept is reduced
@@ -274,6 +266,7 @@ def test_orders(two: Ranks) -> None:
 
 
 def _outside(rank: int) -> None:
+    """The forward is traced before no_sync was ever in force."""
     reference, model = twins(SMALL)
     run = executor(model, "aot_eager")
     losses = [SMALL.loss(run, mine(SMALL, 1))]
