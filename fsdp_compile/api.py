@@ -13,12 +13,12 @@ from fsdp_compile.eager import Root
 from fsdp_compile.eager.accumulate import watch_optimizers
 from fsdp_compile.eager.broadcast import broadcast_states
 from fsdp_compile.eager.devices import given_device, move_from_cpu
-from fsdp_compile.eager.groups import GroupArgument, resolve_groups
+from fsdp_compile.eager.groups import RESHARDING, GroupArgument, resolve_groups
 from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.eager.materialise import InitFn, materialise
 from fsdp_compile.lookup import add_lookups, add_mixin
-from fsdp_compile.module import FSDPModule
+from fsdp_compile.module import FSDPModule, gather_around_compiled
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.plan import PlannedUnit, Settings, plan_units
 from fsdp_compile.switches import Switches
@@ -33,7 +33,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     process_group: GroupArgument | None = None,
-    sharding_strategy: ShardingStrategy | None = ShardingStrategy.FULL_SHARD,
+    sharding_strategy: ShardingStrategy | None = None,
+    reshard_after_forward: bool | None = None,
     auto_wrap_policy: AutoWrapPolicy = "auto",
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
@@ -65,6 +66,8 @@ def fully_shard(
             keeps them, NO_SHARD copies parameters on every rank and averages gradients. HYBRID_SHARD and
             _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes. A shard group of one rank means
             NO_SHARD.
+        reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. Beside a
+            `sharding_strategy` it may only say what that says. Other values of torch's function are not supported yet.
         auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
             `model` is one unit; a set of module classes; or a `ModuleWrapPolicy`, `CustomPolicy` or callable as
             `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
@@ -88,6 +91,7 @@ def fully_shard(
             settings the outermost call's are in force.
 
     Raises:
+        NotImplementedError: `reshard_after_forward` is a number of ranks or "auto".
         RuntimeError: no process group is initialised, or a unit's parameters are spread over devices.
         TypeError: an argument has the wrong type.
         ValueError: an argument or a parameter cannot be sharded; the message says which and what to do.
@@ -103,7 +107,7 @@ def fully_shard(
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
     _check_type("forward_prefetch", forward_prefetch, bool)
     _check_type("limit_all_gathers", limit_all_gathers, bool)
-    strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+    strategy = _resolve_strategy(sharding_strategy, reshard_after_forward)
     settings = Settings(
         strategy=strategy,
         ignored=collect_ignored(model, ignored_modules, ignored_states, _is_unit),
@@ -148,6 +152,30 @@ def _check_type(name: str, value: Any, expected: type | UnionType) -> None:
         raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
 
 
+def _resolve_strategy(strategy: ShardingStrategy | None, reshard_after_forward: bool | None) -> ShardingStrategy:
+    _check_reshard(reshard_after_forward)
+    if strategy is None:
+        return ShardingStrategy.SHARD_GRAD_OP if reshard_after_forward is False else ShardingStrategy.FULL_SHARD
+    fits = strategy is not ShardingStrategy.NO_SHARD and reshard_after_forward == (strategy in RESHARDING)
+    if reshard_after_forward is not None and not fits:
+        raise ValueError(
+            f"reshard_after_forward: expected what sharding_strategy says, found {reshard_after_forward} beside "
+            f"{strategy.name}; pass one of the two"
+        )
+    return strategy
+
+
+def _check_reshard(choice: Any) -> None:
+    if choice is None or isinstance(choice, bool):
+        return
+    if choice == "auto" or isinstance(choice, int):
+        raise NotImplementedError(
+            f"reshard_after_forward: expected True or False, found {choice!r}: a number of ranks to keep parameters "
+            f"sharded over between forward and backward, and 'auto', are not supported yet; True needs the least memory"
+        )
+    raise TypeError(f"reshard_after_forward: expected a bool, found {type(choice).__name__}")
+
+
 def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
     """Give one unit's tensors values, a device and equality, in this order; then shard it."""
     params = [param for _, param in planned.params]
@@ -164,6 +192,7 @@ def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
     planned.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(planned.module, modules)
     cast_buffers(planned.module)
     add_mixin(planned.module, FSDPModule)
+    gather_around_compiled(planned.module)
 
 
 def _new_unit(planned: PlannedUnit, settings: Settings) -> Unit:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_compile.eager import Root, sharded_forward
+from fsdp_compile.eager import Root, compiled_forward, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.hooks import compresses
@@ -38,6 +38,16 @@ class FSDPModule:
         # A code object for each class: Dynamo counts recompilations per code object, and these are different programs.
         gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
         return functools.wraps(forward)(gathered_forward)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`: from now on a call of this module runs compiled.
+
+        The root is traced with all of its communication. A sharded module inside another is gathered, freed and reduced
+        by the eager runtime, beside the modules around it; its compiled forward reads full parameters and leaves its
+        gradients where they are reduced from. Equal blocks share one graph. It may also be called before `fully_shard`.
+        """
+        super().compile(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
+        gather_around_compiled(self)
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`; with FSDP_COMPILE_FULL_PREC_IN_EVAL=1, buffers change their dtype with the mode."""
@@ -177,6 +187,12 @@ class FSDPModule:
             )
         for unit in units:
             unit.set_comm_hook(state, hook, compresses(hook))
+
+
+def gather_around_compiled(module: Any) -> None:
+    """Let the eager runtime gather around what `nn.Module.compile` made of `module`, if it was called."""
+    if module._compiled_call_impl is not None:
+        module._compiled_call_impl = functools.partial(compiled_forward, module, module._compiled_call_impl)
 
 
 def _check_root(module: Any, what: str, error: type[Exception]) -> None:

@@ -13,6 +13,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -56,7 +57,8 @@ class Unit:
     Attributes:
         flats: the flat parameters; parameters are numbered through all of them, in this order.
         views: the full views while a forward or backward of this unit runs, else None.
-        views_backward: the number of the backward pass that set `views`; -1: a forward did.
+        fulls: instead of `views`, while a forward that was compiled by itself runs: the flat parameters in full.
+        views_backward: the number of the backward pass that set `views` or `fulls`; -1: a forward did.
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
@@ -94,6 +96,7 @@ class Unit:
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.views: list[Tensor] | None = None
+        self.fulls: list[Tensor] | None = None
         self.views_backward = -1
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hook_compresses = False
@@ -222,6 +225,15 @@ class Unit:
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
+    def views_of(self, fulls: Sequence[Tensor]) -> list[Tensor]:
+        """The views cut from flat parameters in full; traced, a marker lets the passes pack their gradients."""
+        views: list[Tensor] = []
+        for flat, full, where in zip(self.flats, fulls, self._gathered, strict=True):
+            marked = UNSHARD(full, None, None, *where) if torch.compiler.is_compiling() else full
+            found: list[Tensor] = VIEWS(marked, where[0])
+            views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
+        return views
+
     def add_place(self, index: int, registry: dict[str, nn.Parameter | None], name: str) -> None:
         """Note that `registry`, a module's `_parameters`, holds parameter `index` under `name`."""
         self.places[index].append((registry, name))
@@ -260,6 +272,8 @@ class Unit:
     def note_dtypes(self) -> None:
         """Make anew what follows from the dtype of the shards."""
         self._traced = [self._constants(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
+        whole = [replace(flat.layout, world_size=1).text for flat in self.flats]  # nothing is left to gather
+        self._gathered = [(text, "", 1, self.reshard_after_forward) for text in whole]
         self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.precision.keep_low_precision_grads:
             for flat in self.flats:
@@ -278,6 +292,7 @@ class Unit:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]
+        twin.fulls = None
         twin.views, twin.kept, twin.awaiting_backward = None, None, weakref.WeakSet()
         twin.unsharded, twin.summoned = None, None
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))

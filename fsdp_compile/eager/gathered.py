@@ -19,12 +19,13 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.eager.agreement import holds_on_all_ranks
 from fsdp_compile.eager.full_buffer import FullBuffer, Kept
-from fsdp_compile.eager.full_views import FullViews
+from fsdp_compile.eager.full_views import FullFlats, FullViews
 from fsdp_compile.eager.state import check_no_forward_runs, check_not_summoned
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.ops import alias
 from fsdp_compile.unit import Unit
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -44,6 +45,7 @@ class Gathered:
             streams.begin_iteration()
         self.params, self.stamp = tuple(unit.params), unit.stamp()
         self.iteration: Any = None  # of the root, if its forward was running
+        self.whole = False  # whether `views` are flat parameters, which a compiled forward cuts itself
         self.may_free = False  # between forward and backward: filled again when needed
         self.backward = -1  # the backward pass that has opened the views
         self.recomputed_into = False  # whether a forward recomputed in backward reads these views
@@ -91,11 +93,19 @@ class Gathered:
         same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
         return same and self.unit.stamp() == self.stamp
 
-    def open(self) -> None:
-        """Wait for the gather; give the unit its views."""
+    def open(self, whole: bool = False) -> None:
+        """Wait for the gather; give the unit its views, or, if `whole`, the flat parameters that they are cut from."""
         self.wait()
-        self.views = self._differentiable_views()
-        self.unit.views, self.unit.views_backward = self.views, current_backward()
+        self.whole = whole
+        self.views = self._differentiable_flats() if whole else self._differentiable_views()
+        self._show(current_backward())
+
+    def _show(self, backward: int) -> None:
+        if self.whole:
+            self.unit.fulls = self.views
+        else:
+            self.unit.views = self.views
+        self.unit.views_backward = backward
 
     def wait(self) -> None:
         """The buffers may be read from here on."""
@@ -120,6 +130,12 @@ class Gathered:
                 with torch.no_grad():
                     views += buffer.views()
         return views
+
+    def _differentiable_flats(self) -> list[Tensor]:
+        """The flat parameters, 1-D `[layout.numel]` each; gradients of those that train arrive packed."""
+        trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
+        found = iter(FullFlats.apply(self, trained, *[flat.handle for flat in trained]) if trained else ())
+        return [next(found) if buffer.flat in trained else alias(buffer.full) for buffer in self.buffers]
 
     def plain_views(self, flats: Sequence[FlatParam]) -> list[Tensor]:
         """Full views of the parameters of `flats`, without autograd history of ours."""
@@ -177,7 +193,7 @@ class Gathered:
         self.prefetch()
         self.ahead = False
         self.wait()
-        self.unit.views, self.unit.views_backward = self.views, self.backward
+        self._show(self.backward)
         self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
 
     def prefetch(self) -> bool:
@@ -236,6 +252,8 @@ class Gathered:
         """Let the unit forget the views: they own the node that owns the unit, and no collector sees such a ring."""
         if self.unit.views is self.views:
             self.unit.views = None
+        if self.unit.fulls is self.views:
+            self.unit.fulls = None
 
     def _keep(self) -> None:
         kept: Kept | None = self.unit.kept
@@ -266,7 +284,7 @@ class Gathered:
             self.streams.note_free()
 
 
-def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams) -> Gathered | None:
+def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> Gathered | None:
     """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
 
     Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
@@ -275,7 +293,7 @@ def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams) -
     gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:
         gathered = Gathered(unit, full_precision, streams)
-        gathered.open()
+        gathered.open(whole)
         gathered.backward = current_backward()
         unit.awaiting_backward.add(gathered)
         call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -59,7 +59,7 @@ def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
         return Placement(replicate or groups.shard, 1, False, None)
     if strategy is ShardingStrategy.NO_SHARD:
         return Placement(groups.shard, 1, False, None)
-    return Placement(groups.shard, groups.shard.size(), strategy in _RESHARDING, replicate)
+    return Placement(groups.shard, groups.shard.size(), strategy in RESHARDING, replicate)
 
 
 def resolve_groups(

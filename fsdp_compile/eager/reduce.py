@@ -58,10 +58,29 @@ def reduce_gradients(
     for flat in flats:
         part = grads[start : start + len(flat.params)]
         start += len(flat.params)
-        dtype = flat.shard.dtype if full_precision else unit.sent_dtype(flat)
-        packed = pack(flat, part, dtype, unit.device)
+        packed = pack(flat, part, _sent_dtype(unit, flat, full_precision), unit.device)
         shard_grads.append(keep_or_reduce(unit, flat, packed, streams, full_precision))
     return shard_grads
+
+
+def reduce_packed(
+    unit: Unit,
+    flats: Sequence[FlatParam],
+    packed: Sequence[Tensor | None],
+    streams: Streams = NO_STREAMS,
+    full_precision: bool = False,
+) -> list[Tensor | None]:
+    """As `reduce_gradients`, of gradients that a compiled graph has packed: `[layout.numel]` each; None: unused."""
+    shard_grads = []
+    for flat, grads in zip(flats, packed, strict=True):
+        dtype = _sent_dtype(unit, flat, full_precision)
+        sent = torch.zeros(flat.layout.numel, dtype=dtype, device=unit.device) if grads is None else grads.to(dtype)
+        shard_grads.append(keep_or_reduce(unit, flat, sent, streams, full_precision))
+    return shard_grads
+
+
+def _sent_dtype(unit: Unit, flat: FlatParam, full_precision: bool) -> torch.dtype:
+    return flat.shard.dtype if full_precision else unit.sent_dtype(flat)
 
 
 def keep_or_reduce(

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.eager.agreement import OrderCheck, check_settings, wants_order_check
 from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.eager.state import is_open
 from fsdp_compile.eager.streams import Streams, device_of
 from fsdp_compile.eager.torch_private import call_after_backward, current_backward
 from fsdp_compile.eager.unshard import UnshardHandle, take_unsharded, unshard
@@ -132,7 +133,7 @@ class Root:
             return
         place = self._place(gathered.unit)
         following = self.order[place + 1]() if place is not None and place + 1 < len(self.order) else None
-        if following is not None and following.views is following.unsharded is None:
+        if following is not None and following.unsharded is None and not is_open(following):
             streams = self.streams_for(following.device)
             self._ahead = (following, Gathered(following, gathered.full_precision, streams))
 

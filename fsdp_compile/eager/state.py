@@ -16,7 +16,8 @@ def is_open(unit: Unit) -> bool:
 
     Views left behind by a backward pass that failed belong to none of these, and are gathered anew.
     """
-    return unit.views is not None and unit.views_backward in (-1, current_backward())
+    found = unit.views is not None or unit.fulls is not None
+    return found and unit.views_backward in (-1, current_backward())
 
 
 def doing(unit: Unit) -> str:

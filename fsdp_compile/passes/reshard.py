@@ -4,7 +4,7 @@ The partitioner decides what the forward saves. A gather that is tagged for reco
 and nothing that is only a view of it can be saved, so that what stays is the shard, alive anyway.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -21,13 +21,19 @@ def reshard(graph: fx.Graph, config: CompileConfig) -> None:
 
     No `ac_graph_id`: with one, a gather inside a checkpoint region and used by a later one would be saved after all.
     """
-    for wait in tagged(graph, "wait"):
-        tag = get_tag(wait)
+    for node in tagged(graph, "gather", "wait", "view"):
+        tag = get_tag(node)
         assert tag is not None
-        policy = CheckpointPolicy.MUST_RECOMPUTE if tag.reshard else CheckpointPolicy.MUST_SAVE
-        for node in (wait.args[0], wait, *(derived(wait) if tag.reshard else ())):
-            node.meta.pop("ac_graph_id", None)
-            node.meta["recompute"] = policy
+        if tag.reshard:
+            _set_policy((node, *derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
+        elif tag.kind != "view":
+            _set_policy((node,), CheckpointPolicy.MUST_SAVE)
+
+
+def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
+    for node in nodes:
+        node.meta.pop("ac_graph_id", None)
+        node.meta["recompute"] = policy
 
 
 def check_saved(graph: fx.Graph, config: CompileConfig) -> None:

@@ -47,8 +47,9 @@ def get_tag(node: fx.Node) -> Tag | None:
 
 
 def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
-    """The nodes with a tag of one of `kinds`, in graph order."""
-    return [n for n in graph.nodes if (tag := get_tag(n)) is not None and tag.kind in kinds]
+    """The nodes with a tag of one of `kinds`, in graph order; not a placeholder that brings what such a node made."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    return [n for n in calls if (tag := get_tag(n)) is not None and tag.kind in kinds]
 
 
 def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:

@@ -20,6 +20,36 @@ from fsdp_compile.lookup import original_class
 from fsdp_compile.unit import unit_of
 
 
+def test_reshard_after_forward_is_a_strategy() -> None:
+    """True and False are FULL_SHARD and SHARD_GRAD_OP; they may stand beside a strategy that says the same."""
+    for choice, strategies in ((True, (None, "FULL_SHARD")), (False, (None, "SHARD_GRAD_OP"))):
+        for name in strategies:
+            strategy = ShardingStrategy[name] if name else None
+            model = fully_shard(mlp(), reshard_after_forward=choice, sharding_strategy=strategy)
+            assert [unit.reshard_after_forward for unit in units(model)] == [choice] * 4
+    mesh = init_device_mesh("cpu", (2, 2))
+    hybrid = fully_shard(
+        mlp(), mesh=mesh, reshard_after_forward=False, sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2
+    )
+    assert not any(unit.reshard_after_forward for unit in units(hybrid))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "choice"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("NO_SHARD", True), ("NO_SHARD", False)]
+)
+def test_reshard_after_forward_against_the_strategy_is_refused(strategy: str, choice: bool) -> None:
+    """Two arguments that say different things change nothing."""
+    message = f"reshard_after_forward: expected what sharding_strategy says, found {choice} beside {strategy}"
+    refused(mlp(), ValueError, message, sharding_strategy=ShardingStrategy[strategy], reshard_after_forward=choice)
+
+
+def test_other_ways_to_reshard_are_refused() -> None:
+    """Numbers of ranks and "auto" are not supported yet and say so."""
+    for choice in (2, "auto"):
+        refused(mlp(), NotImplementedError, f"expected True or False, found {choice!r}", reshard_after_forward=choice)
+    refused(mlp(), TypeError, "reshard_after_forward: expected a bool, found str", reshard_after_forward="yes")
+
+
 def test_mesh_and_group_together_are_refused() -> None:
     """Both `mesh` and `process_group`: ValueError that names both (E-PG-1, E-ERR-48)."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))

@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 import torch
 from generated import Program, Step, programs
-from models import GPT, MODELS, mlp
+from models import GPT, MODELS, checkpointed, mlp
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
-BUILD: dict[str, Callable[[], torch.nn.Module]] = {"mlp": lambda: mlp(blocks=5), "gpt": lambda: GPT(layers=4)}
+BUILD: dict[str, Callable[[], torch.nn.Module]] = {
+    "mlp": lambda: mlp(blocks=5),
+    "gpt": lambda: GPT(layers=4),
+    "recomputed": lambda: checkpointed("around"),
+}
+CASES = {**MODELS, "recomputed": MODELS["mlp"]}  # what to feed them
 BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
 
 
 def compiled(name: str, backend: Any, **options: Any) -> tuple[Program, Program]:
     torch.manual_seed(0)
     model = torch.compile(fully_shard(BUILD[name]()), fullgraph=True, backend=backend, **options)
-    inputs = MODELS[name].batch(1, 4)
-    return programs(lambda: MODELS[name].loss(model, inputs))
+    inputs = CASES[name].batch(1, 4)
+    return programs(lambda: CASES[name].loss(model, inputs))
 
 
 @cache

@@ -225,7 +225,10 @@ def _recompute(rank: int, where: str, how: str, strategy: str) -> tuple[list[int
 @sharded
 @pytest.mark.parametrize(
     ("where", "how"),
-    [("inside", "eager"), ("inside", "aot_eager"), ("around", "eager"), ("pair", "eager"), ("reentrant", "eager")],
+    [
+        *[(where, "eager") for where in ("inside", "around", "pair", "reentrant")],
+        *[(where, "aot_eager") for where in ("inside", "around", "pair")],
+    ],
 )
 def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:
     """Recomputing activations in or around units changes no bit, gathers once in forward and backward, reduces once.
@@ -235,5 +238,6 @@ def test_checkpointing(two: Ranks, where: str, how: str, strategy: str) -> None:
     for gathers, reduces in two.run(_recompute, where, how, strategy):
         assert all(count <= 2 for count in gathers), gathers
         assert all(count == 1 for count in reduces), reduces
-        if strategy == "SHARD_GRAD_OP" and where != "reentrant":
+        # Without our passes a traced region gathers again; tests/fake/test_checkpoints.py has them.
+        if strategy == "SHARD_GRAD_OP" and where != "reentrant" and (how == "eager" or where == "inside"):
             assert all(count == 1 for count in gathers), gathers

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import MODELS, Case, Inputs, checkpointed, part, squared_error, vectors
 from torch import Tensor, nn
@@ -193,14 +193,10 @@ def test_combinations_on_four(four: Ranks, options: Options) -> None:
     four.run(_train, options)
 
 
-TRACED = ("mlp", "gpt", "tied", "frozen", "conv", "checkpoint_inside")
-
-
 @settings(max_examples=EXAMPLES // 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=combinations(hybrid=True), how=st.sampled_from(["aot_eager", "inductor"]))
 def test_compiled_combinations(four: Ranks, options: Options, how: str) -> None:
-    """So do compiled models, with what they support: not checkpoints around units."""
-    assume(options.case in TRACED)
+    """So do compiled models."""
     four.run(_train, options, how)
 
 

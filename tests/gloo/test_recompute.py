@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Case, Residual, squared_error, vectors
+from models import MODELS, MODULES, Case, Residual, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fully_shard
 
@@ -22,6 +22,7 @@ from .training import (
     assert_same_gradients,
     backward,
     build,
+    executor,
     follow,
     mine,
     shard,
@@ -141,16 +142,15 @@ def test_a_unit_gathered_under_no_grad(two: Ranks, prefetch: bool) -> None:
 # --- torch's checkpoint wrapper ---------------------------------------------------------------------------------------
 
 
-def _wrap(model: nn.Module, reentrant: bool) -> None:
-    wrapper = partial(
-        checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    )
+def _wrap(model: nn.Module, reentrant: bool, **options: Any) -> None:
+    implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation, **options)
     apply_activation_checkpointing(
         model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Residual)
     )
 
 
-def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool) -> None:
+def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool, how: str) -> None:
     reference, model = build(MLP), build(MLP)
     _wrap(reference, reentrant=False)
     if first:
@@ -159,14 +159,39 @@ def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool) -> None:
     if not first:
         _wrap(model, reentrant)
     assert [len(units(block)) for block in model.blocks] == [1, 1, 1] and len(units(model)) == 4
-    follow(model, reference, MLP)
+    follow(executor(model, how), reference, MLP)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("reentrant", "how"), [(False, "eager"), (True, "eager"), (False, "aot_eager"), (False, "inductor")]
+)
 @pytest.mark.parametrize("first", [False, True])
-def test_checkpoint_wrapper(two: Ranks, first: bool, reentrant: bool) -> None:
+def test_checkpoint_wrapper(two: Ranks, first: bool, reentrant: bool, how: str) -> None:
     """torch's wrapper lies around units, put there before or after sharding; training is unchanged.
 
     E-AC-4.
     """
-    two.run(_checkpoint_wrapper, first, reentrant)
+    two.run(_checkpoint_wrapper, first, reentrant, how)
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _choose(rank: int, name: str, budget: float, how: str) -> None:
+    case = {**MODELS, **MODULES}[name]
+    reference, model = build(case), build(case)
+    for each in (reference, model):
+        _wrap(each, reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _save_products))
+    fully_shard(model, auto_wrap_policy={Residual})
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        follow(executor(model, how), reference, case)
+
+
+@pytest.mark.parametrize(("name", "budget", "how"), [("tied_blocks", 1.0, "aot_eager"), ("mlp", 0.3, "backend")])
+def test_a_choice_of_what_is_recomputed(two: Ranks, name: str, budget: float, how: str) -> None:
+    """Selective policies around units, alone and under a memory budget, do not change numbers in compiled models."""
+    two.run(_choose, name, budget, how)

@@ -1,0 +1,126 @@
+"""Blocks that are compiled by themselves inside a model that runs eagerly."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, MODULES, Case, checkpointed, squared_error, vectors
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .test_communication import _assert_freed, _kept, _per_unit, _spied
+from .training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, shard, twins, units
+
+MLP = MODELS["mlp"]
+
+
+def _compile_blocks(model: nn.Module, how: str) -> nn.Module:
+    for block in getattr(model, "blocks", model):
+        block.compile(backend=how, fullgraph=True)
+    return model
+
+
+CASES = {
+    **{name: MODELS[name] for name in ("tied", "frozen")},
+    "tied_blocks": MODULES["tied_blocks"],
+    "inside": Case(partial(checkpointed, "inside"), vectors, squared_error),
+    "around": Case(partial(checkpointed, "around"), vectors, squared_error),
+}
+
+
+def _train_all(rank: int, how: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        torch._dynamo.reset()
+        reference, model = twins(CASES[name])
+        _compile_blocks(model, how)
+        for steps, recompiles in ((1, False), (2, True)):
+            with torch._dynamo.config.patch(error_on_recompile=recompiles):
+                follow(model, reference, CASES[name], steps=steps)
+
+
+def test_compiled_blocks_train_as_one_process_does(two: Ranks) -> None:
+    """Tied, frozen and recomputed parameters too; and nothing is compiled after the first step."""
+    two.run(_train_all, "aot_eager", tuple(CASES))
+
+
+def test_with_inductor(two: Ranks) -> None:
+    """Inductor's graphs pack gradients that eager reduces."""
+    two.run(_train_all, "inductor", ("tied", "around"))
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _compare(rank: int) -> None:
+    for strategy, precision in (
+        ("FULL_SHARD", None), ("SHARD_GRAD_OP", None), ("NO_SHARD", None), ("FULL_SHARD", BF16)
+    ):  # fmt: skip
+        ours, theirs = (
+            fully_shard(build(MLP), sharding_strategy=ShardingStrategy[strategy], mixed_precision=precision)
+            for _ in range(2)
+        )
+        _compile_blocks(ours, "aot_eager")
+        both = [(model, OPTIMIZERS["momentum"](model.parameters())) for model in (ours, theirs)]
+        for step in range(3):
+            for model in (ours, theirs):
+                with model.no_sync():
+                    backward(model, MLP, mine(MLP, 2 * step))
+                backward(model, MLP, mine(MLP, 2 * step + 1))
+            assert_bitwise(ours, theirs, f"{strategy}, step {step}")
+            for _, optimizer in both:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(ours(mine(MLP, 9)[0]), theirs(mine(MLP, 9)[0]))
+
+
+def test_equal_to_eager(two: Ranks) -> None:
+    """Under every strategy, in low precision, with no_sync, without gradients: bit for bit what eager does."""
+    two.run(_compare)
+
+
+def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
+    model = _compile_blocks(shard(MLP, strategy), "inductor")
+    block = model.blocks[0]._fsdp_scope[0].flats[0].layout.numel
+    backward(model, MLP, mine(MLP, 0))
+    with _spied() as calls:
+        loss = MLP.loss(model, mine(MLP, 1))
+        assert _kept(calls)[block] == (3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0)
+        loss.backward()
+        _assert_freed(calls, "after backward while the loss is alive")
+    assert all(unit.views is unit.fulls is None for unit in units(model))
+    return _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("FULL_SHARD", [1, 2]), ("SHARD_GRAD_OP", [1, 1])])
+def test_gathered_memory_and_collectives(two: Ranks, strategy: str, gathers: list[int]) -> None:
+    """The eager runtime frees between forward and backward what a compiled block has saved (I4), and reduces once."""
+    assert two.run(_watch, strategy) == [(gathers, [1, 1])] * 2
+
+
+def _order(rank: int) -> None:
+    def losses(model: nn.Module) -> list[float]:
+        return [backward(model, MLP, mine(MLP, seed)).item() for seed in range(2)]
+
+    first, last = build(MLP), build(MLP)
+    _compile_blocks(first, "aot_eager")
+    models: list[Any] = [fully_shard(first), _compile_blocks(fully_shard(last), "aot_eager"), fully_shard(build(MLP))]
+    found = [losses(model) for model in models]
+    assert found[0] == found[1] == found[2]
+    with torch.compiler.set_stance("force_eager"):
+        assert losses(models[0]) == found[0]
+    for model in models[1:]:
+        for param in model.parameters():
+            param.grad = None
+    run = torch.compile(models[1], backend="aot_eager", fullgraph=True)  # the blocks' own compilation is left aside
+    assert losses(run) == losses(models[2])
+    assert_bitwise(models[1], models[2], "whole")
+
+
+def test_order_of_calls_and_other_ways_to_run(two: Ranks) -> None:
+    """Blocks may be compiled before or after sharding, run eagerly all the same, or be traced in one graph."""
+    two.run(_order)
