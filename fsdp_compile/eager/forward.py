@@ -2,6 +2,11 @@
 
 Under Dynamo only the marker operators and the look-up of views are traced; freeing and gathering again are decided by
 the graph passes. `torch.compiler.is_compiling()` below is the one place where the two ways part.
+
+Note on graph breaks: where the code of a module breaks the graph, that module's unit is gathered eagerly, and Dynamo
+compiles what it would compile without sharding. For Dynamo cannot leave a frame in the middle of a `try`, so it traces
+`sharded_forward` as a whole or not at all; and it keeps out of functions that are disabled. A gather that was traced
+alone would be kept until backward, as its views would be outputs of one graph and inputs of another.
 """
 
 from collections.abc import Callable
@@ -14,7 +19,6 @@ from fsdp_compile.eager.inputs import computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.root import Root
 from fsdp_compile.eager.state import is_open
 from fsdp_compile.eager.torch_private import current_backward
-from fsdp_compile.unit import Unit
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -23,38 +27,70 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are closed and the module stays usable.
     """
-    args, kwargs = prepare_inputs(module, args, kwargs)
-    if torch.compiler.is_compiling():
-        return _traced(module, forward, args, kwargs)
-    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
-    root: Root = module._fsdp_root
-    if current_backward() != -1:
-        return _recomputed(module, closed, forward, args, kwargs)
-    if module._fsdp_is_root:
-        root.begin_iteration(module)
+    try:  # for Dynamo: see the note
+        args, kwargs = prepare_inputs(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _traced(module, forward, args, kwargs)
+        if _backward_runs():
+            return _recomputed(module, forward, args, kwargs)
+        return _run(module, forward, args, kwargs)
+    finally:
+        pass
+
+
+def _run(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     opened: list[Gathered] = []
     try:
-        for unit in closed:
-            gathered = root.gather(unit, computes_in_full_precision(module))
-            gathered.open()  # one by one: if one fails, those before it are closed
-            opened.append(gathered)
-            root.prefetch_forward(gathered)
+        _open(module, opened)
         output = forward(module, *args, **kwargs)
-        if module._fsdp_is_root:
-            root.complete_iteration()
+    except BaseException:
+        _close(module, opened)
+        raise
+    _end(module, opened, (args, kwargs), output)
+    return output
+
+
+@torch.compiler.disable
+def _backward_runs() -> bool:
+    return current_backward() != -1
+
+
+@torch.compiler.disable
+def _open(module: Any, opened: list[Gathered]) -> None:
+    root: Root = module._fsdp_root
+    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
+    if module._fsdp_is_root:
+        root.begin_iteration(module)
+    for unit in closed:
+        gathered = root.gather(unit, computes_in_full_precision(module))
+        gathered.open()  # one by one: if one fails, those before it are closed
+        opened.append(gathered)
+        root.prefetch_forward(gathered)
+
+
+@torch.compiler.disable
+def _close(module: Any, opened: list[Gathered], completed: bool = False) -> None:
+    try:
+        if completed and module._fsdp_is_root:
+            module._fsdp_root.complete_iteration()
     finally:
         for gathered in opened:
             gathered.unit.views = None
         if module._fsdp_is_root:
-            root.end_iteration()
+            module._fsdp_root.end_iteration()
+
+
+@torch.compiler.disable
+def _end(module: Any, opened: list[Gathered], inputs: Any, output: Any) -> None:
+    _close(module, opened, completed=True)
     for gathered in opened:
-        gathered.end_forward((args, kwargs), output, keep=module._fsdp_is_root)
-        root.ended_forward(gathered)
-    return output
+        gathered.end_forward(inputs, output, keep=module._fsdp_is_root)
+        module._fsdp_root.ended_forward(gathered)
 
 
-def _recomputed(module: Any, closed: list[Unit], forward: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
-    """Run the forward again within backward; `closed` are the units that have no views to use."""
+def _recomputed(module: Any, forward: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
+    """Run the forward again within backward."""
+    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
     full_precision = computes_in_full_precision(module)
     streams_for = module._fsdp_root.streams_for
     found = [open_for_recomputation(unit, full_precision, streams_for(unit.device)) for unit in closed]
