@@ -32,7 +32,7 @@ class Row:
         tolerance: on relative differences: of eager from one process that emulates all ranks, of Inductor from eager.
         ranks: on how many it runs.
         sizes: how many examples a rank gets at each step, in turns; more than one: compiled for dynamic shapes.
-        microbatches: backward passes in one step.
+        syncs: for each backward pass of a step whether it reduces gradients.
         clip: the norm to which gradients are clipped, if at all.
         evaluates: whether the model is evaluated after each step.
         switches: whether steps run compiled and eagerly in turns.
@@ -45,7 +45,7 @@ class Row:
     tolerance: float = EXACT
     ranks: int = 2
     sizes: tuple[int, ...] = (3,)
-    microbatches: int = 1
+    syncs: tuple[bool, ...] = (True,)
     clip: float | None = None
     evaluates: bool = False
     switches: bool = False
@@ -198,7 +198,7 @@ ROWS: tuple[Row, ...] = (
     Row("batches of changing size", MLP, sizes=(3, 5, 4)),
     Row("evaluation without gradients in between", MLP, evaluates=True),
     Row("keyword arguments, nested inputs and outputs", Case(_Nested, vectors, _nested_error)),
-    Row("accumulation, every backward reduces", MLP, microbatches=2),
+    Row("accumulation, every backward reduces", MLP, syncs=(True, True)),
     Row("`clip_grad_norm_`", MLP, clip=0.1),
     Row("ignored parameters", MLP, _ignore),
     Row("start on the meta device", Case(_filled, vectors, squared_error), _from_meta),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.unit import unit_of
 
-from .emulation import Emulation, loss_of
+from .emulation import Emulation, loss_of, windows_of
 from .ranks import Ranks
 from .training import OPTIMIZERS, build, stored_here
 
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 def _batches(row: Row, step: int) -> list[Inputs]:
     size = row.sizes[step % len(row.sizes)] * dist.get_world_size()
-    return [row.case.batch(100 * step + index, size) for index in range(row.microbatches)]
+    return [row.case.batch(100 * step + index, size) for index in range(len(row.syncs))]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -67,7 +67,11 @@ def _train(row: Row, how: str) -> list[Step]:
     for step in range(STEPS):
         executor = model if row.switches and step % 2 else run
         with torch._dynamo.config.patch(error_on_recompile=step > 0 or dynamic is True):
-            losses = [_backward(row, executor, batch) for batch in _batches(row, step)]
+            losses = []
+            for batch, syncs in zip(_batches(row, step), row.syncs, strict=True):
+                if False in row.syncs:
+                    model.set_requires_gradient_sync(syncs)
+                losses.append(_backward(row, executor, batch))
             _average_ignored(model)
             if row.clip is not None:
                 losses.append(model.clip_grad_norm_(row.clip))
@@ -108,7 +112,7 @@ def _emulate(row: Row, like: nn.Module) -> list[Step]:
     reference, steps = emulation.model, []
     optimizer = OPTIMIZERS["momentum"](reference.parameters())
     for step in range(COMPARED):
-        emulation.backward([[batch] for batch in _batches(row, step)])
+        emulation.backward(windows_of(_batches(row, step), list(row.syncs)))
         if row.clip is not None:
             nn.utils.clip_grad_norm_(reference.parameters(), row.clip)
         grads = [_here(mine, p.grad) for mine, p in _pairs(like, reference) if p.grad is not None]
