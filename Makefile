@@ -1,5 +1,5 @@
 # run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
-# size: lines of code   spec: which statements of the specification have a test
+# size: lines of code   spec: which statements of the specification have a test   features: README's table of features
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ PY := .venv/bin/python
 TIERS := $(foreach tier,unit fake gloo gpu,$(wildcard tests/$(tier)))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test bench size spec format clean compiler
+.PHONY: run test bench size spec features format clean compiler
 
 run: compiler .venv/stamp
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
@@ -26,6 +26,9 @@ size:
 
 spec:
 	@$(PYTHON) tools/spec_coverage.py
+
+features:
+	@$(PYTHON) tools/feature_table.py
 
 format: .venv/stamp
 	$(PY) -m ruff format .

@@ -5,6 +5,11 @@ the graph passes. `torch.compiler.is_compiling()` below is the one place where t
 
 A module inside a sharded one that was compiled by itself goes both ways: `compiled_forward` gathers and frees in eager,
 as for its neighbours, and the graph in between reads whole flat parameters and packs their gradients.
+
+Note on graph breaks: where the code of a module breaks the graph, that module's unit is gathered eagerly, and Dynamo
+compiles what it would compile without sharding. For Dynamo cannot leave a frame in the middle of a `try`, so it traces
+`sharded_forward` as a whole or not at all; and it keeps out of functions that are disabled. A gather that was traced
+alone would be kept until backward, as its views would be outputs of one graph and inputs of another.
 """
 
 from collections.abc import Callable
@@ -28,12 +33,15 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are closed and the module stays usable.
     """
-    args, kwargs = prepare_inputs(module, args, kwargs)
-    if torch.compiler.is_compiling():
-        return _traced(module, forward, args, kwargs)
-    if any(unit.views is None and is_open(unit) for unit in module._fsdp_scope):
-        return _uncompiled(module, forward, args, kwargs)
-    return _gathered(module, partial(forward, module), args, kwargs)
+    try:  # for Dynamo: see the note
+        args, kwargs = prepare_inputs(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _traced(module, forward, args, kwargs)
+        if _holds_whole(module):
+            return _uncompiled(module, forward, args, kwargs)
+        return _gathered(module, partial(forward, module), args, kwargs)
+    finally:
+        pass
 
 
 def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -45,35 +53,72 @@ def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, *
 
 def _gathered(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: bool = False) -> Any:
     """`run(*args, **kwargs)` with views of the units' parameters; if `whole`, of their flat parameters instead."""
-    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
-    root: Root = module._fsdp_root
-    if current_backward() != -1:
-        return _recomputed(module, closed, run, args, kwargs, whole)
-    if module._fsdp_is_root:
-        root.begin_iteration(module)
+    try:  # for Dynamo
+        if _backward_runs():
+            return _recomputed(module, run, args, kwargs, whole)
+        return _run(module, run, args, kwargs, whole)
+    finally:
+        pass
+
+
+def _run(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: bool) -> Any:
     opened: list[Gathered] = []
     try:
-        for unit in closed:
-            gathered = root.gather(unit, computes_in_full_precision(module))
-            gathered.open(whole)  # one by one: if one fails, those before it are closed
-            opened.append(gathered)
-            root.prefetch_forward(gathered)
+        _open(module, opened, whole)
         output = run(*args, **kwargs)
-        if module._fsdp_is_root:
-            root.complete_iteration()
+    except BaseException:
+        _close(module, opened)
+        raise
+    _end(module, opened, (args, kwargs), output)
+    return output
+
+
+@torch.compiler.disable
+def _backward_runs() -> bool:
+    return current_backward() != -1
+
+
+@torch.compiler.disable
+def _holds_whole(module: Any) -> bool:
+    return any(unit.views is None and is_open(unit) for unit in module._fsdp_scope)
+
+
+@torch.compiler.disable
+def _open(module: Any, opened: list[Gathered], whole: bool) -> None:
+    root: Root = module._fsdp_root
+    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
+    if module._fsdp_is_root:
+        root.begin_iteration(module)
+    for unit in closed:
+        gathered = root.gather(unit, computes_in_full_precision(module))
+        gathered.open(whole)  # one by one: if one fails, those before it are closed
+        opened.append(gathered)
+        root.prefetch_forward(gathered)
+
+
+@torch.compiler.disable
+def _close(module: Any, opened: list[Gathered], completed: bool = False) -> None:
+    try:
+        if completed and module._fsdp_is_root:
+            module._fsdp_root.complete_iteration()
     finally:
         for gathered in opened:
             gathered.drop_views()
         if module._fsdp_is_root:
-            root.end_iteration()
+            module._fsdp_root.end_iteration()
+
+
+@torch.compiler.disable
+def _end(module: Any, opened: list[Gathered], inputs: Any, output: Any) -> None:
+    _close(module, opened, completed=True)
     for gathered in opened:
-        gathered.end_forward((args, kwargs), output, keep=module._fsdp_is_root)
-        root.ended_forward(gathered)
-    return output
+        gathered.end_forward(inputs, output, keep=module._fsdp_is_root)
+        module._fsdp_root.ended_forward(gathered)
 
 
-def _recomputed(module: Any, closed: list[Unit], run: Any, args: tuple, kwargs: Any, whole: bool) -> Any:
-    """Run the forward again within backward; `closed` are the units that have no views to use."""
+def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, whole: bool) -> Any:
+    """Run the forward again within backward, with the units that have no views to use gathered."""
+    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
     full_precision = computes_in_full_precision(module)
     streams_for = module._fsdp_root.streams_for
     found = [open_for_recomputation(unit, full_precision, streams_for(unit.device), whole) for unit in closed]

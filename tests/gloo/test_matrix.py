@@ -1,11 +1,8 @@
 """Options that may interact, in combinations that hypothesis draws, against one unsharded process that emulates them.
 
-The reference computes what the settings promise, rank after rank in one process: the parameters cast to the compute
-dtype, each rank's gradients summed over its microbatches and averaged in the reduce dtype, the update in the
-parameters' own dtype. 30 combinations by default; `FSDP_COMPILE_TESTS=nightly` draws 200.
+30 combinations by default; `FSDP_COMPILE_TESTS=nightly` draws 200.
 """
 
-import copy
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +13,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import MODELS, Case, Inputs, checkpointed, part, squared_error, vectors
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 
+from .emulation import Emulation, loss_of, windows_of
 from .ranks import Ranks
 from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build, executor
 
@@ -85,64 +82,9 @@ def combinations(hybrid: bool) -> st.SearchStrategy[Options]:
     )
 
 
-def _loss(case: Case, model: nn.Module, inputs: Inputs) -> Tensor:
-    def run(*args: Any) -> Tensor:
-        return model(*args).float()
-
-    return case.loss(run, inputs)  # a callable is all that the loss needs
-
-
 def _batches(case: Case, options: Options, step: int) -> list[Inputs]:
     size = PER_RANK * dist.get_world_size()
     return [case.batch(100 * step + index, size) for index in range(len(options.microbatches))]
-
-
-class _Reference:
-    """The unsharded model, trained as the settings say."""
-
-    def __init__(self, case: Case, options: Options) -> None:
-        self.case, self.options = case, options
-        self.policy = PRECISIONS[options.precision] or MixedPrecision()
-        self.model = build(case)
-        self.optimizer = OPTIMIZERS[options.optimizer](self.model.parameters())
-
-    def step(self, batches: list[Inputs]) -> None:
-        self.optimizer.zero_grad()
-        world_size = dist.get_world_size()
-        windows = [[]]  # microbatches that are reduced together
-        for inputs, syncs in zip(batches, self.options.microbatches, strict=True):
-            windows[-1].append(inputs)
-            if syncs:
-                windows.append([])
-        for window in windows:
-            if window:
-                self._reduce(
-                    [self._gradients([part(i, rank, world_size) for i in window]) for rank in range(world_size)]
-                )
-        self.optimizer.step()
-
-    def _gradients(self, microbatches: list[Inputs]) -> list[Tensor | None]:
-        """One rank's gradients in the reduce dtype, summed over its microbatches."""
-        compute = self.policy.param_dtype or torch.float32
-        total: list[Tensor | None] = [None for _ in self.model.parameters()]
-        for inputs in microbatches:
-            low = copy.deepcopy(self.model).to(compute)
-            for param in low.parameters():
-                param.grad = None
-            cast = tuple(x.to(compute) if x.is_floating_point() else x for x in inputs[:-1])
-            _loss(self.case, low, (*cast, inputs[-1])).backward()
-            for index, param in enumerate(low.parameters()):
-                if param.grad is not None:
-                    grad = param.grad.to(self.policy.reduce_dtype or compute)
-                    total[index] = grad if total[index] is None else total[index] + grad
-        return total
-
-    def _reduce(self, of_ranks: list[list[Tensor | None]]) -> None:
-        for index, param in enumerate(self.model.parameters()):
-            grads = [grads[index] for grads in of_ranks]
-            if grads[0] is not None:
-                mean = torch.stack([g.float() for g in grads]).mean(0).to(grads[0].dtype).to(param.dtype)
-                param.grad = mean if param.grad is None else param.grad + mean
 
 
 def _mesh(strategy: str) -> Any:
@@ -153,7 +95,7 @@ def _mesh(strategy: str) -> Any:
 
 def _train(rank: int, options: Options, how: str = "eager") -> None:
     case = CASES[options.case]
-    reference = _Reference(case, options)
+    reference = Emulation(case, PRECISIONS[options.precision], dist.get_world_size())
     model = fully_shard(
         build(case),
         mesh=_mesh(options.strategy),
@@ -165,16 +107,19 @@ def _train(rank: int, options: Options, how: str = "eager") -> None:
         forward_prefetch=options.forward_prefetch,
     )
     run = executor(model, how)
-    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    optimizer, expected = [OPTIMIZERS[options.optimizer](each.parameters()) for each in (model, reference.model)]
     # What is rounded to 8 bits of mantissa may round the other way after a sum in another order.
     low = options.precision != "full"
     for step in range(STEPS):
         batches = _batches(case, options, step)
-        reference.step(batches)
+        expected.zero_grad()
+        reference.backward(windows_of(batches, options.microbatches))
+        expected.step()
         optimizer.zero_grad()
         for inputs, syncs in zip(batches, options.microbatches, strict=True):
             model.set_requires_gradient_sync(syncs)
-            _loss(case, run, part(inputs, rank, dist.get_world_size())).backward()
+            with torch._dynamo.config.patch(error_on_recompile=step > 1):
+                loss_of(case, run, part(inputs, rank, dist.get_world_size())).backward()
         optimizer.step()
         assert_same_parameters(model, reference.model, *((2e-2, 5e-3) if low else (1e-4, 1e-5)))
 

@@ -1,0 +1,202 @@
+"""Every feature, eager and compiled: what README's table says. `make features` writes the table from what this found.
+
+4 steps; with `FSDP_COMPILE_TESTS=nightly` 50.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from features import ROWS, Row
+from models import Inputs, part
+from torch import Tensor, nn
+
+from fsdp_compile.unit import unit_of
+
+from .emulation import Emulation, loss_of, windows_of
+from .ranks import Ranks
+from .training import OPTIMIZERS, build, stored_here
+
+RESULTS = Path(__file__).parents[1] / "feature_results.json"
+STEPS = 50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 4
+COMPARED = 4  # steps whose gradients are compared: later ones start from parameters that rounding has moved
+CURVE = 1e-3  # relative, on every loss of every step
+BY_NAME = {row.name: row for row in ROWS}
+
+
+class Step(NamedTuple):
+    """What one step of one executor left on this rank."""
+
+    losses: list[Tensor]
+    grads: list[Tensor]  # of the parameters that have one
+    params: list[Tensor]
+
+
+class Found(NamedTuple):
+    """How executors compare on this rank."""
+
+    eager: float  # largest relative difference from the emulating process
+    bitwise: bool  # aot_eager has eager's losses, gradients and parameters
+    inductor: float  # largest relative difference from eager
+    curve: float  # largest relative difference of a loss from eager's
+
+
+def _batches(row: Row, step: int) -> list[Inputs]:
+    size = row.sizes[step % len(row.sizes)] * dist.get_world_size()
+    return [row.case.batch(100 * step + index, size) for index in range(len(row.syncs))]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def _shard(row: Row) -> nn.Module:
+    return row.shard(build(row.case), **({"mixed_precision": row.precision} if row.precision else {}))
+
+
+def _train(row: Row, how: str) -> list[Step]:
+    """Train the sharded model; from the second step on, or with changing sizes ever, nothing is compiled again."""
+    torch._dynamo.reset()
+    model = _shard(row)
+    dynamic = True if len(row.sizes) > 1 else None
+    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
+    optimizer, steps = OPTIMIZERS["momentum"](model.parameters()), []
+    for step in range(STEPS):
+        executor = model if row.switches and step % 2 else run
+        with torch._dynamo.config.patch(error_on_recompile=step > 0 or dynamic is True):
+            losses = []
+            for batch, syncs in zip(_batches(row, step), row.syncs, strict=True):
+                if False in row.syncs:
+                    model.set_requires_gradient_sync(syncs)
+                losses.append(_backward(row, executor, batch))
+            _average_ignored(model)
+            if row.clip is not None:
+                losses.append(model.clip_grad_norm_(row.clip))
+            grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+            if row.evaluates:
+                losses.append(_evaluate(row, executor, model, step))
+        steps.append(Step(losses, grads, [param.detach().clone() for param in model.parameters()]))
+    return steps
+
+
+def _backward(row: Row, run: nn.Module, batch: Inputs) -> Tensor:
+    loss = loss_of(row.case, run, part(batch, dist.get_rank(), dist.get_world_size()))
+    loss.backward()
+    return loss.detach()
+
+
+def _average_ignored(model: nn.Module) -> None:
+    """Parameters that `fully_shard` was told to leave alone are the script's to average."""
+    for param in model.parameters():
+        if unit_of(param) is None and param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def _evaluate(row: Row, run: nn.Module, model: nn.Module, step: int) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        loss = loss_of(row.case, run, row.case.batch(1000 + step, 4))
+    model.train()
+    return loss
+
+
+def _emulate(row: Row, like: nn.Module) -> list[Step]:
+    """The same steps in one unsharded process; of gradients and parameters what this rank stores of `like`."""
+    emulation = Emulation(row.case, row.precision, dist.get_world_size())
+    reference, steps = emulation.model, []
+    optimizer = OPTIMIZERS["momentum"](reference.parameters())
+    for step in range(COMPARED):
+        emulation.backward(windows_of(_batches(row, step), list(row.syncs)))
+        if row.clip is not None:
+            nn.utils.clip_grad_norm_(reference.parameters(), row.clip)
+        grads = [_here(mine, p.grad) for mine, p in _pairs(like, reference) if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        params = [_here(mine, p.detach()) for mine, p in _pairs(like, reference)]
+        steps.append(Step([], [g for g in grads if g is not None], [mine for mine in params if mine is not None]))
+    return steps
+
+
+def _pairs(like: nn.Module, reference: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    return list(zip(like.parameters(), reference.parameters(), strict=True))
+
+
+def _here(mine: nn.Parameter, full: Tensor) -> Tensor | None:
+    here = full if unit_of(mine) is None else stored_here(mine, full)
+    return None if here is None else here.clone()  # the next step changes it
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _apart(found: list[Step], expected: list[Step]) -> float:
+    """Largest relative difference of a step's gradients, or of its parameters, all taken as one vector."""
+    pairs = zip(found, expected, strict=True)
+    return max(max(_relative(a.grads, b.grads), _relative(a.params, b.params)) for a, b in pairs)
+
+
+def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
+    one, other = (torch.cat([x.flatten().double() for x in each if x.numel()]) for each in (found, expected))
+    assert one.shape == other.shape, f"expected {other.numel()} elements, found {one.numel()}"
+    return ((one - other).norm() / other.norm()).item()
+
+
+def _curves_apart(found: list[Step], expected: list[Step]) -> float:
+    one, other = ([loss for step in each for loss in step.losses] for each in (found, expected))
+    return max(abs(a / b - 1).item() for a, b in zip(one, other, strict=True))
+
+
+def _equal(found: list[Step], expected: list[Step]) -> bool:
+    one, other = ([x for step in each for kind in step for x in kind] for each in (found, expected))
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _compare(rank: int, name: str) -> Found:
+    row = BY_NAME[name]
+    emulated, eager = _emulate(row, _shard(row)), _train(row, "eager")
+    aot, inductor = _train(row, "aot_eager"), _train(row, "inductor")
+    return Found(
+        _apart(eager[:COMPARED], emulated),
+        _equal(aot, eager),
+        _apart(inductor[:COMPARED], eager[:COMPARED]),
+        _curves_apart(inductor, eager),
+    )
+
+
+def _write(row: Row, green: dict[str, bool]) -> None:
+    """Note what held, in the order of the rows; a tolerance says what was asked for."""
+    asked = {"eager": row.tolerance, "aot_eager": 0.0, "inductor": row.tolerance}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[row.name] = {how: asked[how] if held else None for how, held in green.items()}
+    text = json.dumps({name: results[name] for name in BY_NAME if name in results}, indent=1) + "\n"
+    if not RESULTS.exists() or RESULTS.read_text() != text:
+        RESULTS.write_text(text)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_row(request: pytest.FixtureRequest, name: str) -> None:
+    """Eager trains as one process that plays all ranks, aot_eager as eager bit for bit, Inductor within rounding.
+
+    Compiled as one full graph, once.
+    """
+    row = BY_NAME[name]
+    ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[row.ranks])
+    green = dict.fromkeys(("eager", "aot_eager", "inductor"), False)
+    try:
+        found = ranks.run(_compare, name)
+        for rank, each in enumerate(found):
+            print(f"{name} rank {rank}: {each}")
+        green = {
+            "eager": all(each.eager <= row.tolerance for each in found),
+            "aot_eager": all(each.bitwise for each in found),
+            "inductor": all(each.inductor <= row.tolerance and each.curve <= CURVE for each in found),
+        }
+    finally:
+        _write(row, green)
+    assert all(green.values()), green
