@@ -6,10 +6,13 @@ reshard.py              gathers are recomputed in backward or saved; proof that 
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
 gather_into.py          all-gathers write into a buffer that the graph allocates
+agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
 tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
 """
 
+from fsdp_compile.passes import agreement  # noqa: F401  (the body of an operator)
+from fsdp_compile.passes.agree import agree
 from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
 from fsdp_compile.passes.pack_grads import pack_in_place
@@ -24,5 +27,6 @@ PASSES = (
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reorder", "post_grad", reorder),
     Pass("gather_into", "post_grad", gather_into),
+    Pass("agree", "post_grad", agree),
     Pass("pin", "post_grad", pin),
 )
