@@ -54,6 +54,8 @@ def _agree(sequence: str, groups: list[str], timeout: float, device: torch.devic
 def compare(sequence: str, group: dist.ProcessGroup, timeout: float) -> None:
     """Wait until every rank of `group` has come with a sequence of collectives, `timeout` seconds at most.
 
+    Ranks of other groups, under hybrid sharding, wait for the ranks that raise, and raise when their time is up.
+
     Raises:
         RuntimeError: on all ranks that come: they are about to run different collectives, or a rank did not come.
     """

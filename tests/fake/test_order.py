@@ -1,35 +1,15 @@
 """Order of collectives in the generated code (I6), on Inductor's default path and through the backend."""
 
-from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from generated import Program, Step, programs
-from models import GPT, MODELS, mlp
+from compiling import BACKENDS, BUILD, cached, compiled
+from generated import Program, Step
 
-from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile import ShardingStrategy
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-
-BUILD: dict[str, Callable[[], torch.nn.Module]] = {"mlp": lambda: mlp(blocks=5), "gpt": lambda: GPT(layers=4)}
-BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
-
-
-def compiled(
-    name: str, backend: Any, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options: Any
-) -> tuple[Program, Program]:
-    torch.manual_seed(0)
-    model = fully_shard(BUILD[name](), sharding_strategy=strategy)
-    model = torch.compile(model, fullgraph=True, backend=backend, **options)
-    inputs = MODELS[name].batch(1, 4)
-    return programs(lambda: MODELS[name].loss(model, inputs))
-
-
-@cache
-def cached(name: str, backend: str) -> tuple[Program, Program]:
-    return compiled(name, BACKENDS[backend])
 
 
 def late_gathers(program: Program) -> list[int]:
