@@ -3,7 +3,7 @@
     torch.compile(model), model.compile()   the call of the module itself is not traced: the look happens here
     a function that calls the model         the call is traced with it: nothing is looked at, nor guarded on
 
-Measured on one CPU core: 0.35 us per parameter and step, as in an eager forward.
+Measured on one CPU core, 13 units of 10 parameters: 6 us per unit and step by itself, 8 to 11 us between other work.
 """
 
 from typing import Any
