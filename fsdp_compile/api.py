@@ -1,6 +1,7 @@
 """`fully_shard`: resolve arguments, choose units, shard their parameters, swap classes."""
 
 from collections.abc import Iterable, Iterator
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 import torch
@@ -95,7 +96,14 @@ def fully_shard(
     ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
     """
     _check_model(model)
-    strategy = _resolve_strategy(sharding_strategy)
+    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy | None)
+    _check_type("mixed_precision", mixed_precision, MixedPrecision | None)
+    _check_type("cpu_offload", cpu_offload, CPUOffload | None)
+    _check_type("sync_module_states", sync_module_states, bool)
+    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
+    _check_type("forward_prefetch", forward_prefetch, bool)
+    _check_type("limit_all_gathers", limit_all_gathers, bool)
+    strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     settings = Settings(
         strategy=strategy,
         ignored=collect_ignored(model, ignored_modules, ignored_states, _is_unit),
@@ -133,14 +141,11 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"model: {type(model).__name__} is sharded already; call fully_shard once per module")
 
 
-def _resolve_strategy(strategy: ShardingStrategy | None) -> ShardingStrategy:
-    if strategy is None:
-        return ShardingStrategy.FULL_SHARD
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(
-            f"sharding_strategy: expected a torch.distributed.fsdp.ShardingStrategy, found {type(strategy).__name__}"
-        )
-    return strategy
+def _check_type(name: str, value: Any, expected: type | UnionType) -> None:
+    kinds = expected.__args__ if isinstance(expected, UnionType) else (expected,)
+    if not isinstance(value, expected):
+        words = " or ".join("None" if kind is NoneType else f"a {kind.__name__}" for kind in kinds)
+        raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
 
 
 def _make_unit(planned: PlannedUnit, settings: Settings) -> None:

@@ -261,13 +261,17 @@ class Unit:
             vars(param)["_fsdp_unit"] = (weakref.ref(self), index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
-        """A unit with parameters (copied already with their modules), shards and joins of its own; same groups."""
+        """A unit with parameters (copied already with their modules), shards and joins of its own; same groups.
+
+        It synchronises gradients, whatever this one does now.
+        """
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]
         twin.views, twin.kept, twin.awaiting_backward = None, None, weakref.WeakSet()
         twin.unsharded, twin.summoned = None, None
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
+        twin.syncs = True  # nothing would ever end, for the twin, the no_sync that it was made in
         twin.places = copy.deepcopy(self.places, memo)
         twin.note_places()
         twin.mark()
@@ -275,6 +279,8 @@ class Unit:
 
     def __repr__(self) -> str:
         sizes = " + ".join(f"{flat.layout.numel} elements of {flat.shard.dtype}" for flat in self.flats)
+        padding = sum(flat.layout.padding_numel for flat in self.flats)  # E-FLAT-20
+        sizes += f" ({padding} of them padding)" if padding else ""
         return f"Unit({len(self.params)} parameters, {sizes}, rank {self.rank} of {self.flats[0].layout.world_size})"
 
 

@@ -26,8 +26,10 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     """Shard `module`, and the submodules that `auto_wrap_policy` chooses, and run it.
 
     Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`; what they mean, and what is raised, is
-    said at `fully_shard`. Parameters stay what they were whatever `use_orig_params` says: the optimizer holds the
-    original `nn.Parameter` objects.
+    said at `fully_shard`. `use_orig_params` is True: `parameters()` yields the original `nn.Parameter` objects.
+
+    Raises:
+        ValueError: `use_orig_params` is False.
     """
 
     summon_full_params = staticmethod(summon_full_params)
@@ -52,6 +54,11 @@ class FullyShardedDataParallel(Prologue, nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        if not use_orig_params:
+            raise ValueError(
+                "use_orig_params: expected True, found False: there is no flat parameter; parameters() yields the "
+                "original ones, each as this rank's part; leave the argument out"
+            )
         setattr(
             self,
             WRAPPED,

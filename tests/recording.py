@@ -27,8 +27,10 @@ class Log:
         self.lines: list[str] = []
         self.stream = "compute"
         scopes = [(name or "root", module) for name, module in model.named_modules() if "_fsdp_scope" in vars(module)]
-        self.units = {flat.layout.numel: name for name, m in scopes for u in m._fsdp_scope for flat in u.flats}
-        assert len(self.units) == len(units_below(model)), "expected units of different sizes"
+        flats = [(name, flat) for name, m in scopes for u in m._fsdp_scope for flat in u.flats]
+        self.units = {flat.layout.numel: name for name, flat in flats}
+        self.shards = {flat.layout.shard_numel: name for name, flat in flats}
+        assert len(self.units) == len(self.shards) == len(flats), "expected flat parameters of different sizes"
 
     def add(self, line: str) -> None:
         self.lines.append(line)
@@ -118,6 +120,9 @@ def _patches(log: Log) -> Iterator[Any]:
         return reduced, finishing
 
     yield note(collectives, "start_all_gather", lambda full, *_: f"gather {log.units[full.numel()]} in {log.stream}")
+    yield note(
+        collectives, "start_all_reduce", lambda part, *_: f"all-reduce {log.shards.get(part.numel())} in {log.stream}"
+    )
     yield note(FullBuffer, "finish", lambda buffer: f"wait for {log.units[buffer.flat.layout.numel]} in {log.stream}")
     yield note(FullBuffer, "free", lambda buffer: f"free {log.units[buffer.flat.layout.numel]}")
     yield mock.patch.object(collectives, "start_reduce_scatter", reduce)

@@ -93,8 +93,9 @@ def _check_device(unit: Unit, params: Sequence[nn.Parameter]) -> None:
     device = params[0].device
     for name, param in zip(unit.names, params, strict=True):
         if param.device != device or param.is_meta or (unit.offload and device.type != "cpu"):
-            expected = "cpu, where an offloaded unit is stored" if unit.offload else f"{device}, with values"
-            raise RuntimeError(f"parameter {name}: expected device {expected}, found {param.device}; convert all "
+            where = "cpu, where an offloaded unit is stored" if unit.offload else f"{device}, as the unit's first"
+            expected = "a device with values" if param.is_meta and not unit.offload else f"device {where}"
+            raise RuntimeError(f"parameter {name}: expected {expected}, found {param.device}; convert all "
                                f"parameters of a unit alike")  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.eager.agreement import holds_on_all_ranks
 from fsdp_compile.eager.full_buffer import FullBuffer, Kept
 from fsdp_compile.eager.full_views import FullViews
-from fsdp_compile.eager.state import check_not_summoned
+from fsdp_compile.eager.state import check_no_forward_runs, check_not_summoned
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.writeback import refresh
@@ -40,7 +40,8 @@ class Gathered:
         self.unit, self.full_precision, self.streams = unit, full_precision, streams
         self.root: Any = None  # eager.root.Root
         self.before: weakref.ref[Gathered] | None = None  # the forward that ended before this one
-        refresh(unit)
+        if refresh(unit):
+            streams.begin_iteration()
         self.params, self.stamp = tuple(unit.params), unit.stamp()
         self.iteration: Any = None  # of the root, if its forward was running
         self.may_free = False  # between forward and backward: filled again when needed
@@ -168,6 +169,7 @@ class Gathered:
     def reopen(self) -> None:
         """Make the views readable for the running backward pass: gather again what was freed."""
         check_not_summoned(self.unit, "backward")
+        check_no_forward_runs(self.unit)
         self.backward = current_backward()
         if any(buffer.is_shard for buffer in self.buffers):
             self._check_unchanged()  # else backward would compute with values that forward did not have

@@ -139,15 +139,27 @@ def _single(found: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:
             f"process_group: expected one group for {strategy.name}, found a {type(found).__name__} of {len(found)}; "
             f"pass one of them, or a hybrid strategy for (shard group, replica group)"
         )
+    _check_member(found)
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {found!r}")
     return found
+
+
+def _check_member(found: Any) -> None:
+    """Refuse what `new_group` returns to ranks outside of the group (E-ERR-51)."""
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group: expected groups that rank {dist.get_rank()} is in, found that of other ranks; make a "
+            f"group for every rank, and pass each rank its own"
+        )
 
 
 def _pair(found: Any, strategy: ShardingStrategy) -> Groups:
     expected = f"process_group: expected the pair (shard group, replica group) for {strategy.name}"
     if not isinstance(found, tuple):
         raise ValueError(f"{expected}, found {type(found).__name__}; pass a tuple of two groups")
+    for group in found:
+        _check_member(group)
     if len(found) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in found):
         types = ", ".join(type(group).__name__ for group in found)
         raise ValueError(f"{expected}, found a tuple of ({types}); pass two groups")

@@ -18,7 +18,8 @@ from fsdp_compile.eager.accumulate import keep_unsynced, take_unsynced
 from fsdp_compile.eager.hooks import compresses, reduce_by_hook
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import current_backward
-from fsdp_compile.flat_param import Arrival, FlatParam
+from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.join import Arrival
 from fsdp_compile.unit import Unit
 
 IN_FLIGHT = 2

@@ -35,6 +35,15 @@ def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueE
         raise error(f"{what}: expected to be called between steps, found a backward pass under way")
 
 
+def check_no_forward_runs(unit: Unit) -> None:
+    """Raise ValueError if a forward of the unit is under way, whose views a backward would close (E-BWD-3)."""
+    if unit.views is not None and unit.views_backward == -1:
+        raise ValueError(
+            f"backward: expected {unit} to be idle, found it in a forward, within which an earlier forward of it was "
+            f"run backward; end the forward first"
+        )
+
+
 def check_not_summoned(unit: Unit, what: str) -> None:
     """Raise AssertionError if the unit's parameters are summoned: `what` cannot run then (E-FWD-12)."""
     if unit.summoned is not None:

@@ -2,7 +2,8 @@
 
     compute         the stream that is current where module code runs
     unshard         casts of shards, memory for full parameters, all-gathers
-    post-backward   reduces, and what is done with their results
+    post-backward   reduces, and what is done with their results, replicas' all-reduces among it: so no third stream
+                    for them, and nothing that gathers would need a higher priority against (E-STREAM-2)
 
 Collectives have a stream of their own in NCCL: they start after what the current stream has queued, and `wait_tensor`
 lets the current stream wait for them. So they are started and waited for in a side stream, and the hand-over from there

@@ -49,7 +49,10 @@ def unshard(
     with torch.inference_mode(False):
         for unit in units:
             if not is_open(unit) and unit.unsharded is None:
-                unit.unsharded = Gathered(unit, full_precision, streams_for(unit.device))
+                streams = streams_for(unit.device)
+                if iteration is None:
+                    streams.begin_iteration()
+                unit.unsharded = Gathered(unit, full_precision, streams)
                 unit.unsharded.iteration = iteration
     return UnshardHandle([unit.unsharded for unit in units if unit.unsharded is not None])
 

@@ -21,8 +21,11 @@ from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.unit import Unit, unit_of
 
 
-def refresh(unit: Unit) -> None:
+def refresh(unit: Unit) -> bool:
     """Notice, before a gather, what was done to the unit's parameters since the last one.
+
+    Returns:
+        Whether values were written into a shard: a gather in another stream has to wait for that (E-WB-9).
 
     Raises:
         AssertionError: the parameters are summoned.
@@ -31,7 +34,7 @@ def refresh(unit: Unit) -> None:
     """
     check_not_summoned(unit, "forward")
     if unit.is_current():
-        return
+        return False
     new = replaced_objects(unit)
     now = [new.get(index, param) for index, param in enumerate(unit.params)]
     changed = [_changed(flat, params) for flat, params in unit.by_flat(now)]  # checks all before anything changes
@@ -44,6 +47,7 @@ def refresh(unit: Unit) -> None:
         flat.note_frozen()
         torch.autograd.graph.increment_version([flat.params[index] for index in found])  # for who gathered before
     unit.note_places()
+    return any(changed)
 
 
 def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
@@ -101,11 +105,11 @@ def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tenso
     for index, found in changed.items():
         expected = _part_shape(flat, parts[index])
         fits = found.numel() == expected.numel() if flat.layout.world_size == 1 else found.shape == expected
-        if not fits or found.dtype != flat.shard.dtype:
+        if not fits or found.dtype != flat.shard.dtype or found.is_meta:
             raise RuntimeError(
                 f"parameter {flat.layout.names[index]}: expected {flat.shard.dtype} of shape {tuple(expected)}, this "
-                f"rank's part, found {found.dtype} of shape {tuple(found.shape)}; copy into the parameter, or replace "
-                f"it inside summon_full_params"
+                f"rank's part, with values for {flat.shard.device}, found {found.dtype} of shape {tuple(found.shape)} "
+                f"on {found.device}; copy into the parameter, or replace it inside summon_full_params"
             )
     return changed
 

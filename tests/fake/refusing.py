@@ -19,7 +19,7 @@ def state(model: nn.Module) -> list[Any]:
     ]
 
 
-def refused(model: Any, error: type[Exception], message: str, **arguments: Any) -> None:
+def refused(model: Any, error: type[Exception] | tuple[type[Exception], ...], message: str, **arguments: Any) -> None:
     """The call raises `error` with `message`, and the model is as it was."""
     before = state(model) if isinstance(model, nn.Module) else None
     with pytest.raises(error, match=message):

@@ -37,10 +37,52 @@ def test_wrong_types_are_refused() -> None:
     refused("model", TypeError, "model: expected a torch.nn.Module, found str")
     refused(mlp(), TypeError, "mesh: expected a .*DeviceMesh, found tuple", mesh=(2, 2))
     refused(mlp(), TypeError, "process_group: expected a .*ProcessGroup, found", process_group="world")
-    refused(
-        mlp(), TypeError, "sharding_strategy: expected a .*ShardingStrategy, found str", sharding_strategy="FULL_SHARD"
-    )
     refused(mlp(), TypeError, "auto_wrap_policy", auto_wrap_policy=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sharding_strategy", "FULL_SHARD", "a ShardingStrategy or None, found str"),
+        ("mixed_precision", torch.bfloat16, "a MixedPrecision or None, found dtype"),
+        ("cpu_offload", True, "a CPUOffload or None, found bool"),
+        ("sync_module_states", "no", "a bool, found str"),
+        ("backward_prefetch", False, "a BackwardPrefetch or None, found bool"),
+        ("forward_prefetch", 1, "a bool, found int"),
+        ("limit_all_gathers", None, "a bool, found NoneType"),
+    ],
+)
+def test_settings_of_wrong_types_are_refused(name: str, value: Any, message: str) -> None:
+    """A setting of a wrong type is a TypeError that names it, what it takes and what was found."""
+    refused(mlp(), TypeError, f"{name}: expected {message}", **{name: value})
+
+
+def test_which_error_wins() -> None:
+    """Types come first, then what is ignored, devices, groups, the policy, and parameters in the end (E-INIT-1).
+
+    That is the order of torch's wrapper; unlike there, nothing was changed whichever it is.
+    """
+    complex_one = with_parameter(torch.ones(2, dtype=torch.complex64))
+    wrong = {
+        "mixed_precision: expected": dict(mixed_precision="bf16"),
+        "ignored_modules": dict(ignored_modules=[3]),
+        "device_id: expected": dict(device_id="cpu"),
+        "mesh: expected": dict(mesh=(2, 2)),
+        "auto_wrap_policy": dict(auto_wrap_policy="blocks"),
+        "extra: expected a floating dtype": {},
+    }
+    while wrong:
+        arguments = {name: value for given in wrong.values() for name, value in given.items()}
+        first = next(iter(wrong))
+        refused(complex_one, (TypeError, ValueError), first, **arguments)
+        del wrong[first]
+
+
+def test_full_copies_are_no_news() -> None:
+    """NO_SHARD over several ranks is here to stay: no warning announces its end, as torch does (E-STRAT-7)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fully_shard(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
 def with_parameter(param: torch.Tensor) -> nn.Module:
@@ -72,7 +114,7 @@ def test_models_without_parameters_are_refused() -> None:
 
 
 def test_sharding_twice_is_refused() -> None:
-    """A module that is sharded already: ValueError."""
+    """A module that is sharded already keeps its one unit: ValueError, nothing changed (E-GEN-5, E-ERR-67)."""
     refused(fully_shard(mlp()), ValueError, "model: FSDPStack is sharded already")
 
 
@@ -151,6 +193,19 @@ def test_deepcopy_is_independent() -> None:
     assert all((u.flats[0].shard == 7.0).any() for u in units(twin))
 
 
+def test_a_copy_made_inside_no_sync_synchronises() -> None:
+    """Nothing would ever switch the copy's reduces on again; the original's come back at the end of no_sync."""
+    model = fully_shard(mlp())
+    with model.no_sync():
+        twin = copy.deepcopy(model)
+        assert {unit.syncs for unit in units(model)} == {False}
+        assert {unit.syncs for unit in units(twin)} == {True}
+        assert {flat.arrival.eager_only for unit in units(twin) for flat in unit.flats} == {None}
+        twin(torch.ones(1, 7)).sum().backward()
+    assert all(param.grad is None or param.grad.shape == param.shape for param in twin.parameters())
+    assert {unit.syncs for unit in units(model)} == {True}
+
+
 def test_nested_calls_keep_inner_units() -> None:
     """Submodules that are sharded already keep their units; "auto" takes the rest as one unit (E-FLAT-7)."""
     model = mlp()
@@ -171,13 +226,17 @@ def test_a_policy_and_a_unit_without_parameters_of_its_own() -> None:
 
 
 def test_tied_parameters_have_one_place() -> None:
-    """A parameter used in several units belongs to one, which is gathered around all its users (E-FLAT-2)."""
+    """A parameter used in several units belongs to one, which one module gathers around all its users.
+
+    E-FLAT-2, E-GEN-7.
+    """
     for model, scope in ((tied_blocks(), ""), (tied_ends(), ""), (GPT(tied=True), "")):
         count = len(list(model.parameters()))
         fully_shard(model)
         assert sum(len(u.params) for u in units(model)) == count
         shared = model.get_submodule(scope)
-        assert len({id(u) for m in model.modules() for u in m.__dict__.get("_fsdp_scope", ())}) == len(units(model))
+        scopes = [id(u) for m in model.modules() for u in m.__dict__.get("_fsdp_scope", ())]
+        assert len(scopes) == len(set(scopes)) == len(units(model)), "a unit is gathered by one module"
         assert shared._fsdp_scope
 
 

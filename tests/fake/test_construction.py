@@ -14,7 +14,8 @@ from refusing import managed, refused, units
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compile import ShardingStrategy, fully_shard
 
@@ -187,6 +188,23 @@ def test_parameters_of_other_apis_are_refused() -> None:
     )
     spread = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD_SIZE,))))
     refused(with_parameter(spread), ValueError, "parameter 0.extra: expected a plain tensor, found a DTensor")
+
+
+def test_tensor_parallel_parameters_are_refused() -> None:
+    """A slice of a larger mesh is a mesh to shard over; what its other dimension distributes is refused by name.
+
+    Torch unwraps such parameters into local tensors (E-PG-14, E-PG-16); here they are left alone if listed, and the
+    rest is sharded over the slice.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = mlp()
+    parallelize_module(model, mesh["tensor"], {"head": ColwiseParallel()})
+    message = r"parameter head.weight: expected a plain tensor, found a DTensor.*list it in ignored_states"
+    refused(model, ValueError, message, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"], ignored_states=list(model.head.parameters()))
+    assert {type(param) for param in model.head.parameters()} == {DTensor}
+    assert managed(model) == {name for name, _ in model.named_parameters() if not name.startswith("head")}
+    assert all(dist.get_process_group_ranks(unit.group) == [1, 3] for unit in units(model))
 
 
 def test_gradients_are_refused() -> None:

@@ -110,6 +110,14 @@ def test_hybrid_groups_that_overlap(pair: tuple[dist.ProcessGroup, dist.ProcessG
     refused(ValueError, r"found ranks \[0, 1\] in both", HYBRID, None, (pair[0], dist.group.WORLD))
 
 
+def test_groups_of_other_ranks() -> None:
+    """What `new_group` gives to ranks outside: ValueError with this rank, not an error in a collective (E-ERR-51)."""
+    of_others, own = dist.new_group([0, 2]), dist.new_group([1, 3])
+    message = "process_group: expected groups that rank 1 is in, found that of other ranks"
+    refused(ValueError, message, FULL, None, of_others)
+    refused(ValueError, message, HYBRID, None, (own, of_others))
+
+
 def test_wrong_types() -> None:
     """TypeError that names argument and type."""
     refused(TypeError, "mesh: expected a .*DeviceMesh, found tuple", FULL, (2, 2))

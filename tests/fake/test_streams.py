@@ -5,11 +5,14 @@ from unittest import mock
 
 import torch
 from compiling import step
+from models import Residual, Stack
 from recording import Log, recorded, unlike_blocks
-from torch import nn
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, summon_full_params
+from fsdp_compile.eager import gathered, writeback
 from fsdp_compile.eager.streams import Accelerator, Device, Streams, device_of
 
 NAMES = ["root", "blocks.0", "blocks.1", "blocks.2"]
@@ -19,6 +22,17 @@ def _step(model: nn.Module, **options: Any) -> Log:
     with recorded(model, **options) as log:
         step(model, torch.randn(3, 7))
     return log
+
+
+def _noting(log: Log, owner: Any, name: str, line: str) -> Any:
+    """Calls of `owner.name` write `line`, and the stream that they run in."""
+    original = getattr(owner, name)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        log.add(f"{line} in {log.stream}")
+        return original(*args, **kwargs)
+
+    return mock.patch.object(owner, name, noting)
 
 
 def test_gathers_run_beside_compute() -> None:
@@ -120,11 +134,113 @@ def test_evaluation_ends_with_the_copies_of_shards() -> None:
 
 
 def test_a_unit_outside_of_its_root_sees_the_step() -> None:
-    """Where no root's forward has ordered gathers after the optimizer's step, the unit itself does."""
+    """Where no root's forward has ordered gathers after the optimizer's step, the unit itself does.
+
+    It has its root's streams, whether or not that has run (E-ERR-8: an error in torch).
+    """
     model = fully_shard(unlike_blocks())
     with recorded(model) as log:
         model.blocks[1](torch.randn(3, 11))
     assert log.place("unshard waits for compute") < log.place("gather blocks.1 in unshard")
+
+
+def test_a_gather_by_hand_sees_the_step() -> None:
+    """`unshard` outside of a forward is ordered after what compute has done to the shard (E-PRE-7, E-STREAM-3)."""
+    model = fully_shard(unlike_blocks())
+    with recorded(model) as log:
+        model.blocks[1].unshard(async_op=True)
+    assert log.lines == ["unshard waits for compute", "gather blocks.1 in unshard"]
+
+
+def test_a_gather_sees_what_was_written_back() -> None:
+    """Replaced data is copied into the shard by compute: that unit's gather waits for it, also amid forward (E-WB-9).
+
+    Without replaced data nothing waits but once for each iteration.
+    """
+    model = fully_shard(unlike_blocks())
+    model.blocks[1].up.weight.data = model.blocks[1].up.weight.data.clone()
+    with recorded(model) as log, _noting(log, gathered, "refresh", "look"), _noting(log, writeback, "write_parts", "w"):
+        model(torch.randn(3, 7))
+    written = log.place("w in compute")
+    assert log.lines[written + 1 : written + 3] == ["unshard waits for compute", "gather blocks.1 in unshard"]
+    assert len(log.about("unshard waits")) == 2
+    assert len(_step(model).about("unshard waits")) == 1
+
+
+def test_shards_are_cast_where_they_are_gathered() -> None:
+    """The cast to the compute dtype comes before the gather, in one stream, which needs no wait for it (E-FWD-6)."""
+    model = fully_shard(unlike_blocks(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    with recorded(model) as log, _Casts(log):
+        model(torch.randn(3, 7, dtype=torch.bfloat16))
+    for name in NAMES:
+        gather = log.place(f"gather {name} in unshard")
+        assert log.lines[gather - 1] == f"cast {name} in unshard"
+    assert len(log.about("cast")) == len(NAMES)
+
+
+class _Casts(TorchDispatchMode):
+    """Writes down casts of shards."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].numel() in self.log.shards:
+            self.log.add(f"cast {self.log.shards[args[0].numel()]} in {self.log.stream}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_replicas_are_averaged_behind_the_reduce() -> None:
+    """Hybrid: the all-reduce of the reduced shard, then what follows it, in the stream of the reduce.
+
+    With that, two side streams are all there are. E-RED-6, E-STREAM-1: torch has one more for the all-reduce.
+    """
+    model = fully_shard(
+        unlike_blocks(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, devices_per_node=2,
+        cpu_offload=CPUOffload(offload_params=True),
+    )  # fmt: skip
+    log = _step(model, limit_gathers=False)
+    for name in NAMES:
+        reduced = log.place(f"wait for reduced {name} in post-backward")
+        *tail, copied = log.lines[reduced + 1 : reduced + 5]
+        assert tail == [f"all-reduce {name} in post-backward", "compute waits for post-backward",
+                        "keep a shard for compute"]  # fmt: skip
+        assert copied.startswith("event") and copied.endswith("in post-backward")
+    assert {line.split(" in ")[1] for line in log.lines if " in " in line} == {"unshard", "post-backward"}
+
+
+def test_full_parameters_are_gathered_by_compute() -> None:
+    """Manual unsharding uses no side stream: compute has waited for all of them before (E-STREAM-4)."""
+    model = fully_shard(unlike_blocks())
+    with recorded(model) as log:
+        step(model, torch.randn(3, 7))
+        done = len(log.lines)
+        with summon_full_params(model):
+            pass
+    last = max(place for place, line in enumerate(log.lines) if line.endswith("in post-backward"))
+    assert "compute waits for post-backward" in log.lines[last:done]
+    assert sorted(log.lines[done:]) == sorted(f"gather {name} in compute" for name in NAMES)
+
+
+class _Mixed(Residual):
+    """A block with parameters of two dtypes: two flat parameters in one unit."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(11, 23 + 32 * index)
+        self.low = nn.Parameter(torch.ones(3000 + 200 * index, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.low.float().mean()
+
+
+def test_all_flat_parameters_of_a_unit_are_prefetched() -> None:
+    """A unit of several flat parameters is gathered ahead, whole, while the next one's backward computes (E-LIM-21)."""
+    log = _step(fully_shard(Stack([_Mixed(index) for index in range(3)])))
+    for name, ahead in (("blocks.2", "blocks.1"), ("blocks.1", "blocks.0")):
+        computed = log.place(f"backward {name}")
+        gathers = [place for place, line in enumerate(log.lines) if line == f"gather {ahead} in unshard"]
+        assert len(gathers) == 4 and gathers[3] < computed, "twice two"
 
 
 def test_replicas_gather_nothing() -> None:
@@ -134,14 +250,18 @@ def test_replicas_gather_nothing() -> None:
 
 
 def test_accelerator_speaks_to_its_torch_module() -> None:
-    """The accelerator's form calls the device's streams and events, and the allocator (E-STREAM-5)."""
+    """The accelerator's form calls the device's streams and events, and the allocator (E-STREAM-5).
+
+    Both side streams have the default priority: the replicas' all-reduce is in one of them, so there is no third that
+    gathers and reduces would have to go before (E-STREAM-2).
+    """
     module = mock.MagicMock()
     with mock.patch.object(torch, "get_device_module", return_value=module) as found:
         device = device_of(torch.device("cuda", 1))
     assert isinstance(device, Accelerator)
     found.assert_called_once_with(torch.device("cuda", 1))
     streams = Streams(device, limit_gathers=True)
-    assert module.Stream.call_count == 2
+    assert module.Stream.mock_calls == [mock.call(device=torch.device("cuda", 1))] * 2, "of default priority"
     tensor = mock.MagicMock()
     streams.await_unshard(tensor)
     compute = module.current_stream.return_value

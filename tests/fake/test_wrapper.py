@@ -76,7 +76,10 @@ def test_a_policy_shards_what_fully_shard_does() -> None:
 
 
 def test_the_wrapper_compiles_as_one_graph() -> None:
-    """`torch.compile(FullyShardedDataParallel(model), fullgraph=True)` runs forward and backward."""
+    """`torch.compile(FullyShardedDataParallel(model), fullgraph=True)` runs forward and backward.
+
+    No option has to be set for that, as `use_orig_params` has in torch (E-COMP-5).
+    """
     wrapped = FullyShardedDataParallel(Stack([Residual(11, 13)]))
     torch.compile(wrapped, fullgraph=True, backend="aot_eager")(torch.randn(4, 7)).sum().backward()
     assert any(param.grad is not None for param in wrapped.parameters())

@@ -79,7 +79,7 @@ def _count_ones(rank: int) -> None:
 def test_local_gradients_are_shown(two: Ranks) -> None:
     """Without a reduce `.grad` is this rank's gradient in full shape and hides the reduced one, which comes back.
 
-    E-GRAD-6, E-ACC-3.
+    E-GRAD-6, E-ACC-3. Each rank holds gradients of full size then (E-LIM-24).
     """
     two.run(_count_ones)
 

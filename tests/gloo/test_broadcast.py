@@ -148,10 +148,12 @@ class _Pair(torch.Tensor):
 
 def _send_wrapped(rank: int) -> None:
     pair = _Pair(torch.full((3,), 1.0 + rank), torch.full((2,), 10.0 + rank))
-    broadcast([pair], Groups(dist.group.WORLD))
+    outer = _Pair(_Pair(torch.full((3,), 20.0 + rank), torch.full((3,), 30.0 + rank)), torch.full((2,), 40.0 + rank))
+    broadcast([pair, outer], Groups(dist.group.WORLD))
     assert (pair.left == 1).all() and (pair.right == 10).all()
+    assert [t[0].item() for t in (outer.left.left, outer.left.right, outer.right)] == [20, 30, 40]
 
 
 def test_wrapper_subclasses_are_sent_by_their_parts(two: Ranks) -> None:
-    """The tensors that a wrapper subclass consists of are sent (E-SYNC-5)."""
+    """The tensors that a wrapper subclass consists of are sent, also of wrappers within (E-SYNC-5, E-LIM-19)."""
     two.run(_send_wrapped)

@@ -153,7 +153,10 @@ def _use_with_copies(rank: int) -> None:
 
 
 def test_hybrid(four: Ranks) -> None:
-    """Under hybrid sharding a hook reduces within a copy, and the mean over copies follows (E-HOOK-7, E-LIM-11)."""
+    """Under hybrid sharding a hook reduces within a copy, and the mean over copies follows.
+
+    E-HOOK-7, E-LIM-11; torch refuses it (E-HOOK-4).
+    """
     four.run(_use_with_copies)
 
 

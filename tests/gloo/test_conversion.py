@@ -43,6 +43,7 @@ def _convert(rank: int, how: str, strategy: str, to: str) -> None:
         assert (param.grad is None) == (grad is None)
         if param.grad is not None:
             assert param.grad.shape == param.shape and param.grad.dtype == param.dtype
+    assert all(unit.is_current() for unit in units(model)), "parameters lie in the new shards"
     for seed in range(3):
         for each, inputs in ((reference, whole(MLP, seed)), (run, mine(MLP, seed))):
             loss = MLP.loss(each, tuple(tensor.to(params[0].dtype) for tensor in inputs))
@@ -62,7 +63,7 @@ def _convert(rank: int, how: str, strategy: str, to: str) -> None:
 def test_conversion(two: Ranks, how: str, strategy: str, to: str) -> None:
     """After `.to()` and its like, values, dtype and gradients follow, objects stay, and training goes on.
 
-    Eagerly, and compiled: replaced memory is not an error then (E-MOD-3, E-MP-4, E-VIEW-6).
+    Eagerly, and compiled: replaced memory is not an error then (E-MOD-3, E-MOD-8, E-MP-4, E-VIEW-6).
     """
     two.run(_convert, how, strategy, to)
 

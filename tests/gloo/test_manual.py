@@ -44,7 +44,10 @@ def _refuse(rank: int) -> None:
 
 
 def test_refused_combinations(two: Ranks) -> None:
-    """Combinations that are not offered raise NotImplementedError and name both options (E-SUM-2, E-ERR-44)."""
+    """Combinations that are not offered raise NotImplementedError and name both options (E-SUM-2, E-ERR-44).
+
+    The limits that are kept: edits by one rank alone, gradients in host memory (E-LIM-8, E-LIM-9).
+    """
     two.run(_refuse)
 
 

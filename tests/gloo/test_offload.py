@@ -101,7 +101,7 @@ def _one_block_unused(rank: int) -> None:
 
 
 def test_no_stale_gradients(two: Ranks) -> None:
-    """A unit that had no part in this backward has no gradient, whatever it had before (E-OFF-8)."""
+    """A unit that had no part in this backward has no gradient, whatever it had before (E-OFF-8, E-FIN-6)."""
     two.run(_one_block_unused)
 
 

@@ -231,7 +231,10 @@ def _between(rank: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_between_forward_and_backward(two: Ranks, strategy: str) -> None:
-    """Reading parameters between a forward and its backward changes nothing (E-SUM-14, E-LIM-6)."""
+    """Reading parameters between a forward and its backward changes nothing, also where that keeps them gathered.
+
+    E-SUM-14, E-LIM-6, E-VIEW-13.
+    """
     two.run(_between, strategy)
 
 

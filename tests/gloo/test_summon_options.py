@@ -47,7 +47,10 @@ def _rank0_only(rank: int, offload: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_rank0_only(two: Ranks, offload: bool) -> None:
-    """All gather, rank 0 of the sharding group sees full parameters, others their shards (E-SUM-6, E-SUM-7)."""
+    """All gather, rank 0 of the sharding group sees full parameters, others their shards.
+
+    In host memory, too, they are the full ones, without padding (E-SUM-6, E-SUM-7, E-ERR-28).
+    """
     two.run(_rank0_only, offload)
 
 
@@ -67,6 +70,7 @@ def _offload(rank: int, strategy: str) -> None:
 def test_offload_on_all_ranks(two: Ranks, strategy: str) -> None:
     """Offloading without rank0_only warns of the copies; edits return; NO_SHARD may do it too.
 
+    With the CPU as compute device nothing is lost: full tensors in host memory are copies (E-OFF-10).
     E-SUM-3, E-SUM-6, E-ERR-45, E-LIM-10.
     """
     two.run(_offload, strategy)
@@ -160,5 +164,5 @@ def _cleared(rank: int) -> None:
 
 
 def test_gradients_cleared_inside(two: Ranks) -> None:
-    """A gradient set to None inside is None after."""
+    """A gradient set to None inside is None after: no full gradient to write back is no error (E-ERR-47)."""
     two.run(_cleared)

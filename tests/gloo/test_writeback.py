@@ -159,7 +159,7 @@ def _replace_in_between(rank: int, strategy: str) -> None:
 
 @all_strategies
 def test_data_replaced_between_forward_and_backward(two: Ranks, strategy: str) -> None:
-    """That is an error under every strategy, on every rank (E-WB-5, E-LIM-6)."""
+    """That is an error under every strategy, on every rank, that names the parameter (E-WB-5, E-LIM-6, E-ERR-31)."""
     two.run(_replace_in_between, strategy)
 
 

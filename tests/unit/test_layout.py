@@ -420,7 +420,10 @@ def valid(**changes):
     ],
 )
 def test_layout_refuses_what_it_cannot_prove(changes, message):
-    """A layout whose numbers contradict each other is never constructed; the error has name and numbers (E-FLAT-9)."""
+    """A layout whose numbers contradict each other is never constructed; the error has name and numbers.
+
+    E-FLAT-9; lists of unequal lengths: E-ERR-22.
+    """
     assert valid().numel == 8
     with pytest.raises(ValueError, match=message):
         valid(**changes)

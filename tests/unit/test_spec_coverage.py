@@ -15,6 +15,13 @@ def test_the_table_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert TOOL["main"](["--check"]) == 0, capsys.readouterr().err
 
 
+def test_an_accelerator_is_needed_for_no_statement() -> None:
+    """What is proven is proven in one process or on gloo ranks; tests on a GPU come on top (E-TEST-1)."""
+    tests = TOOL["read_tests"](TESTS)
+    only = [spec_id for spec_id, proofs in tests.items() if all(proof.startswith("gpu/") for proof in proofs)]
+    assert tests and not only
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Three statements: one cited by a range in a docstring and in a comment, one left out."""

@@ -1,0 +1,329 @@
+"""What `parameters()`, attributes and `.grad` are at each moment of a model's life, for both entry styles."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import GPT, Residual, mlp
+from refusing import units
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile.unit import unit_of
+from fsdp_compile.wrapper import WRAPPED
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+styles = pytest.mark.parametrize("style", [fully_shard, FullyShardedDataParallel])
+
+
+# --- which objects, in which shape ------------------------------------------------------------------------------------
+
+
+def _moments(model: nn.Module) -> Iterator[str]:
+    """The moments of a step outside of its forward, while they last."""
+    yield "before"
+    loss = model(torch.randn(3, 7)).sum()
+    yield "between"
+    loss.backward()
+    yield "after"
+    with summon_full_params(model):
+        yield "summoned"
+    model.double()
+    yield "converted"
+
+
+@styles
+@all_strategies
+def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy: str) -> None:
+    """At every moment, inside forward too, `parameters()` yields the original objects under their names, all of them.
+
+    They are this rank's parts but inside summon_full_params. Torch shows other things at some of these moments: full
+    views in forward (E-VIEW-10) and up to backward (E-VIEW-12) or, without original parameters, flat ones (E-VIEW-15),
+    memory that is gone (E-VIEW-16), new ones when summoned (E-VIEW-17), none when converted (E-VIEW-18, E-ERR-42).
+    When summoned they are the original ones in full shape (E-VIEW-14).
+    """
+    plain = mlp()
+    originals = dict(plain.named_parameters())
+    shapes = {name: tuple(param.shape) for name, param in originals.items()}
+    model = style(plain, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={Residual})
+    parts = {name: tuple(param.shape) for name, param in originals.items()}
+
+    def look(full: bool) -> None:
+        found = {name.replace(f"{WRAPPED}.", ""): param for name, param in model.named_parameters()}
+        assert list(found) == list(originals) and all(found[name] is originals[name] for name in found)
+        assert {name: tuple(param.shape) for name, param in found.items()} == (shapes if full else parts)
+        for param in found.values():
+            assert param.untyped_storage().nbytes() >= param.nbytes and unit_of(param) is not None
+
+    plain.blocks[1].up.register_forward_pre_hook(lambda *_: look(full=False))
+    for moment in _moments(model):
+        look(full=moment == "summoned")
+        assert all(getattr(plain.stem, name) is originals[f"stem.{name}"] for name in ("weight", "bias")), moment
+        if moment == "after":
+            for param in originals.values():
+                assert param.grad is None if not param.numel() else param.grad.shape == param.shape
+
+
+def test_no_parameter_is_left_over() -> None:
+    """Every parameter is in exactly one unit, but for what is ignored: none would go unreduced (E-ERR-66)."""
+    for policy in ("auto", None, {nn.Linear}, {Residual, nn.Linear}):
+        for make in (mlp, lambda: GPT(tied=True)):
+            model = make()
+            ignored = next(model.parameters())
+            fully_shard(model, auto_wrap_policy=policy, ignored_states=[ignored])
+            listed = [param for unit in units(model) for param in unit.params]
+            expected = [param for param in model.parameters() if param is not ignored]
+            assert len(listed) == len(expected) and set(listed) == set(expected)
+
+
+class _Special(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_parameters_keep_their_class_and_know_their_unit() -> None:
+    """There is no class of flat parameters: the mark of a managed parameter is its unit, whatever its class (E-FLAT-8).
+
+    One that is not managed has none.
+    """
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].bias = _Special(torch.ones(3))
+    fully_shard(model, ignored_states=[model[1].weight])
+    assert [type(param) for param in model.parameters()] == [nn.Parameter, _Special, nn.Parameter, nn.Parameter]
+    assert [unit_of(param) is not None for param in model.parameters()] == [True, True, False, True]
+    assert unit_of(nn.Parameter(torch.ones(3))) is None
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class _OneStorage(nn.Module):
+    """Two parameters that are views of one tensor."""
+
+    def __init__(self, storage: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(part) for part in (storage[3:103], storage[110:]))
+
+
+def test_shards_are_copies() -> None:
+    """The full parameters' memory is released by fully_shard; what else lies in it is not touched (E-SHARD-2).
+
+    So parameters may share memory with each other, or lie anywhere in it (E-ERR-23: refused in torch).
+    """
+    model = nn.Linear(40, 40)
+    memory = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
+    fully_shard(model)
+    assert all(weak.expired() for weak in memory)
+    storage = torch.arange(300.0)
+    model = fully_shard(_OneStorage(storage))
+    storage.zero_()
+    (unit,) = units(model)
+    for param, record, first in zip(unit.params, unit.records, (3, 110), strict=True):
+        values = torch.arange(300.0)[first + record.first : first + record.last + 1] if record else torch.empty(0)
+        assert torch.equal(param.detach(), values)
+    with torch.no_grad():
+        next(param for param in model.parameters() if param.numel()).fill_(1.0)
+    assert not storage.any()
+
+
+def test_padding_can_be_seen() -> None:
+    """A unit's description says how many elements are padding, if any: torch logs it (E-FLAT-20)."""
+    (unit,) = units(fully_shard(nn.Linear(3, 5)))
+    assert repr(unit) == "Unit(2 parameters, 64 elements of torch.float32 (44 of them padding), rank 1 of 4)"
+    (unit,) = units(fully_shard(nn.Linear(16, 16, bias=False)))
+    assert repr(unit) == "Unit(1 parameters, 256 elements of torch.float32, rank 1 of 4)"
+
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+
+
+class _Guarded(nn.Linear):
+    """Its own ways to read and set attributes: one more name for the weight, and nothing is set once it is sealed."""
+
+    sealed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return self.weight if name == "kernel" else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.sealed:
+            raise AssertionError(f"{name} was set")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.kernel is self.weight and self.kernel.shape == (7, 7)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("unsafe", ["0", "1"])
+def test_attributes_are_read_by_the_module_s_protocol(unsafe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's own `__getattr__` finds full parameters, its `__setattr__` is never called, and its registry stays.
+
+    E-VIEW-4. So there is no protocol to bypass, and no switch that does (E-ENV-1).
+    """
+    monkeypatch.setenv("FSDP_USE_UNSAFE_SETATTR", unsafe)
+    model = nn.Sequential(_Guarded(7, 7), _Guarded(7, 7))
+    fully_shard(model, auto_wrap_policy={_Guarded})
+    registry = dict(model[0]._parameters)
+
+    def check(now: dict[str, Any]) -> None:
+        assert list(now) == list(registry) and all(now[name] is registry[name] for name in now)
+
+    _Guarded.sealed = True
+    try:
+        model[0].register_forward_pre_hook(lambda module, _: check(module._parameters))
+        model(torch.randn(3, 7)).sum().backward()
+    finally:
+        _Guarded.sealed = False
+    assert model[0].kernel is model[0].weight is registry["weight"]
+
+
+def test_all_places_of_a_shared_parameter_see_one_view() -> None:
+    """In forward and in backward the same full tensor; else the same parameter (E-VIEW-5)."""
+    model = fully_shard(GPT(tied=True))
+    seen: list[tuple[int, ...]] = []
+
+    def look(*_: Any) -> None:
+        assert model.head.weight is model.tokens.weight
+        seen.append(tuple(model.head.weight.shape))
+
+    model.norm.register_forward_hook(lambda module, args, out: look())
+    model.norm.register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
+    model(torch.zeros(2, 9, dtype=torch.int64)).sum().backward()
+    look()
+    assert seen[:2] == [(35, 20)] * 2 and len(seen[2]) == 1
+
+
+class _Recomputed(Residual):
+    """Notes its full weight in forward and when that is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 9)
+        self.seen: list[Tensor] = []
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.seen.append(self.up.weight)
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+
+@all_strategies
+def test_recomputation_reads_the_tensors_of_forward(strategy: str) -> None:
+    """What a unit's forward found is what its recomputation in backward finds, the same object, and gradients arrive.
+
+    E-VIEW-11.
+    """
+    model = fully_shard(nn.Sequential(_Recomputed(), _Recomputed()), sharding_strategy=ShardingStrategy[strategy])
+    model(torch.randn(3, 7)).sum().backward()
+    for block in model:
+        first, again = block.seen
+        assert first is again and first.shape == (9, 7)
+        assert all(param.grad is not None for param in block.parameters() if param.numel())
+
+
+def test_a_parameter_deleted_before_backward() -> None:
+    """Gradients go to parameters, not to attributes: one that was deleted since forward still gets its own.
+
+    In torch that is an error that names it (E-GRAD-8, E-ERR-30); here reading it is.
+    """
+    model = fully_shard(mlp())
+    loss = model(torch.randn(3, 7)).sum()
+    weight = model.stem.weight
+    del model.stem.weight
+    loss.backward()
+    assert weight.numel() and weight.grad.shape == weight.shape
+    with pytest.raises(AttributeError, match="weight"):
+        _ = model.stem.weight
+
+
+# --- dtypes of what is read -------------------------------------------------------------------------------------------
+
+
+class _Notes(Residual):
+    """Notes the dtype of its weight in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 9)
+        self.forward_dtype = self.backward_dtype = torch.int8
+
+    def _note(self, _grad: Tensor) -> None:
+        self.backward_dtype = self.up.weight.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forward_dtype = self.up.weight.dtype
+        hidden = self.up(x)
+        if hidden.requires_grad:
+            hidden.register_hook(self._note)
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@all_strategies
+def test_gathered_parameters_are_not_read_in_another_precision(
+    strategy: str, by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was gathered in the compute dtype, by hand or kept by no_sync, is not read by evaluation in full precision.
+
+    E-ERR-25. The other way round, a backward reads what its forward has gathered, whatever the mode is by then
+    (E-VIEW-13).
+    """
+    monkeypatch.setenv("FSDP_COMPILE_FULL_PREC_IN_EVAL", "1")
+    low, full = torch.bfloat16, torch.float32
+    model = fully_shard(
+        nn.Sequential(_Notes(), _Notes()), mixed_precision=MixedPrecision(param_dtype=low),
+        sharding_strategy=ShardingStrategy[strategy],
+    )  # fmt: skip
+    for mode, dtype in ((True, low), (False, full), (True, low)):
+        model.train(mode)
+        with model.no_sync():
+            loss = model(torch.randn(3, 7)).sum()
+            model.train(not mode)
+            loss.backward()
+        assert {(block.forward_dtype, block.backward_dtype) for block in model} == {(dtype, dtype)}
+        for block in model if by_hand else ():
+            block.train(mode).unshard()
+    model.eval()(torch.randn(3, 7))
+    assert {block.forward_dtype for block in model} == {full}
+
+
+# --- without original parameters --------------------------------------------------------------------------------------
+
+
+def test_without_original_parameters_is_refused() -> None:
+    """ValueError that says what `parameters()` yields and what to do; nothing is changed (E-VIEW-15)."""
+    model = mlp()
+    before = list(model.parameters())
+    message = r"use_orig_params: expected True, found False: .*parameters\(\) yields the original .*leave the argument"
+    with pytest.raises(ValueError, match=message):
+        FullyShardedDataParallel(model, use_orig_params=False)
+    assert all(unit_of(param) is None and param.dim() for param in before)
+
+
+def test_what_original_parameters_are_needed_for_needs_no_option() -> None:
+    """With torch's default of `use_orig_params` these are errors: optimizers in backward (E-ERR-4), frozen parameters
+    beside trained ones (E-ERR-21), gradients of the original ones, which no_sync leaves in full shape (E-GRAD-11).
+    """
+    model = mlp()
+    model.blocks[0].up.requires_grad_(False)
+    shape = model.head.weight.shape
+    wrapped = FullyShardedDataParallel(model)
+    with wrapped.no_sync():
+        wrapped(torch.randn(3, 7)).sum().backward()
+        assert model.head.weight.grad.shape == shape
+    wrapped(torch.randn(3, 7)).sum().backward()
+    trained = [param for param in wrapped.parameters() if param.requires_grad and param.numel()]
+    assert all(param.grad.shape == param.shape for param in trained)
+    assert all(param.grad is None for param in model.blocks[0].up.parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 1.0})
+    wrapped.zero_grad()
+    before = [param.detach().clone() for param in trained]
+    wrapped(torch.randn(3, 7)).sum().backward()
+    assert all(param.grad is None for param in trained)
+    assert not all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))

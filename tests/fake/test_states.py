@@ -1,0 +1,284 @@
+"""What a unit is doing at each moment, what is left of full parameters then, and calls that come at a wrong time."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import Residual, mlp
+from recording import recorded, unlike_blocks
+from refusing import units
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
+
+from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
+from fsdp_compile.eager.full_buffer import FullBuffer
+from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.eager.state import doing
+from fsdp_compile.unit import unit_of
+
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+def filled(model: nn.Module) -> int:
+    """How many buffers of full parameters hold memory."""
+    buffers = [each for each in gc.get_objects() if type(each) is FullBuffer and each.unit in units(model)]
+    return sum(not (buffer.is_shard or buffer.is_free) for buffer in buffers)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(3, 7)).square().mean().backward()
+
+
+# --- what a unit is doing ---------------------------------------------------------------------------------------------
+
+
+class _Tiny(nn.Module):
+    """One parameter of one element, which the first rank stores: the others have nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Identity(), nn.Identity()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x) * self.scale)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Each parameter is exactly this rank's part, in the shard, and the full ones are nowhere to be seen."""
+    found = [unit_of(param) for param in module.parameters()]
+    parts = [unit.records[index].numel if unit.records[index] else 0 for unit, index in found]
+    return [param.numel() for param in module.parameters()] == parts and all(unit.is_current() for unit, _ in found)
+
+
+@all_strategies
+def test_the_cycle_of_a_unit(strategy: str) -> None:
+    """Open in forward and in backward, idle before, between and after, with sharded parameters: explicit states.
+
+    Whether a unit is open does not follow from addresses or sizes: it is told alike on a rank that stores nothing of
+    it, and where a part is the whole. E-STATE-1, 2, 5, 6, E-LIM-22.
+    """
+    model = nn.Sequential(Residual(7, 9), _Tiny(), nn.Linear(7, 2))
+    fully_shard(model, auto_wrap_policy={Residual, _Tiny}, sharding_strategy=ShardingStrategy[strategy])
+    seen: dict[str, list[str]] = {}
+
+    def note(moment: str, unit: Any) -> None:
+        seen.setdefault(moment, []).append(doing(unit))
+
+    for module in (model[0], model[1]):
+        (unit,) = module._fsdp_scope
+        assert unit.is_sharded == (strategy != "NO_SHARD")
+        note("before", unit)
+        module.up.register_forward_pre_hook(lambda *_, unit=unit: note("forward", unit))
+        module.down.register_forward_hook(
+            lambda *a, unit=unit: a[-1].register_hook(lambda g: note("backward", unit)) and None
+        )
+    loss = model(torch.randn(3, 7)).sum()
+    for moment, run in {"between": lambda: None, "after": loss.backward}.items():
+        run()
+        for module in (model[0], model[1]):
+            note(moment, module._fsdp_scope[0])
+            assert _is_sharded(module), moment
+    with summon_full_params(model):
+        assert doing(model[0]._fsdp_scope[0]) == "inside summon_full_params"
+        assert _is_sharded(model[0]) == (strategy == "NO_SHARD")
+    running = ["in its forward or backward"] * 2
+    assert seen == {"before": ["idle"] * 2, "forward": running, "between": ["idle"] * 2, "backward": running,
+                    "after": ["idle"] * 2}  # fmt: skip
+
+
+@all_strategies
+def test_all_is_settled_before_the_first_forward(strategy: str) -> None:
+    """Nothing waits for a first use: roots, units, dtypes of buffers are known, and no full buffer is made in advance.
+
+    E-LAZY-2, E-LAZY-4.
+    """
+    model = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy])
+    assert filled(model) == 0 and model.is_root() and not model.blocks[0].is_root()
+    firsts: list[Callable[[Any], Any]] = [
+        lambda model: FSDPModule.fsdp_modules(model, root_only=True) == [model] or pytest.fail("not the root"),
+        lambda model: summon_full_params(model).__enter__(),
+        lambda model: model.no_sync().__enter__(),
+        lambda model: model.apply(lambda module: None),
+        lambda model: model.unshard(),
+        lambda model: model.double(),
+        lambda model: model.state_dict(),
+    ]
+    for first in firsts:
+        first(fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy]))
+
+
+def test_who_is_root() -> None:
+    """The outermost call makes the root, at once, until another encloses it; `apply` and forwards change nothing.
+
+    Every sharded module knows at any time. E-LAZY-8, E-ERR-16.
+    """
+    inner = fully_shard(Residual(7, 9))
+    for use in (lambda: None, lambda: inner.apply(lambda module: None), lambda: inner(torch.ones(1, 7))):
+        use()
+        assert inner.is_root()
+    model = fully_shard(nn.Sequential(inner, nn.Linear(7, 2)))
+    for use in (lambda: None, lambda: model.apply(lambda module: None), lambda: inner(torch.ones(1, 7))):
+        use()
+        assert [each.is_root() for each in FSDPModule.fsdp_modules(model)] == [True, False]
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+class _TwoOutputs(nn.Module):
+    """Blocks of which the last feeds an output of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(7, 9) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.blocks[1](self.blocks[0](x))
+        return x, self.blocks[2](x)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_nothing_is_left_gathered_after_backward(strategy: str) -> None:
+    """All units are freed and idle when backward returns: one whose output fed nothing too, and with the graph alive.
+
+    The same where a unit is run backward without its root: any backward has an end (E-FIN-1, E-ERR-13).
+    """
+    model = fully_shard(_TwoOutputs(), sharding_strategy=ShardingStrategy[strategy])
+    used, unused = model(torch.randn(3, 7))
+    assert filled(model) == (3 if strategy == "SHARD_GRAD_OP" else 0)
+    (used.sum() + unused.detach().sum()).backward(retain_graph=True)
+    assert {doing(unit) for unit in units(model)} == {"idle"}
+    assert filled(model) == (strategy == "SHARD_GRAD_OP"), "block 2 waits for a backward that may still come"
+    unused.sum().backward()
+    assert filled(model) == 0
+    alone = model.blocks[1](torch.randn(3, 7)).sum()
+    alone.backward()
+    assert filled(model) == 0 and {doing(unit) for unit in units(model)} == {"idle"}
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_no_hook_outlives_its_backward(sync: bool) -> None:
+    """A tensor that is an input of every step, of frozen units too, collects nothing, and no forward stays alive.
+
+    Gradients stay where they were, reduced or not (E-FIN-5).
+    """
+    model = nn.Sequential(Residual(7, 9).requires_grad_(False), Residual(7, 9), nn.Linear(7, 2))
+    fully_shard(model, auto_wrap_policy={Residual})
+    prompt = torch.zeros(3, 7, requires_grad=True)
+    model.set_requires_gradient_sync(sync)
+    for _ in range(3):
+        out = model(prompt)
+        out.sum().backward()
+        assert len(prompt._backward_hooks) == 1, "that of the graph that `out` holds"
+    del out
+    assert not prompt._backward_hooks
+    assert not [each for each in gc.get_objects() if type(each) is Gathered and each.unit in units(model)]
+    (unit,) = model[1]._fsdp_scope
+    shapes = [tuple(param.shape) for param in unit.params] if sync else unit.shapes
+    present = [index for index, record in enumerate(unit.records) if record or not sync]
+    assert all(tuple(unit.params[index].grad.shape) == shapes[index] for index in present)
+
+
+def test_resharding_is_not_freeing() -> None:
+    """Parameters lie in the shard whenever a buffer is freed; a second reshard is harmless; the next forward gathers.
+
+    E-STRAT-2.
+    """
+    model = fully_shard(unlike_blocks())
+    free = FullBuffer.free
+    current: list[bool] = []
+
+    def noting(buffer: FullBuffer) -> None:
+        current.append(buffer.unit.is_current())
+        free(buffer)
+
+    with mock.patch.object(FullBuffer, "free", noting), recorded(model) as log:
+        loss = model(torch.randn(3, 7)).sum()
+        for _ in range(2):
+            model.reshard()
+        assert log.about("free root") == ["free root"]
+        loss.backward()
+        assert log.about("gather root") == ["gather root in unshard"] * 2
+        model(torch.randn(3, 7))
+        assert log.about("gather root") == ["gather root in unshard"] * 3
+    assert current and all(current)
+
+
+# --- calls at a wrong time --------------------------------------------------------------------------------------------
+
+
+def test_backward_inside_a_forward() -> None:
+    """Running a unit's earlier forward backward within its next one is a ValueError that says so; then all is well.
+
+    E-BWD-3: the unit must be idle.
+    """
+    model = fully_shard(mlp())
+    pending = [model(torch.randn(3, 7)).sum()]
+    hook = model.blocks[1].up.register_forward_pre_hook(lambda *_: pending[0].backward())
+    with pytest.raises(ValueError, match=r"backward: expected Unit\(.*\) to be idle, found it in a forward"):
+        model(torch.randn(3, 7))
+    hook.remove()
+    pending.clear()
+    assert {doing(unit) for unit in units(model)} == {"idle"}
+    step(model)
+    assert filled(model) == 0
+
+
+def test_backward_inside_full_parameters() -> None:
+    """A backward within summon_full_params is an AssertionError that names the unit and its state; after it, it runs.
+
+    E-ERR-10.
+    """
+    model = fully_shard(mlp())
+    loss = model(torch.randn(3, 7)).sum()
+    refused = pytest.raises(
+        AssertionError, match=r"backward: expected sharded parameters, found Unit\(.* inside summon_full_params"
+    )
+    with summon_full_params(model), refused:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert any(param.grad is not None for param in model.parameters())
+
+
+def test_the_device_may_not_be_left() -> None:
+    """Parameters that were moved off their shard: RuntimeError in the next forward, with both devices.
+
+    Torch looks at the first use and before each forward (E-OFF-2, E-ERR-2, E-ERR-41). The meta device stands for
+    another; what moves a whole model takes shards along.
+    """
+    model = fully_shard(mlp())
+    model.stem.to("meta")
+    with pytest.raises(RuntimeError, match=r"parameter stem\.\w+: expected .* for cpu, found .* on meta"):
+        model(torch.randn(3, 7))
+    with pytest.raises(RuntimeError, match=r"parameter \S+: expected a device with values, found meta"):
+        fully_shard(mlp()).to("meta")
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_offloaded_shards_stay_on_the_cpu(between: bool) -> None:
+    """Moving an offloaded model off the CPU, at whatever time, is a RuntimeError with the device; nothing has changed.
+
+    E-ERR-3, E-ERR-29.
+    """
+    model = fully_shard(mlp(), cpu_offload=CPUOffload(offload_params=True))
+    loss = model(torch.randn(3, 7)).sum() if between else None
+    with pytest.raises(RuntimeError, match=r"parameter \S+: expected device cpu, where an offloaded.*, found meta"):
+        model.to("meta")
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    step(model) if loss is None else loss.backward()
+
+
+@pytest.mark.parametrize("variable", ["FSDP_SKIP_WRITEBACK_CHECK", "FSDP_COMPILE_SKIP_WRITEBACK_CHECK"])
+def test_replaced_data_is_always_looked_for(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no switch against it: at half a microsecond a parameter nobody needs one (E-ENV-2)."""
+    monkeypatch.setenv(variable, "1")
+    model = fully_shard(mlp())
+    model.stem.weight.data = torch.full_like(model.stem.weight, 3.0)
+    model(torch.randn(3, 7))
+    (unit, index) = unit_of(model.stem.weight)
+    assert unit.is_current()
+    assert (unit.flat_of(index).parts(unit.flats[0].shard)[unit.names.index("stem.weight")] == 3.0).all()

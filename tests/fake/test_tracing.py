@@ -1,0 +1,88 @@
+"""What Dynamo and AOTAutograd see of the runtime: one operator for each unit, and none of its machinery."""
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from compiling import step
+from models import mlp
+from recording import Log, RecordingDevice, unlike_blocks
+from refusing import units
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import fully_shard
+from fsdp_compile.eager.full_buffer import FullBuffer
+from fsdp_compile.eager.streams import Streams
+from fsdp_compile.ops import UNSHARD, VIEWS
+
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+class _Dynamo:
+    """A backend that keeps Dynamo's graph and its inputs."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.inputs: list[Any] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+        self.calls += Counter(str(node.target) for node in nodes)
+        self.inputs += inputs
+        return aot_eager(graph, inputs)
+
+
+def _traced(model: nn.Module, inputs: Tensor) -> _Dynamo:
+    seen = _Dynamo()
+    torch.compile(model, backend=seen, fullgraph=True)(inputs).sum().backward()
+    return seen
+
+
+@all_strategies
+def test_dynamo_sees_one_operator_for_each_unit(strategy: str) -> None:
+    """Beside the model's own calls there is one gather with its views for each unit: no hook, stream, event, state or
+    memory operation, hence nothing to skip or to remove while tracing (E-COMP-1, E-COMP-3, E-COMP-4).
+
+    Shards have their memory then: none was resized for tracing (E-SHARD-10).
+    """
+    model = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy])
+    count = len(units(model))
+    seen, plain = _traced(model, torch.randn(3, 7)), _traced(mlp(), torch.randn(3, 7))
+    added = seen.calls - plain.calls
+    reads = added.pop("<built-in function getitem>")
+    assert added == {str(UNSHARD): count, str(VIEWS): count} and not plain.calls - seen.calls
+    assert reads == sum(len(unit.params) for unit in units(model))
+    handles = [t for t in seen.inputs if isinstance(t, Tensor) and t.dim() == 1]
+    assert sorted(t.numel() for t in handles) == sorted(f.shard.numel() for u in units(model) for f in u.flats)
+    assert all(handle.untyped_storage().nbytes() > 0 for handle in handles)
+
+
+@all_strategies
+def test_compiled_graphs_run_none_of_the_machinery(strategy: str) -> None:
+    """A compiled step touches no stream or event, makes no buffer of the eager runtime and installs no hook (E-COMP-2).
+
+    Its graphs, forward and backward, resize nothing: what lives how long is up to the passes (E-COMP-3).
+    """
+    model = fully_shard(unlike_blocks(), sharding_strategy=ShardingStrategy[strategy])
+    log, targets = Log(model), []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    run = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
+    streams = {units(model)[0].device: Streams(RecordingDevice(log), limit_gathers=True)}
+    refused = mock.patch.object(FullBuffer, "__init__", side_effect=AssertionError("an eager gather"))
+    with mock.patch.object(model._fsdp_root, "_streams", streams), refused:
+        for _ in range(3):
+            step(run, torch.randn(3, 7))
+    assert not log.lines
+    assert targets and not [target for target in targets if any(w in target for w in ("resize", "set_", "record"))]
+    for param in model.parameters():
+        assert not param._backward_hooks and not param._post_accumulate_grad_hooks
+    assert any(param.grad is not None for param in model.parameters())

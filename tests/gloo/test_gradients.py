@@ -1,0 +1,265 @@
+"""What stands in `.grad` when: for used, unused and frozen parameters, and what cannot be added to."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, Case, Residual, squared_error, vectors
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+
+from .ranks import Ranks
+from .training import (
+    assert_bitwise,
+    assert_same_gradients,
+    assert_same_parameters,
+    backward,
+    build,
+    follow,
+    mine,
+    shard,
+    stored_here,
+    twins,
+    units,
+    whole,
+)
+
+MLP = MODELS["mlp"]
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+# --- which parameters have one ----------------------------------------------------------------------------------------
+
+
+class _Partly(Residual):
+    """A block with a frozen layer, and a parameter that nothing reads."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.up.requires_grad_(False)
+        self.spare = nn.Parameter(torch.ones(130))  # part of it on each of two ranks
+
+
+class _LeavesOut(nn.Module):
+    """Two such blocks, of which the second is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Partly(7, 9) for _ in range(2))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](x))
+
+
+def _none_or_not(rank: int) -> None:
+    case = Case(_LeavesOut, vectors, squared_error)
+    reference, model = twins(case)
+    used, unused = model.blocks
+    backward(model, case, mine(case, 1))
+    assert used.spare.numel() and not used.spare.grad.any(), "zeros beside gradients of the same unit"
+    assert all(param.grad is None for param in (*used.up.parameters(), *unused.parameters()))
+    for each in (reference, model):
+        each.zero_grad()
+        if each is reference:
+            backward(each, case, whole(case, 1))
+        else:
+            backward(each, case, mine(case, 1))
+        each.blocks[0].down.bias.grad = None
+    kept = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    model(mine(case, 2)[0])
+    now = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    assert now.keys() == kept.keys() and all(torch.equal(now[name], grad) for name, grad in kept.items())
+    backward(model, case, mine(case, 2))
+    backward(reference, case, whole(case, 2))
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        here = stored_here(ours, theirs.grad) if theirs.grad is not None else None
+        if here is not None:
+            torch.testing.assert_close(ours.grad, here, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_of_unused_frozen_and_cleared_parameters(two: Ranks) -> None:
+    """None for all of a unit that was not used, and for frozen parameters; zeros for one unused in a unit that was.
+
+    One that the user sets to None is None until the next backward, which starts it anew; no other changes by that.
+    E-NONE-1, E-NONE-2, E-NONE-4.
+    """
+    two.run(_none_or_not)
+
+
+def _example(rank: int) -> None:
+    class Abc(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5, 5))
+            self.c = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.a * x[:3]).sum() + (self.b * x[:25].view(5, 5)).sum() + (self.c * x[:5]).sum()
+
+    model = fully_shard(Abc())
+    x = torch.arange(25.0)
+    model(x + 2.0 * rank).backward()  # the mean over both ranks is that of x + 1
+    mean = x + 1.0
+    expected = [(mean[:3], mean[:16], None), (None, mean[16:], mean[:5])][rank]
+    for param, part in zip((model.a, model.b, model.c), expected, strict=True):
+        assert param.grad is None if part is None else torch.equal(param.grad, part)
+
+
+def test_gradients_of_an_example(two: Ranks) -> None:
+    """Parameters of 3, 25 and 5 elements at 0, 16 and 48 of 64: the second's 16 first elements are the first rank's.
+
+    What a rank has nothing of has no gradient there (E-GRAD-10, on our grid of 16 elements).
+    """
+    two.run(_example)
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def _add_up(rank: int, strategy: str, offload: bool) -> None:
+    reference, model = build(MLP), shard(MLP, strategy, cpu_offload=CPUOffload(offload))
+    for (_name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        theirs.grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(theirs.numel()))
+        here = stored_here(ours, theirs.grad)
+        ours.grad = None if here is None else here.clone()
+    for seed in (1, 2):
+        backward(reference, MLP, whole(MLP, seed))
+        backward(model, MLP, mine(MLP, seed))
+        assert_same_gradients(model, reference)
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 3))
+        shapes = {tuple(param.grad.shape) == tuple(p.shape) for param, p in _pairs(model, reference)}
+        local = [param.grad.clone() for param in model.parameters()]
+    model(mine(MLP, 4)[0])
+    assert shapes == {True}
+    assert all(torch.equal(a, p.grad) for a, p in zip(local, model.parameters(), strict=True)), "a forward changes none"
+    backward(model, MLP, mine(MLP, 4))
+    for seed in (3, 4):
+        backward(reference, MLP, whole(MLP, seed))
+    assert_same_gradients(model, reference)
+    assert all(param.grad is None or param.grad.shape == param.shape for param in model.parameters())
+
+
+def _pairs(model: nn.Module, reference: nn.Module) -> Any:
+    return zip(model.parameters(), reference.parameters(), strict=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@all_strategies
+def test_gradients_add_up(two: Ranks, strategy: str, offload: bool) -> None:
+    """Backward adds to what the user has put into `.grad`, to reduced and to local gradients; nothing is lost.
+
+    `.grad` is the reduced gradient after a backward that reduces, and the local one in full shape after one that does
+    not, also once another forward has run. E-BWD-6, E-WB-10, E-GRAD-4, E-GRAD-7.
+    """
+    two.run(_add_up, strategy, offload)
+
+
+def _see_arrival(rank: int, strategy: str) -> None:
+    reference, model = twins(MLP, strategy)
+    backward(reference, MLP, whole(MLP, 1))
+    seen: dict[str, Tensor] = {}
+    early: list[bool] = []
+
+    def arrives(param: nn.Parameter, name: str) -> None:
+        if param.grad is not None:  # else this rank has nothing of it
+            seen[name] = param.grad.clone()
+
+    def first_block_computes(grad: Tensor) -> None:
+        early.append(any(param.grad is not None for param in model.head.parameters()))
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(partial(arrives, name=name))
+    model.blocks[0].up.register_forward_hook(lambda module, args, out: out.register_hook(first_block_computes) and None)
+    backward(model, MLP, mine(MLP, 1))
+    assert early == [False], "the head's are reduced while the first block computes, and not to be seen yet"
+    for (name, param), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        here = stored_here(param, theirs.grad)
+        if here is not None:
+            torch.testing.assert_close(seen[name], here)
+
+
+@all_strategies
+def test_gradients_are_seen_when_they_are_reduced(two: Ranks, strategy: str) -> None:
+    """Hooks on parameters find this rank's part of the mean, and before it nothing is to be seen (E-GRAD-5)."""
+    two.run(_see_arrival, strategy)
+
+
+# --- what cannot be added to ------------------------------------------------------------------------------------------
+
+
+def _wrong_shape(rank: int) -> None:
+    reference, model = twins(MLP)
+    with summon_full_params(model):
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)  # in full shape, and not shown by with_grads: it stays
+    with pytest.raises(RuntimeError, match=r"parameter \S+: expected a \.grad of shape \(\d+,\) on cpu.* found \("):
+        backward(model, MLP, mine(MLP, 1))
+    model.zero_grad()
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)  # a part, where whole gradients add up
+        with pytest.raises(
+            RuntimeError, match=r"parameter \S+: expected a gradient of its full shape .* inside no_sync"
+        ):
+            backward(model, MLP, mine(MLP, 2))
+    model.zero_grad()
+    follow(model, reference, MLP)
+
+
+def test_gradients_that_do_not_fit(two: Ranks) -> None:
+    """A `.grad` of another shape than is to be added: RuntimeError with name and both shapes, on each rank that has it.
+
+    Of parts (E-ERR-12), and of whole gradients inside no_sync (E-ERR-26).
+    """
+    two.run(_wrong_shape)
+
+
+# --- optimizers that come late, and both entry styles -----------------------------------------------------------------
+
+
+def _attach_late(rank: int) -> None:
+    reference, model = twins(MLP)
+    follow(model, reference, MLP)
+    for each in (reference, model):
+        each.zero_grad()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05}, register_hook=False)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    backward(reference, MLP, whole(MLP, 7))
+    optimizer.step()
+    backward(model, MLP, mine(MLP, 7))
+    assert all(param.grad is None for param in model.parameters())
+    assert_same_parameters(model, reference)
+
+
+def test_optimizers_in_backward_may_come_after_the_first_step(two: Ranks) -> None:
+    """They are looked for in each backward, not once at the first use (E-LAZY-5)."""
+    two.run(_attach_late)
+
+
+def _both_styles(rank: int) -> None:
+    policy = {Residual}
+    plain, wrapped = build(MLP), build(MLP)
+    fully_shard(plain, auto_wrap_policy=policy)
+    wrapper = FullyShardedDataParallel(wrapped, auto_wrap_policy=policy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, wrapper)]
+    for seed in range(2):
+        for each, optimizer in zip((plain, wrapper), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(each, MLP, mine(MLP, seed))
+            optimizer.step()
+        assert_bitwise(wrapper.module, plain, f"step {seed}")
+    assert len(units(plain)) == len(units(wrapper.module)) == 4 and dist.get_world_size() == 2
+
+
+def test_both_entry_styles_are_one_runtime(two: Ranks) -> None:
+    """A wrapper class beside a call in place: equal units, and gradients and parameters equal to the bit (E-GEN-8)."""
+    two.run(_both_styles)

@@ -1,0 +1,33 @@
+"""A flat parameter without a group: its shards and what is packed beside them lie alike."""
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fsdp_compile.eager.reduce import pack
+from fsdp_compile.flat_param import FlatParam
+from fsdp_compile.ops import view_parameters
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, shards=st.integers(1, 9))
+def test_all_that_is_flattened_lies_alike(shapes, shards):
+    """Shards of parameters, packed gradients and full views have one layout: shards of all ranks put together are the
+    packed tensors, and views of that give the tensors back; padding is zero in both (E-FLAT-19).
+    """
+    assume(any(0 not in shape for shape in shapes))  # else there is no flat parameter
+    tensors = [torch.rand(shape) + 1.0 for shape in shapes]
+    ranks = [
+        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], shards, rank, CPU)
+        for rank in range(shards)
+    ]
+    together = torch.cat([flat.shard for flat in ranks])
+    packed = pack(ranks[0], tensors, torch.float32, CPU)
+    assert torch.equal(packed, together)
+    assert int((packed != 0).sum()) == sum(tensor.numel() for tensor in tensors)
+    views = view_parameters(packed, ranks[0].layout.text)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
