@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -18,9 +17,7 @@ from fsdp_compile.passes import agreement
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 from .ranks import Ranks
-from .training import backward, executor, mine, shard
 
-MLP = MODELS["mlp"]
 X = torch.ones(2, 4)
 
 
@@ -95,21 +92,30 @@ def test_a_rank_that_does_not_come(two: Ranks) -> None:
     assert all(seconds < 50 for seconds in waited), waited
 
 
-def _count(rank: int) -> None:
-    for known in agreement._known.values():
-        known.texts.clear()
-    model = shard(MLP)
-    run = executor(model, "inductor")
-    with _comparisons() as compare:
-        for step in range(3):
-            backward(run, MLP, mine(MLP, step))
-            assert compare.call_count == 2, "expected one comparison for forward and one for backward, at step 0"
-    for known in agreement._known.values():
-        known.texts.clear()
+def _forget() -> None:
     torch._dynamo.reset()
-    counters.clear()
+    for known in agreement._known.values():
+        known.texts.clear()
+
+
+def _products() -> nn.Module:
+    """Forward and backward are matrix products alone: no kernel to build."""
+    layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    return fully_shard(layers, auto_wrap_policy={nn.Linear})
+
+
+def _count(rank: int) -> None:
+    _forget()
+    run = torch.compile(_products(), fullgraph=True)
     with _comparisons() as compare:
-        backward(executor(shard(MLP), "inductor"), MLP, mine(MLP, 0))
+        for _ in range(3):
+            run(X).square().mean().backward()
+            assert compare.call_count == 2, "expected one comparison for forward and one for backward, at step 0"
+    _forget()
+    counters.clear()
+    run = torch.compile(_products(), fullgraph=True)
+    with _comparisons() as compare:
+        run(X).square().mean().backward()
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1 and not counters["inductor"]["fxgraph_cache_miss"]
     assert compare.call_count == 2, "expected graphs from the cache to be compared"
 
