@@ -1,5 +1,7 @@
 """A flat parameter: parameters of one dtype laid out in one buffer, and this rank's shard of it."""
 
+import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.engine import replace_data
-from fsdp_compile.join import Arrival, Join, ShardViews, Tie
+from fsdp_compile.join import Arrival, Entry, Join, ShardViews, Tie
 from fsdp_compile.layout import FlatParamLayout, ShardRecord
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
@@ -27,6 +29,8 @@ class FlatParam:
     Attributes:
         shard: this rank's slice, 1-D `[layout.shard_numel]`.
         handle: `shard` as a differentiable tensor; None while the parameters are lent in full shape.
+        entry: where traced graphs leave gradients that they do not reduce, a scalar that depends on `handle`.
+        number: names this flat parameter in traced graphs: an integer in a tensor on the CPU.
         trains: whether any parameter had `requires_grad` when the join was made.
         frozen: indices of the parameters that do not require grad, if others do.
         unsynced: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
@@ -45,7 +49,13 @@ class FlatParam:
         self.handle: Tensor | None = None
         self._views = ShardViews(self.layout, rank)
         self.ties = 0
+        self._take_number()
         self.adopt(self._copy_to_shard(device, pin_memory))
+
+    def _take_number(self) -> None:
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")
+        _by_number[number] = self
 
     @property
     def records(self) -> tuple[ShardRecord | None, ...]:
@@ -76,6 +86,7 @@ class FlatParam:
         self._tie.params = tuple(self.params)
         with torch.enable_grad():
             self.handle = Join.apply(shard, self._tie, *self.params)
+            self.entry = Entry.apply(self.handle, self._tie)
         self._joined = self.handle
         self.trains = self._joined.requires_grad
         self.joined_without = [param for param in self.params if not param.requires_grad]
@@ -128,5 +139,15 @@ class FlatParam:
         twin = object.__new__(FlatParam)
         twin.__dict__.update(self.__dict__)
         twin.params, twin.arrival, twin.unsynced = params, self.arrival.twin(), None
+        twin._take_number()
         twin.adopt(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return twin
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
+
+
+def flat_numbered(number: Tensor) -> FlatParam | None:
+    """The flat parameter with this `number`; None if its model is gone."""
+    return _by_number.get(int(number))

@@ -58,12 +58,12 @@ class Arrival:
     Attributes:
         finish: waits for the gradient that is on its way, and completes it; None: there is none.
         settle: lets the host wait for a completed gradient's copy into host memory; None: there is nothing to wait for.
-        backward: the backward pass in which the eager runtime has last reduced gradients.
+        backward: the backward pass that has last reduced gradients, with all that was kept under no_sync.
         full_precision: whether that one computed in the parameters' own dtype, mixed precision left aside.
         kept_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
-        kept: reduces what eager backward passes have kept under no_sync, and returns this rank's slice; None: nothing
-            was kept.
-        eager_only: the name of a setting in force that compiled graphs do not know of, or None.
+        reduce_kept: reduces what was kept under no_sync, zeros if nothing, and returns this rank's slice; None until
+            no_sync has been in force for the first time.
+        results: with the number of its backward pass, what was reduced of gradients that a graph has handed over.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class Arrival:
         self.backward = -1
         self.full_precision = False
         self.kept_dtype: torch.dtype | None = None
-        self.kept: Callable[[], Tensor | None] | None = None
-        self.eager_only: str | None = None
+        self.reduce_kept: Callable[[], Tensor] | None = None
+        self.results: list[tuple[int, Tensor]] = []
         self._lock = threading.RLock()
 
     def wait(self) -> None:
@@ -91,26 +91,27 @@ class Arrival:
                 settle, self.settle = self.settle, None
                 settle()
 
-    def check_eager(self, name: str) -> None:
-        """Raise NotImplementedError if a compiled graph has reduced this gradient although it should not have.
-
-        A graph is traced with a reduce in it; without one it would be a second graph, which is not made yet.
-
-        Args:
-            name: of a parameter, for the message.
-        """
-        if self.eager_only is not None and self.backward != current_backward():
-            raise NotImplementedError(
-                f"parameter {name}: expected a gradient from the eager runtime under {self.eager_only}, found one that "
-                f"a compiled graph has reduced already: {self.eager_only} is not supported in compiled models yet; "
-                f"run these steps with the model that was passed to torch.compile"
-            )
+    def take_results(self) -> Tensor | None:
+        """The sum of `results` of the running backward pass, `[shard_numel]`, complete; None: all was kept."""
+        found = [grad for backward, grad in self.results if backward == current_backward()]
+        self.results.clear()
+        self.wait_on_host()  # autograd may add to it at once: the gradient of another forward
+        return sum(found[1:], found[0]) if found else None
 
     def twin(self) -> "Arrival":
         """One with these settings, and nothing on its way."""
         twin = Arrival()
-        twin.kept_dtype, twin.eager_only = self.kept_dtype, self.eager_only
+        twin.kept_dtype = self.kept_dtype
         return twin
+
+
+def check_first_order(name: str, grad: Tensor) -> None:
+    """Raise RuntimeError if `grad`, of parameter `name`, is to be differentiated again."""
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"parameter {name}: expected a gradient without a graph, found one to differentiate again: derivatives of "
+            f"second order do not pass through a reduce; call backward without create_graph"
+        )
 
 
 class Join(torch.autograd.Function):
@@ -136,11 +137,11 @@ class Join(torch.autograd.Function):
         tie: Tie = ctx.tie
         if grad is None:  # nothing was reduced: no_sync
             return (None, None, *[None] * len(tie.params))
+        check_first_order(tie.names[0], grad)
         arrival = tie.arrival
-        arrival.check_eager(tie.names[0])
         arrival.wait_on_host()
-        kept = arrival.kept() if arrival.kept is not None else None  # compiled graphs reduce their own gradients alone
-        grad = grad if kept is None else grad + kept
+        if arrival.reduce_kept is not None and arrival.backward != current_backward():
+            grad = grad + arrival.reduce_kept()  # the graph was traced before the first no_sync: on all ranks
         tie.check_attached()
         tie.check_gradients()
         _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
@@ -150,6 +151,29 @@ class Join(torch.autograd.Function):
             call_after_backward(partial(_set_grad_dtype, tie.params, arrival.kept_dtype))
         pairs = zip(tie.views.of(grad), tie.params, strict=True)
         return (None, None, *[part if param.requires_grad else None for part, param in pairs])
+
+
+class Entry(torch.autograd.Function):
+    """Where a traced graph leaves the gradients that it does not reduce itself.
+
+    To the graph it is a scalar, an input like the handle, that nothing is computed from. The gradient that arrives here
+    says only that gradients were handed over; what came of them is in `arrival`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, tie: "Tie") -> Tensor:
+        """The entry, shape `()`."""
+        ctx.set_materialize_grads(False)
+        ctx.tie = tie
+        return torch.zeros((), dtype=torch.float32, device=handle.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """The reduced gradient of the handle, or None."""
+        if grad is None:
+            return None, None
+        check_first_order(ctx.tie.names[0], grad)
+        return ctx.tie.arrival.take_results(), None
 
 
 def _set_grad_dtype(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from fsdp_compile.eager import Root, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
+from fsdp_compile.eager.hooks import compresses
 from fsdp_compile.eager.inputs import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.prologue import Prologue
+from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.state import check_idle
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
@@ -48,9 +50,10 @@ class FSDPModule(Prologue):
         """Choose whether backward passes from now on reduce the gradients of this module's units and those below.
 
         Without, gradients add up whole and local, in full size on every rank; the next reduce takes their sum.
+        Compiled, this holds for backward passes of forwards that run from now on.
         """
         for unit in units_below(self):
-            unit.syncs = requires_gradient_sync
+            set_sync(unit, requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -69,7 +72,7 @@ class FSDPModule(Prologue):
             yield
         finally:
             for unit, syncs in zip(units, before, strict=True):
-                unit.syncs = syncs
+                set_sync(unit, syncs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.
@@ -149,7 +152,8 @@ class FSDPModule(Prologue):
         return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]  # a mixin of modules
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let `hook` reduce the gradients of all units, in eager runs; to be called before the first forward.
+        """Let `hook` reduce the gradients of all units, eager and compiled; to be called before the first
+        forward, or between steps.
 
         Sharded units call `hook(state, gradients, output)` with the unit's whole gradients, 1-D `[n]` in the reduce
         dtype, and an uninitialised 1-D tensor for this rank's slice; NO_SHARD units call `hook(state, gradients)`,
@@ -173,7 +177,7 @@ class FSDPModule(Prologue):
                 f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
             )
         for unit in units:
-            unit.comm_hook = (state, hook)
+            unit.set_comm_hook(state, hook, compresses(hook))
 
 
 def _check_root(module: Any, what: str, error: type[Exception]) -> None:

@@ -5,6 +5,10 @@
     reduce_grads(packed)  -> this rank's slice of the mean            backward, the derivative of unshard
     pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
                                                                       concatenation that autograd derives from `views`
+    add_kept(packed)      -> it, and what no_sync has kept            backward, before a reduce of a unit that no_sync
+                                                                      was ever in force for
+    hand_over(packed)     -> a scalar that says nothing               backward, instead of a reduce: the eager runtime
+                                                                      keeps the gradients, or a hook reduces them
     cast_shard(shard)     -> it in another dtype, in one buffer       only in Inductor's graphs
     wait_gather(full, shard) -> `full`, filled                        only in Inductor's graphs: `shard` lives so long
     agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
@@ -12,6 +16,10 @@
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
+
+`add_kept` and `hand_over` have their real bodies in eager/graphs.py. They name a flat parameter by `number`, a tensor
+on the CPU: an input of the graph, so that equal units can share one. What is handed over is no gradient of the handle
+in the graph, but of `entry`, which ties the graph to it.
 
 The layout travels as `FlatParamLayout.text`: one string constant, guarded once, the same on every rank.
 """
@@ -27,11 +35,12 @@ from fsdp_compile.averaging import averaging
 from fsdp_compile.layout import FlatParamLayout
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, str layout, str group, int group_size, bool reshard_after_forward, str replicas='', "
-    "ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, int replica_count=1) -> Tensor",
+    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, bool reshard_after_forward, "
+    "str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, int replica_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
@@ -41,6 +50,13 @@ torch.library.define(
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
+torch.library.define(
+    "fsdp_flat::add_kept", "(Tensor packed, Tensor number, bool in_place=False) -> Tensor", tags=_OPAQUE
+)
+torch.library.define("fsdp_flat::add_kept_", "(Tensor(a!) packed, Tensor number) -> ()", tags=_OPAQUE)
+torch.library.define(
+    "fsdp_flat::hand_over", "(Tensor packed, Tensor number, str layout, bool owned=False) -> Tensor", tags=_OPAQUE
+)
 torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
 torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor shard) -> Tensor", tags=_TAGS)
 torch.library.define(
@@ -51,10 +67,13 @@ UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
 REDUCE_GRADS = torch.ops.fsdp_flat.reduce_grads.default
 PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
+ADD_KEPT = torch.ops.fsdp_flat.add_kept.default
+ADD_KEPT_ = torch.ops.fsdp_flat.add_kept_.default
+HAND_OVER = torch.ops.fsdp_flat.hand_over.default
 CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
 WAIT_GATHER = torch.ops.fsdp_flat.wait_gather.default
 AGREE = has_side_effect(torch.ops.fsdp_flat.agree.default)
-MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS)
+MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, HAND_OVER)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -83,6 +102,8 @@ torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_paramet
 @torch.library.impl("fsdp_flat::unshard", "default")
 def _unshard(
     handle: Tensor,
+    number: Tensor | None,
+    entry: Tensor | None,
     layout: str,
     group: str,
     group_size: int,
@@ -100,6 +121,8 @@ def _unshard(
 @torch.library.register_fake("fsdp_flat::unshard")
 def _unshard_fake(
     handle: Tensor,
+    number: Tensor | None,
+    entry: Tensor | None,
     layout: str,
     group: str,
     group_size: int,
@@ -112,7 +135,9 @@ def _unshard_fake(
 
 
 def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    handle, *where, _, replicas, compute_dtype, reduce_dtype, replica_count = inputs
+    handle, number, entry, *where, _, replicas, compute_dtype, reduce_dtype, replica_count = inputs
+    ctx.save_for_backward(*([] if number is None else [number]))
+    ctx.hands_over = entry is not None
     ctx.where = (*where, replicas, replica_count) if replicas else tuple(where)
     ctx.compute_dtype, ctx.dtype = compute_dtype or handle.dtype, handle.dtype
     ctx.reduce_dtype = reduce_dtype or ctx.compute_dtype
@@ -120,8 +145,12 @@ def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed = grad if ctx.reduce_dtype == ctx.compute_dtype else grad.to(ctx.reduce_dtype)
+    if ctx.hands_over:
+        return None, None, HAND_OVER(packed, *ctx.saved_tensors, ctx.where[0]), *[None] * 8
+    if ctx.saved_tensors:
+        packed = ADD_KEPT(packed, *ctx.saved_tensors)
     mean = REDUCE_GRADS(packed, *ctx.where)
-    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 8
+    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 10
 
 
 torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
@@ -168,6 +197,21 @@ def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
 @torch.library.register_fake("fsdp_flat::pack_grads")
 def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
+
+
+@torch.library.register_fake("fsdp_flat::add_kept")
+def _add_kept_fake(packed: Tensor, number: Tensor, in_place: bool = False) -> Tensor:
+    return torch.empty_like(packed)
+
+
+@torch.library.register_fake("fsdp_flat::add_kept_")
+def _add_kept_in_place_fake(packed: Tensor, number: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("fsdp_flat::hand_over")
+def _hand_over_fake(packed: Tensor, number: Tensor, layout: str, owned: bool = False) -> Tensor:
+    return packed.new_empty((), dtype=torch.float32)
 
 
 @torch.library.register_fake("fsdp_flat::cast_shard")

@@ -13,7 +13,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from fsdp_compile.ops import UNSHARD, VIEWS
 from fsdp_compile.switches import Switches
 
 T = TypeVar("T")
+Delivery = Literal["reduce", "reduce with kept", "hand over"]
 Place = tuple[dict[str, nn.Parameter | None], str]
 
 
@@ -62,6 +63,9 @@ class Unit:
         places: for each parameter the registries of modules, with its names there, that hold it.
         may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
         kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
+        accumulates: whether no_sync was ever in force.
+        delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
+            kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
         switches: what the environment asked for when the unit was made.
     """
 
@@ -92,10 +96,11 @@ class Unit:
         self.views: list[Tensor] | None = None
         self.views_backward = -1
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._syncs = True
+        self._hook_compresses = False
         self.may_keep = False
         self.kept: Any = None  # eager.full_buffer.Kept
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        self.accumulates, self.syncs = False, True
         self.switches = Switches.from_environment()
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
@@ -122,26 +127,25 @@ class Unit:
     @syncs.setter
     def syncs(self, syncs: bool) -> None:
         self._syncs = syncs
-        self._say_what_is_eager_only()
+        self.accumulates |= not syncs
+        self._choose_delivery()
 
     @property
     def comm_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         """The state and the function that reduce gradients instead of the default, or None."""
         return self._comm_hook
 
-    @comm_hook.setter
-    def comm_hook(self, comm_hook: tuple[Any, Callable[..., Any]] | None) -> None:
-        self._comm_hook = comm_hook
-        self._say_what_is_eager_only()
+    def set_comm_hook(self, state: Any, hook: Callable[..., Any], compresses: bool) -> None:
+        """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation."""
+        self._comm_hook, self._hook_compresses = (state, hook), compresses
+        self.note_dtypes()
+        self._choose_delivery()
 
-    def _say_what_is_eager_only(self) -> None:
-        """Gradients that a compiled graph has reduced are refused in the join while the graph's reduce is not ours.
-
-        There, and not while tracing: no guard, nothing compiled again, and it is backward that the choice is about.
-        """
-        what = "no_sync" if not self.syncs else "register_comm_hook" if self.comm_hook is not None else None
-        for flat in self.flats:
-            flat.arrival.eager_only = what
+    def _choose_delivery(self) -> None:
+        if not self._syncs or self._comm_hook is not None:
+            self.delivery: Delivery = "hand over"
+        else:
+            self.delivery = "reduce with kept" if self.accumulates else "reduce"
 
     @property
     def data_parallel_size(self) -> int:
@@ -186,6 +190,10 @@ class Unit:
         """The dtype in which gradients are reduced (E-MP-2)."""
         return self.precision.reduce_dtype or self.compute_dtype(flat)
 
+    def sent_dtype(self, flat: FlatParam) -> torch.dtype:
+        """The dtype in which gradients are packed: that of the reduce, but a compressing hook gets them as they are."""
+        return self.compute_dtype(flat) if self._hook_compresses else self.reduce_dtype(flat)
+
     def flat_of(self, index: int) -> FlatParam:
         """The flat parameter that the unit's parameter `index` lies in."""
         for flat in self.flats:
@@ -208,7 +216,9 @@ class Unit:
         for flat, where in zip(self.flats, constants, strict=True):
             if flat.handle is None:
                 raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
-            found: list[Tensor] = VIEWS(UNSHARD(flat.handle, *where), where[0])
+            number = flat.number if self.delivery != "reduce" else None
+            entry = flat.entry if self.delivery == "hand over" else None
+            found: list[Tensor] = VIEWS(UNSHARD(flat.handle, number, entry, *where), where[0])
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
@@ -249,7 +259,7 @@ class Unit:
 
     def note_dtypes(self) -> None:
         """Make anew what follows from the dtype of the shards."""
-        self._traced = [self._constants(flat, self.compute_dtype(flat), self.reduce_dtype(flat)) for flat in self.flats]
+        self._traced = [self._constants(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
         self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.precision.keep_low_precision_grads:
             for flat in self.flats:

@@ -17,6 +17,7 @@ Each step
     full_views.py      the differentiable step between shards and full views
     reduce.py          gradients packed, reduced, waited for late
     hooks.py           communication hooks: gradients reduced by the user's function
+    graphs.py          what compiled backward passes leave to this runtime
     accumulate.py      gradients that wait for a later reduce
     clip.py            the norm of all gradients, and scaling by it
 Between steps
@@ -30,6 +31,7 @@ Between steps
 torch_private.py   the private torch functions that this half needs, and the versions they were checked on
 """
 
+from fsdp_compile.eager import graphs as graphs  # registers the bodies of operators
 from fsdp_compile.eager.forward import sharded_forward
 from fsdp_compile.eager.root import Root
 

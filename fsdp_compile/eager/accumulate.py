@@ -110,7 +110,7 @@ def take_unsynced(flat: FlatParam) -> Tensor | None:
         return None
     unsynced.collect(flat)
     unsynced.restore(flat)
-    flat.unsynced = flat.arrival.kept = None
+    flat.unsynced = None
     _waiting.discard(flat)
     return unsynced.total
 
@@ -118,7 +118,7 @@ def take_unsynced(flat: FlatParam) -> Tensor | None:
 def drop_cleared(flat: FlatParam) -> None:
     """Forget local gradients all of which the user has set to None."""
     if flat.unsynced is not None and all(param.grad is None for param in flat.params):
-        flat.unsynced = flat.arrival.kept = None
+        flat.unsynced = None
         _waiting.discard(flat)
 
 

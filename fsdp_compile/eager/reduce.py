@@ -15,11 +15,11 @@ from torch import Tensor
 from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
 from fsdp_compile.eager.accumulate import keep_unsynced, take_unsynced
-from fsdp_compile.eager.hooks import compresses, reduce_by_hook
+from fsdp_compile.eager.hooks import reduce_by_hook
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.torch_private import current_backward
 from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.join import Arrival
+from fsdp_compile.join import Arrival, check_first_order
 from fsdp_compile.unit import Unit
 
 IN_FLIGHT = 2
@@ -50,41 +50,35 @@ def reduce_gradients(
     Raises:
         RuntimeError: a gradient has a graph of its own: backward was called with create_graph.
     """
-    _check_first_order(unit, flats, grads)
+    for name, grad in zip((name for flat in flats for name in flat.layout.names), grads, strict=True):
+        if grad is not None:
+            check_first_order(name, grad)
     shard_grads: list[Tensor | None] = []
     start = 0
     for flat in flats:
         part = grads[start : start + len(flat.params)]
         start += len(flat.params)
-        packed = pack(flat, part, _sent_dtype(unit, flat, full_precision), unit.device)
-        if unit.syncs:
-            kept = take_unsynced(flat)
-            flat.arrival.full_precision = full_precision
-            shard_grads.append(_start(unit, flat, packed if kept is None else packed.add_(kept), streams))
-        else:
-            keep_unsynced(flat, packed)
-            flat.arrival.kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
-            shard_grads.append(None)
+        dtype = flat.shard.dtype if full_precision else unit.sent_dtype(flat)
+        packed = pack(flat, part, dtype, unit.device)
+        shard_grads.append(keep_or_reduce(unit, flat, packed, streams, full_precision))
     return shard_grads
 
 
-def _check_first_order(unit: Unit, flats: Sequence[FlatParam], grads: Sequence[Tensor | None]) -> None:
-    names = (name for flat in flats for name in flat.layout.names)
-    for name, grad in zip(names, grads, strict=True):
-        if grad is not None and grad.requires_grad:
-            raise RuntimeError(
-                f"parameter {name}: expected a gradient without a graph, found one to differentiate again: derivatives "
-                f"of second order do not pass through a reduce; call backward without create_graph"
-            )
+def keep_or_reduce(
+    unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams, full_precision: bool
+) -> Tensor | None:
+    """Keep `packed`, 1-D `[layout.numel]`, for later (None), or start to average it with all that was kept.
 
-
-def _sent_dtype(unit: Unit, flat: FlatParam, full_precision: bool) -> torch.dtype:
-    """The dtype in which gradients are packed: that of the reduce, but a compressing hook gets them as they are."""
-    if full_precision:
-        return flat.shard.dtype
-    if unit.comm_hook is not None and compresses(unit.comm_hook[1]):
-        return unit.compute_dtype(flat)
-    return unit.reduce_dtype(flat)
+    Args:
+        packed: becomes ours.
+        streams, full_precision: as in `reduce_gradients`.
+    """
+    if not unit.syncs:
+        keep_unsynced(flat, packed)
+        return None
+    kept = take_unsynced(flat)
+    flat.arrival.full_precision = full_precision
+    return _start(unit, flat, packed if kept is None else packed.add_(kept), streams)
 
 
 def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -130,12 +124,21 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Ten
     return result
 
 
-def _reduce_kept(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam]") -> Tensor | None:
-    """Average what was kept under no_sync by itself: a compiled graph knows only of its own gradients."""
+def set_sync(unit: Unit, syncs: bool) -> None:
+    """Choose whether backward reduces the gradients of `unit`."""
+    unit.syncs = syncs
+    for flat in unit.flats if unit.accumulates else ():
+        flat.arrival.reduce_kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
+
+
+def _reduce_kept(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam]") -> Tensor:
+    """Average what was kept under no_sync by itself; a rank that kept nothing takes part with zeros."""
     unit, flat = unit_ref(), flat_ref()
-    kept = take_unsynced(flat) if flat is not None else None
-    if unit is None or flat is None or kept is None:
-        return None
+    if unit is None or flat is None:  # deleted, and what was kept with it
+        return torch.zeros(())
+    kept = take_unsynced(flat)
+    if kept is None:
+        kept = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
     with torch.no_grad():
         reduced, finish = _reduce(unit, kept)
         finish()

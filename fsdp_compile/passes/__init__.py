@@ -1,6 +1,7 @@
 """All that sees a graph, in pipeline order.
 
 pipeline.py             Pass, the type of all passes, and the pipeline that Inductor calls
+merge_calls.py          a unit that is called several times is gathered once and reduced once
 insert_collectives.py   markers become functional collectives with separate waits
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
@@ -15,12 +16,14 @@ from fsdp_compile.passes import agreement  # noqa: F401  (the body of an operato
 from fsdp_compile.passes.agree import agree
 from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
+from fsdp_compile.passes.merge_calls import merge_calls
 from fsdp_compile.passes.pack_grads import pack_in_place
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.reorder import pin, reorder
 from fsdp_compile.passes.reshard import check_saved, reshard
 
 PASSES = (
+    Pass("merge_calls", "joint", merge_calls),
     Pass("insert_collectives", "joint", insert_collectives),
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),

@@ -2,7 +2,8 @@
 
 unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use
 reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
-the concatenation that it reads         ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
+hand_over                               ->  stays, and is tagged
+the concatenation that both read        ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
 """
 
 import re
@@ -16,7 +17,7 @@ from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
-from fsdp_compile.ops import PACK_GRADS, REDUCE_GRADS, UNSHARD
+from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.tags import Kind, Tag, set_tag
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
     """Replace the markers; tag what takes their place."""
     tags = _tags_by_marker(graph)
     for marker, unit in tags.items():
-        (_expand_unshard if marker.target is UNSHARD else _expand_reduce)(graph, marker, unit)
+        _EXPANSIONS[marker.target](graph, marker, unit)
 
 
 Emit = Callable[..., fx.Node]
@@ -43,8 +44,8 @@ def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
         if node.target is UNSHARD:
-            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[4])
-        elif node.target is REDUCE_GRADS:
+            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[6])
+        elif node.target in _EXPANSIONS:
             units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
     return units
 
@@ -58,7 +59,7 @@ def _path(marker: fx.Node) -> str:
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    handle, text, group, group_size, _, *rest = marker.args
+    handle, _, _, text, group, group_size, _, *rest = marker.args
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
     compute_dtype = rest[1] if rest else None
@@ -88,7 +89,9 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     replicas, replica_count = replicated or (None, 1)
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    packed = _pack_instead(packed, layout, emit)  # type: ignore[arg-type]  # fx arguments are untyped
+    kept = packed.args[1] if packed.target is ADD_KEPT else None  # type: ignore[union-attr]  # fx arguments are untyped
+    packed = _pack_instead(packed if kept is None else packed.args[0], layout, emit)  # type: ignore[arg-type,union-attr]  # likewise
+    packed = packed if kept is None else emit("add_kept", ADD_KEPT, packed, kept)
     how = averaging(packed.meta["val"].dtype, group_size * replica_count)  # type: ignore[operator,arg-type]  # likewise
     if how.before > 1:
         packed = emit("scale", SCALE, packed, how.before)
@@ -107,6 +110,21 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
         mean = emit("scale", SCALE, mean, how.after)
     marker.replace_all_uses_with(mean)
     graph.erase_node(marker)
+
+
+def _expand_hand_over(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
+    packed, number, text = marker.args
+    emit = _emitter(graph, marker, unit)
+    packed = _pack_instead(packed, FlatParamLayout.parse(text), emit)  # type: ignore[arg-type]  # fx arguments are untyped
+    marker.replace_all_uses_with(emit("hand_over", HAND_OVER, packed, number, text))
+    graph.erase_node(marker)
+
+
+_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, _Unit], None]] = {
+    UNSHARD: _expand_unshard,
+    REDUCE_GRADS: _expand_reduce,
+    HAND_OVER: _expand_hand_over,
+}
 
 
 def _pack_instead(concatenated: fx.Node, layout: FlatParamLayout, emit: Emit) -> fx.Node:

@@ -20,7 +20,7 @@ from torch import fx
 from fsdp_compile.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
-from fsdp_compile.ops import PACK_GRADS
+from fsdp_compile.ops import ADD_KEPT, ADD_KEPT_, HAND_OVER, PACK_GRADS
 from fsdp_compile.passes.views import SAME_ORDER
 
 aten = torch.ops.aten
@@ -31,9 +31,22 @@ def pack_in_place(graph: fx.Graph, config: CompileConfig) -> None:
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         grads = pack.args[0]
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in grads])
-        for reduce in [user for user in pack.users if user.target is ALL_REDUCE and len(pack.users) == 1]:
-            reduce.target = ALL_REDUCE_IN_PLACE  # out of place, Inductor would copy the buffer first
+        if len(pack.users) == 1:
+            _use_in_place(pack)
     graph.eliminate_dead_code()
+
+
+def _use_in_place(pack: fx.Node) -> None:
+    """Let the only reader of a pack have its buffer: out of place, each of these would copy it first."""
+    reader = next(iter(pack.users))
+    if reader.target is ALL_REDUCE:
+        reader.target = ALL_REDUCE_IN_PLACE
+    elif reader.target is HAND_OVER:
+        reader.args = (*reader.args, True)
+    elif reader.target is ADD_KEPT:
+        reader.args = (*reader.args, True)
+        if len(reader.users) == 1:
+            _use_in_place(reader)
 
 
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
@@ -84,10 +97,12 @@ def _transposed(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
 
 @cache
 def register_pack_lowering() -> None:
-    """Teach Inductor to lower `fsdp_flat::pack_grads`; once per process, when first needed."""
+    """Teach Inductor to lower `fsdp_flat::pack_grads` and its readers; once per process, when first needed."""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(PACK_GRADS, type_promotion_kind=None)(_lower_pack)
+    register_lowering(ADD_KEPT, type_promotion_kind=None)(_lower_add_kept)
+    register_lowering(HAND_OVER, type_promotion_kind=None)(_lower_hand_over)
 
 
 def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR in and out; checked on torch 2.11 and 2.13
@@ -141,3 +156,39 @@ def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]  # lik
     first = min((buffer.get_name() for buffer in computed), key=produced.index)
     for filler in fillers:
         graph.additional_buffer_deps[filler.get_operation_name()].add(first)
+
+
+def _lower_add_kept(packed, number, in_place=False):  # type: ignore[no-untyped-def]  # likewise
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler
+
+    if not in_place:
+        return fallback_handler(ADD_KEPT, add_to_fallback_set=False)(packed, number)
+    packed.realize()
+    ir.FallbackKernel.create(ADD_KEPT_, packed, number)
+    return packed
+
+
+def _lower_hand_over(packed, number, layout, owned=False):  # type: ignore[no-untyped-def]  # likewise
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    if not owned:
+        return fallback_handler(HAND_OVER, add_to_fallback_set=False)(packed, number, layout)
+    packed.realize()
+    V.graph.never_reuse_buffers.add(packed.get_name())
+    return ir.TensorBox.create(_owning_kernel().create(HAND_OVER, packed, number, layout, True))
+
+
+@cache
+def _owning_kernel() -> Any:
+    """A call that takes its first input over: it is read and written later on, by others, and dropped here."""
+    from torch._inductor import ir
+
+    class Owning(ir.FallbackKernel):
+        def codegen(self, wrapper):  # type: ignore[no-untyped-def]  # likewise
+            super().codegen(wrapper)
+            wrapper.writeline(wrapper.make_buffer_free(self.inputs[0]))
+
+    return Owning

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import AGREE, PACK_GRADS, WAIT_GATHER
+from fsdp_compile.ops import ADD_KEPT, AGREE, HAND_OVER, PACK_GRADS, WAIT_GATHER
 from fsdp_compile.passes.insert_collectives import CAST, SCALE
 from fsdp_compile.passes.tags import tagged
 from fsdp_compile.passes.views import readers
@@ -72,12 +72,14 @@ def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
     started: list[fx.Node] = []
     for pack in packs:
         max(pack.all_input_nodes, key=lambda grad: place[grad]).append(pack)
-        sent = next((user for user in pack.users if user.target is SCALE), pack)
-        if sent is not pack:
-            pack.append(sent)
-        for start in [user for user in sent.users if user.target in STARTS]:
+        sent = pack
+        for target in (ADD_KEPT, SCALE):
+            for following in [user for user in sent.users if user.target is target]:
+                sent.append(following)
+                sent = following
+        for start in [user for user in sent.users if user.target in (*STARTS, HAND_OVER)]:
             sent.append(start)
-            started.append(start)
+            started += [start] if start.target in STARTS else []
     place = {node: i for i, node in enumerate(graph.nodes)}
     for index, start in enumerate(started):
         later = index + in_flight if in_flight is not None else len(started)
@@ -107,14 +109,14 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
     gradients into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain
     (wrapped, it would get a buffer of its own); the place of its reduce-scatter holds it early enough.
     """
-    if not tagged(graph, "gather", "reduce"):
+    if not tagged(graph, "gather", "reduce", "hand_over"):
         return
     events = [node for node in graph.nodes if _is_event(node)]
     preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(events)})
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, AGREE):
+    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE):
         return True
     return _is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 

@@ -8,7 +8,7 @@ from torch import fx
 
 _KEY = "fsdp_compile"
 
-Kind = Literal["cast", "gather", "wait", "view", "pack", "scale", "reduce", "wait_reduce"]
+Kind = Literal["cast", "gather", "wait", "view", "pack", "add_kept", "hand_over", "scale", "reduce", "wait_reduce"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Tag:
 
     Attributes:
         kind: cast (of the shard, before its gather), gather (all-gather), wait (for a gather), view (of one
-            parameter), pack, scale (of gradients, around a sum in float16), reduce (reduce-scatter or all-reduce),
-            wait_reduce.
+            parameter), pack, add_kept (what no_sync has kept), hand_over (of packed gradients, to the eager runtime),
+            scale (of gradients, around a sum in float16), reduce (reduce-scatter or all-reduce), wait_reduce.
         unit: number of the unit in order of its first gather in the traced forward.
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward.

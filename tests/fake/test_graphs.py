@@ -32,6 +32,7 @@ def test_passes_are_printed_with_their_names(graphs: dict[str, str]) -> None:
     assert_expected_inline(
         "\n".join(graphs),
         """\
+joint after merge_calls
 joint after insert_collectives
 joint after reshard
 forward after check_saved

@@ -46,7 +46,7 @@ def test_the_backend_is_found_by_name() -> None:
 def test_unknown_names_are_refused() -> None:
     """An unknown option or pass name is a ValueError that lists the known ones."""
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reordr",)})
-    with pytest.raises(Exception, match=r"disable: expected names among insert_collectives.*found reordr"):
+    with pytest.raises(Exception, match=r"disable: expected names among merge_calls.*found reordr"):
         model(X)
     torch._dynamo.reset()
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"in_flight": 1})

@@ -18,7 +18,6 @@ from .training import (
     assert_same_gradients,
     assert_same_parameters,
     backward,
-    executor,
     follow,
     mine,
     shard,
@@ -222,35 +221,6 @@ def _dtypes(rank: int) -> None:
 def test_local_gradients_add_up_in_the_reduce_dtype(two: Ranks) -> None:
     """Under bfloat16 compute and a float32 reduce, nothing accumulates in bfloat16 (E-MP-20)."""
     two.run(_dtypes)
-
-
-def _compiled(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
-    run = executor(model, how)
-    follow(run, reference, MLP)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        refused = pytest.raises(NotImplementedError, match=r"parameter .*: no_sync is not supported in compiled models")
-        with model.no_sync(), refused:
-            backward(run, MLP, mine(MLP, 1))
-        model.zero_grad()
-        follow(run, reference, MLP)
-    model.zero_grad()
-    reference.zero_grad()
-    for seed in (1, 2):
-        with model.no_sync() if seed == 1 else nullcontext():
-            backward(model if seed == 1 else run, MLP, mine(MLP, seed))
-        backward(reference, MLP, whole(MLP, seed))
-    assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("how", ["aot_eager", "inductor"])
-def test_compiled_models_refuse(two: Ranks, how: str, strategy: str) -> None:
-    """A compiled model under no_sync says so in backward instead of reducing, without compiling anything again.
-
-    What eager steps under no_sync have summed up, a compiled step reduces with its own gradient (E-ACC-2).
-    """
-    two.run(_compiled, how, strategy)
 
 
 # --- several backwards, unused outputs, second order ------------------------------------------------------------------

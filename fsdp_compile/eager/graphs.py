@@ -1,0 +1,54 @@
+"""What compiled backward passes leave to the eager runtime: the real bodies of two marker operators.
+
+A graph that hands its gradients over reduces nothing itself: what becomes of them is decided here, as soon as they are
+packed and by the same code as in eager backward. A graph that reduces asks, just before, for what no_sync has kept. So
+ranks that have kept nothing and ranks that have run one reduce each, and what users do to the gradients that are shown
+meanwhile counts up to this moment.
+"""
+
+import torch
+from torch import Tensor
+
+from fsdp_compile.eager.accumulate import take_unsynced
+from fsdp_compile.eager.reduce import keep_or_reduce
+from fsdp_compile.eager.streams import NO_STREAMS
+from fsdp_compile.eager.torch_private import current_backward
+from fsdp_compile.flat_param import flat_numbered
+from fsdp_compile.unit import unit_of
+
+
+@torch.library.impl("fsdp_flat::hand_over", "default")
+def _hand_over(packed: Tensor, number: Tensor, layout: str, owned: bool = False) -> Tensor:
+    """`owned`: nothing else reads or writes `packed` from now on."""
+    flat = flat_numbered(number)
+    found = unit_of(flat.params[0]) if flat is not None else None
+    if flat is None or found is None:
+        raise RuntimeError("backward: expected the model of this forward, found it deleted; keep it until backward")
+    unit = found[0]
+    full_precision = packed.dtype != unit.sent_dtype(flat)
+    mine = packed if owned else packed.clone()
+    reduced = keep_or_reduce(unit, flat, mine, NO_STREAMS, full_precision)
+    if reduced is not None:
+        flat.arrival.results.append((current_backward(), reduced))
+    return packed.new_zeros((), dtype=torch.float32)
+
+
+@torch.library.impl("fsdp_flat::add_kept", "default")
+def _add_kept(packed: Tensor, number: Tensor, in_place: bool = False) -> Tensor:
+    kept = _take_kept(number)
+    return packed.clone() if kept is None else packed + kept
+
+
+@torch.library.impl("fsdp_flat::add_kept_", "default")
+def _add_kept_in_place(packed: Tensor, number: Tensor) -> None:
+    kept = _take_kept(number)
+    if kept is not None:
+        packed.add_(kept)
+
+
+def _take_kept(number: Tensor) -> Tensor | None:
+    flat = flat_numbered(number)
+    if flat is None:  # the model was deleted, and what it had kept with it
+        return None
+    flat.arrival.backward = current_backward()
+    return take_unsynced(flat)
