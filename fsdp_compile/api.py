@@ -18,7 +18,7 @@ from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.eager.materialise import InitFn, materialise
 from fsdp_compile.lookup import add_lookups, add_mixin
-from fsdp_compile.module import FSDPModule, gather_around_compiled
+from fsdp_compile.module import FSDPModule, gather_around_compiled, units_below
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.plan import PlannedUnit, Settings, plan_units
 from fsdp_compile.switches import Switches
@@ -230,6 +230,8 @@ def _connect(model: nn.Module, root: Root) -> None:
         scope.__dict__["_fsdp_root"], scope.__dict__["_fsdp_is_root"] = root, scope is model
         for unit in scope._fsdp_scope:
             _widen(unit, scope, users.get(unit, []), model)
+    for scope in _scopes(model):
+        scope.__dict__["_fsdp_below"] = tuple(units_below(scope))
 
 
 def _scopes(model: nn.Module) -> Iterator[Any]:

@@ -11,6 +11,8 @@
                                                                       keeps the gradients, or a hook reduces them
     cast_shard(shard)     -> it in another dtype, in one buffer       only in Inductor's graphs
     wait_gather(full, shard) -> `full`, filled                        only in Inductor's graphs: `shard` lives so long
+    agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
+                                                                      are about to run (passes/agreement.py)
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from fsdp_compile import collectives
 from fsdp_compile.averaging import averaging
@@ -56,6 +59,9 @@ torch.library.define(
 )
 torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
 torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor shard) -> Tensor", tags=_TAGS)
+torch.library.define(
+    "fsdp_flat::agree", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
+)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
@@ -66,6 +72,7 @@ ADD_KEPT_ = torch.ops.fsdp_flat.add_kept_.default
 HAND_OVER = torch.ops.fsdp_flat.hand_over.default
 CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
 WAIT_GATHER = torch.ops.fsdp_flat.wait_gather.default
+AGREE = has_side_effect(torch.ops.fsdp_flat.agree.default)
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, HAND_OVER)
 
 
@@ -215,6 +222,11 @@ def _cast_shard_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.register_fake("fsdp_flat::wait_gather")
 def _wait_gather_fake(full: Tensor, shard: Tensor) -> Tensor:
     return torch.empty_like(full)
+
+
+@torch.library.register_fake("fsdp_flat::agree")
+def _agree_fake(sequence: str, groups: list[str], timeout: float, device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:

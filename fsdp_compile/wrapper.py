@@ -15,13 +15,14 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.eager.groups import GroupArgument
+from fsdp_compile.eager.prologue import Prologue
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.wrap import AutoWrapPolicy
 
 WRAPPED = "_fsdp_wrapped_module"
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Prologue, nn.Module):
     """Shard `module`, and the submodules that `auto_wrap_policy` chooses, and run it.
 
     Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`; what they mean, and what is raised, is

@@ -23,6 +23,7 @@ Each step
 Between steps
     state.py           what a unit is doing, and the errors of calls at a wrong time
     writeback.py       what users did to parameters
+    prologue.py        the same look before a compiled forward
     convert.py         `.to()` and the like
     full.py            full parameters and gradients from shards
     summon.py          full parameters in the place of the sharded ones

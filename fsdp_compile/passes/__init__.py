@@ -8,10 +8,13 @@ pack_grads.py           gradients are written straight into the reduce-scatter's
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
 exchange.py             on the CPU, reduce-scatters become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
+agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
 tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
 """
 
+from fsdp_compile.passes import agreement  # noqa: F401  (the body of an operator)
+from fsdp_compile.passes.agree import agree
 from fsdp_compile.passes.exchange import exchange
 from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
@@ -28,5 +31,6 @@ PASSES = (
     Pass("reorder", "post_grad", reorder),
     Pass("exchange", "post_grad", exchange),
     Pass("gather_into", "post_grad", gather_into),
+    Pass("agree", "post_grad", agree),
     Pass("pin", "post_grad", pin),
 )

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, WAIT_GATHER
+from fsdp_compile.ops import ADD_KEPT, AGREE, HAND_OVER, PACK_GRADS, WAIT_GATHER
 from fsdp_compile.passes.insert_collectives import CAST, SCALE
 from fsdp_compile.passes.tags import get_tag, tagged
 from fsdp_compile.passes.views import readers
@@ -116,7 +116,7 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER) or _is_mean(node):
+    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE) or _is_mean(node):
         return True
     return _is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 

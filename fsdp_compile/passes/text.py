@@ -44,4 +44,6 @@ def _format_value(node: fx.Node) -> str:
 def _format_argument(argument: Any) -> str:
     if isinstance(argument, (list, tuple)):
         return f"[{', '.join(map(_format_argument, argument))}]"
-    return repr(argument) if isinstance(argument, str) else str(argument)
+    if isinstance(argument, str):
+        return repr(argument) if "\n" not in argument else f"<{argument.count(chr(10)) + 1} lines>"
+    return str(argument)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 
 def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
@@ -15,6 +17,16 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
         return []
     outputs = graph.output_node().args[0]
     return [out for out in outputs[metadata.num_forward_returns :] if isinstance(out, fx.Node)]  # type: ignore[index,union-attr]  # fx
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store of `group` alone: its keys are seen by no other group."""
+    return _get_process_group_store(group)
 
 
 def _is_forward() -> bool:

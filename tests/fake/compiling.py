@@ -3,12 +3,17 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from generated import Program, programs
+from models import GPT, MODELS, checkpointed, mlp
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.pipeline import graph_log
 
 
@@ -49,3 +54,31 @@ def small() -> nn.Sequential:
     """Two units of one linear layer each."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+
+
+# --- generated code of models with several units ----------------------------------------------------------------------
+
+BUILD: dict[str, Callable[[], torch.nn.Module]] = {
+    "mlp": lambda: mlp(blocks=5),
+    "gpt": lambda: GPT(layers=4),
+    "recomputed": lambda: checkpointed("around"),
+}
+CASES = {**MODELS, "recomputed": MODELS["mlp"]}  # what to feed them
+BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
+
+
+def compiled(
+    name: str, backend: Any, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options: Any
+) -> tuple[Program, Program]:
+    """The programs of forward and backward."""
+    torch.manual_seed(0)
+    model = fully_shard(BUILD[name](), sharding_strategy=strategy)
+    model = torch.compile(model, fullgraph=True, backend=backend, **options)
+    inputs = CASES[name].batch(1, 4)
+    return programs(lambda: CASES[name].loss(model, inputs))
+
+
+@cache
+def cached(name: str, backend: str) -> tuple[Program, Program]:
+    """The same, compiled once for all tests."""
+    return compiled(name, BACKENDS[backend])

@@ -39,12 +39,14 @@ forward after pack_in_place
 forward after reorder
 forward after exchange
 forward after gather_into
+forward after agree
 forward after pin
 backward after check_saved
 backward after pack_in_place
 backward after reorder
 backward after exchange
 backward after gather_into
+backward after agree
 backward after pin""",
     )
 
@@ -258,8 +260,9 @@ primals_1: f32[16]
 primals_2: f32[16]
 primals_3: f32[4, 3]
 primals_4: f32[16]
+agree: f32[0] = fsdp_flat.agree(<3 lines>, ['0'], 600.0, cpu)
 full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_0: f32[64] = all_gather_into_tensor_out(primals_1, 4, '0', out=full_0)  # gather 0, MUST_RECOMPUTE
+gather_0: f32[64] = control_deps([agree], subgraph_gather_0, primals_1, full_0)  # gather 0, MUST_RECOMPUTE
 full_1: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_1: f32[64] = control_deps([gather_0], subgraph_gather_1, primals_2, full_1)  # gather 0, MUST_RECOMPUTE
 wait_0: f32[64] = control_deps([gather_1], subgraph_wait_0, gather_0)  # wait 0, MUST_RECOMPUTE
@@ -404,8 +407,9 @@ primals_3: f32[4, 3]
 primals_4: f32[16]
 relu: f32[4, 5]
 tangents_1: f32[4, 2]
+agree: f32[0] = fsdp_flat.agree(<3 lines>, ['0'], 600.0, cpu)
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_2: f32[64] = all_gather_into_tensor_out(primals_4, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = control_deps([agree], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE

@@ -1,37 +1,15 @@
 """Order of collectives in the generated code (I6), on Inductor's default path and through the backend."""
 
-from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from generated import Program, Step, programs
-from models import GPT, MODELS, checkpointed, mlp
+from compiling import BACKENDS, BUILD, cached, compiled
+from generated import Program, Step
 
-from fsdp_compile import fully_shard
+from fsdp_compile import ShardingStrategy
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-
-BUILD: dict[str, Callable[[], torch.nn.Module]] = {
-    "mlp": lambda: mlp(blocks=5),
-    "gpt": lambda: GPT(layers=4),
-    "recomputed": lambda: checkpointed("around"),
-}
-CASES = {**MODELS, "recomputed": MODELS["mlp"]}  # what to feed them
-BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
-
-
-def compiled(name: str, backend: Any, **options: Any) -> tuple[Program, Program]:
-    torch.manual_seed(0)
-    model = torch.compile(fully_shard(BUILD[name]()), fullgraph=True, backend=backend, **options)
-    inputs = CASES[name].batch(1, 4)
-    return programs(lambda: CASES[name].loss(model, inputs))
-
-
-@cache
-def cached(name: str, backend: str) -> tuple[Program, Program]:
-    return compiled(name, BACKENDS[backend])
 
 
 def late_gathers(program: Program) -> list[int]:
@@ -152,6 +130,17 @@ def test_all_waits_at_the_end_if_asked() -> None:
     last_product = max(i for i, step in enumerate(backward.steps) if step.is_product)
     reduced = {step.out for step in backward.steps if step.is_reduce}
     assert all(i > last_product for i, s in enumerate(backward.steps) if s.is_wait and s.names[0] in reduced)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_agree_before_the_first_collective(backend: str) -> None:
+    """Each graph with collectives compares them once, before any starts; Inductor neither drops nor moves that."""
+    for program in cached("gpt", backend):
+        compared = [i for i, step in enumerate(program.steps) if "fsdp_flat.agree" in step.function]
+        first = next(i for i, step in enumerate(program.steps) if step.is_gather or step.is_reduce)
+        assert len(compared) == 1 and compared[0] < first
+    forward, backward = compiled("mlp", BACKENDS[backend], strategy=ShardingStrategy.NO_SHARD)
+    assert "agree" not in forward.code and "fsdp_flat.agree" in backward.code
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

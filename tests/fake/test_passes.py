@@ -50,16 +50,21 @@ def test_unknown_names_are_refused() -> None:
         model(X)
     torch._dynamo.reset()
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"in_flight": 1})
-    with pytest.raises(Exception, match="options: expected names among disable, reduces_in_flight, found in_flight"):
+    with pytest.raises(
+        Exception, match="options: expected names among disable, reduces_in_flight, agreement_timeout, found in_flight"
+    ):
         model(X)
     with pytest.raises(ValueError, match=r"reduces_in_flight: expected at least 1.*found 0"):
         CompileConfig(reduces_in_flight=0)
+    with pytest.raises(ValueError, match=r"agreement_timeout: expected seconds above 0, found 0"):
+        CompileConfig(agreement_timeout=0)
 
 
 def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`FSDP_COMPILE_DISABLE` switches passes off for plain `torch.compile`."""
+    """Plain `torch.compile` has its passes and its timeout from there."""
     monkeypatch.setenv("FSDP_COMPILE_DISABLE", "pin, reorder")
-    assert CompileConfig.from_environment().disable == ("pin", "reorder")
+    monkeypatch.setenv("FSDP_COMPILE_AGREEMENT_TIMEOUT", "2.5")
+    assert CompileConfig.from_environment() == CompileConfig(disable=("pin", "reorder"), agreement_timeout=2.5)
 
 
 def test_install_chains_to_a_pass_that_is_there() -> None:

@@ -53,15 +53,17 @@ def test_a_constant_gradient_is_not_taken_for_none(two: Ranks, how: str) -> None
     two.run(_constant, how)
 
 
-def _thaw(rank: int) -> None:
+def _thaw(rank: int, how: str) -> None:
     reference, model = twins(MLP)
     for each in (reference, model):
         each.stem.requires_grad_(False)
         each.blocks[0].requires_grad_(False)
     sharded = fully_shard(_copy_of(reference))
+    run = executor(sharded, how)
+    follow(run, reference, MLP, steps=1)
     for each in (reference, sharded):
         each.requires_grad_(True)
-    follow(sharded, reference, MLP)
+    follow(run, reference, MLP)
 
 
 def _copy_of(reference: nn.Module) -> nn.Module:
@@ -72,14 +74,15 @@ def _copy_of(reference: nn.Module) -> nn.Module:
     return model
 
 
-def test_parameters_frozen_at_first_can_be_thawed(two: Ranks) -> None:
+@every_way
+def test_parameters_frozen_at_first_can_be_thawed(two: Ranks, how: str) -> None:
     """Parameters that were frozen in fully_shard, some of a unit or all, train once requires_grad is set (E-NONE-5)."""
-    two.run(_thaw)
+    two.run(_thaw, how)
 
 
 def _replace_compiled(rank: int) -> None:
     model = shard(MLP)
-    run = executor(model, "aot_eager")
+    run = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
     squared_error(run, mine(MLP, 1)).backward()
     for param in model.parameters():
         param.data = param.data.clone()
@@ -91,12 +94,12 @@ def _replace_compiled(rank: int) -> None:
         model(mine(MLP, 2)[0])  # an eager forward takes the data over
     with summon_full_params(model):
         reference.load_state_dict({name: param.detach() for name, param in model.named_parameters()})
-    follow(run, reference, MLP)
+    follow(model, reference, MLP)
 
 
-def test_data_replaced_before_a_compiled_step_is_an_error_on_all_ranks(four: Ranks) -> None:
-    """A compiled step does not look for replaced data: its backward raises on every rank, instead of training tensors
-    that nobody reads; an eager forward takes the data over (E-WB-1).
+def test_data_replaced_before_a_compiled_function_is_an_error_on_all_ranks(four: Ranks) -> None:
+    """A compiled function that calls the model does not look for replaced data: its backward raises on every rank,
+    instead of training tensors that nobody reads; a call of the model itself takes the data over (E-WB-1).
     """
     four.run(_replace_compiled)
 

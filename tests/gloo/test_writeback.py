@@ -29,7 +29,6 @@ from .training import (
 MLP = MODELS["mlp"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
 def _halve(model: nn.Module, change: str) -> None:
@@ -45,15 +44,16 @@ def _halve(model: nn.Module, change: str) -> None:
                 setattr(module, name, halves[param])
 
 
-def _replace(rank: int, name: str, strategy: str, change: str) -> None:
+def _replace(rank: int, name: str, strategy: str, change: str, how: str) -> None:
     case = MODELS[name]
     reference, model = twins(case, strategy)
-    follow(model, reference, case)
+    run = executor(model, how)
+    follow(run, reference, case)
     for each in (reference, model):
         each.zero_grad()
         _halve(each, change)
     replaced = list(model.parameters())
-    follow(model, reference, case)
+    follow(run, reference, case)
     assert all(a is b for a, b in zip(model.parameters(), replaced, strict=True))
     (unit, *_) = units(model)
     assert not any(flat.detached() for flat in unit.flats) and unit.is_current()
@@ -64,13 +64,17 @@ def _replace(rank: int, name: str, strategy: str, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["data", "objects"])
-@pytest.mark.parametrize("name, strategy", [("mlp", s) for s in STRATEGIES] + [("tied", "FULL_SHARD")])
-def test_replaced_parameters(two: Ranks, name: str, strategy: str, change: str) -> None:
-    """New data and new parameters of the right size are taken over by the next eager forward and train on.
+@pytest.mark.parametrize(
+    ("name", "strategy", "how"),
+    [("mlp", strategy, "eager") for strategy in STRATEGIES]
+    + [("tied", "FULL_SHARD", "eager"), ("mlp", "NO_SHARD", "aot_eager"), ("tied", "FULL_SHARD", "aot_eager")],
+)
+def test_replaced_parameters(two: Ranks, name: str, strategy: str, change: str, how: str) -> None:
+    """New data and new parameters of the right size are taken over by the next forward and train on.
 
     E-WB-1, E-WB-2, E-WB-3, E-WB-4; a shared one that is replaced in all its places stays shared (E-WB-7).
     """
-    two.run(_replace, name, strategy, change)
+    two.run(_replace, name, strategy, change, how)
 
 
 def _replace_wrongly(rank: int, change: str) -> None:

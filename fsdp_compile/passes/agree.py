@@ -1,0 +1,38 @@
+"""Each graph says, before its first collective, which collectives it has: ranks compare that (agreement.py).
+
+The text stands in the graph, so a graph that comes out of a compile cache is compared as well. Groups are numbered in
+order of first appearance: under hybrid sharding their names differ from rank to rank.
+"""
+
+from torch import fx
+
+from fsdp_compile.collectives import ALL_GATHER, ALL_GATHER_INTO, ALL_REDUCE, ALL_REDUCE_IN_PLACE, REDUCE_SCATTER
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.ops import AGREE
+from fsdp_compile.passes.tags import get_tag, tagged
+
+_GROUP_AT = {ALL_GATHER: 2, ALL_GATHER_INTO: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_REDUCE_IN_PLACE: 2}
+
+
+def agree(graph: fx.Graph, config: CompileConfig) -> None:
+    """Put `fsdp_flat::agree` at the start of a graph that has collectives of ours; `pin` keeps it before them."""
+    starts = tagged(graph, "gather", "reduce")
+    if not starts:
+        return
+    names: list[str] = [start.args[_GROUP_AT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
+    groups = list(dict.fromkeys(names))
+    sequence = "\n".join(_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True))
+    value = starts[0].meta["val"]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        arguments = (sequence, groups, config.agreement_timeout, value.device)
+        node = graph.create_node("call_function", AGREE, arguments, name="agree")
+    with value.fake_mode:
+        node.meta["val"] = AGREE(*node.args)
+
+
+def _describe(start: fx.Node, group: int) -> str:
+    tag = get_tag(start)
+    sent: fx.Node = start.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+    value = sent.meta["val"]
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{tag}, {value.numel() * value.element_size()} bytes of {dtype}, group {group}"

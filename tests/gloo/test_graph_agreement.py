@@ -1,0 +1,144 @@
+"""Ranks that are about to run different compiled graphs get an error that shows where they differ, and never hang."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.passes import agreement
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+
+from .ranks import Ranks
+
+X = torch.ones(2, 4)
+
+
+class _Ordered(nn.Module):
+    """Runs some of three layers in some order; its graph without gradients has products alone, no kernel to build."""
+
+    def __init__(self, order: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, width if i == 1 else 4) for i in range(3))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)[:, :4]
+        return x
+
+
+def _evaluate(order: tuple[int, ...], width: int = 4, timeout: float = 60.0, **options: Any) -> Tensor:
+    torch._dynamo.reset()
+    model = fully_shard(_Ordered(order, width), auto_wrap_policy={nn.Linear}, **options)
+    run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"agreement_timeout": timeout})
+    with torch.no_grad():
+        return run(X)
+
+
+@contextmanager
+def _comparisons() -> Iterator[mock.Mock]:
+    with mock.patch.object(agreement, "compare", wraps=agreement.compare) as compare:
+        yield compare
+
+
+SAID = r"compiled graph: expected the same collectives in the same order on all ranks, found after "
+
+
+def _differ(rank: int) -> None:
+    another_order = SAID + (
+        r"1 equal ones rank 0: gather layers.1, 64 bytes of float32, group 0; "
+        r"rank 1: gather layers.2, 64 bytes of float32, group 0; compile the same model"
+    )
+    with pytest.raises(RuntimeError, match=another_order):
+        _evaluate([(0, 1, 2), (0, 2, 1)][rank])
+    another_model = SAID + r"1 equal ones rank 0: gather layers.1, 64 bytes .*; rank 1: gather layers.1, 128 bytes"
+    with pytest.raises(RuntimeError, match=another_model):
+        _evaluate((0, 1), width=[4, 6][rank])
+    fewer = SAID + r"1 equal ones rank 0: the end of the graph; rank 1: gather layers.2, "
+    with pytest.raises(RuntimeError, match=fewer):
+        _evaluate([(0,), (0, 2)][rank])
+    _evaluate((0, 1, 2))
+
+
+def test_different_graphs(two: Ranks) -> None:
+    """Another order, another model, a unit less on one rank: all ranks raise before the first collective, with the
+    first difference; the group stays usable."""
+    two.run(_differ)
+
+
+def _come_late(rank: int) -> float:
+    before = time.monotonic()
+    missing = r"found no sign of rank 1 for 2 s, while rank 0 was about to run gather layers.2, 64 bytes .* 1 more"
+    if rank == 1:
+        time.sleep(4)
+    with pytest.raises(RuntimeError, match=missing):
+        _evaluate((2, 1), timeout=[2.0, 60.0][rank])
+    waited = time.monotonic() - before
+    _evaluate((2, 1))
+    return waited
+
+
+def test_a_rank_that_does_not_come(two: Ranks) -> None:
+    """The others raise when the time is up and say what they were about to run; so does the rank when it comes."""
+    waited = two.run(_come_late)
+    assert all(seconds < 50 for seconds in waited), waited
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    for known in agreement._known.values():
+        known.texts.clear()
+
+
+def _products() -> nn.Module:
+    """Forward and backward are matrix products alone: no kernel to build."""
+    layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    return fully_shard(layers, auto_wrap_policy={nn.Linear})
+
+
+def _count(rank: int) -> None:
+    _forget()
+    run = torch.compile(_products(), fullgraph=True)
+    with _comparisons() as compare:
+        for _ in range(3):
+            run(X).square().mean().backward()
+            assert compare.call_count == 2, "expected one comparison for forward and one for backward, at step 0"
+    _forget()
+    counters.clear()
+    run = torch.compile(_products(), fullgraph=True)
+    with _comparisons() as compare:
+        run(X).square().mean().backward()
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1 and not counters["inductor"]["fxgraph_cache_miss"]
+    assert compare.call_count == 2, "expected graphs from the cache to be compared"
+
+
+def test_once_for_each_graph(two: Ranks) -> None:
+    """Forward and backward are compared at their first run and at no other, also when they come from the cache."""
+    two.run(_count)
+
+
+def _part_of_the_world(rank: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    order = (0, 1, 2) if rank < 2 else (2, 0)
+    _evaluate(order, process_group=groups[rank // 2])
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    both = (groups[rank // 2], replicas[rank % 2])
+    with _comparisons() as compare:
+        _evaluate((0, 1), process_group=both, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        texts = {call.args[0] for call in compare.call_args_list}
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, texts)
+    assert len(texts) == 1 and all(each == texts for each in found)
+
+
+def test_only_ranks_of_the_groups_take_part(four: Ranks) -> None:
+    """Groups that share no rank may run different graphs; with hybrid sharding all ranks have one text."""
+    four.run(_part_of_the_world)

@@ -1,0 +1,107 @@
+"""What is looked at before a compiled forward, however the model was compiled."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+
+from fsdp_compile import FullyShardedDataParallel
+from fsdp_compile.eager import prologue
+
+from .ranks import Ranks
+from .training import backward, follow, mine, shard, twins, units
+
+MLP = MODELS["mlp"]
+OPTIONS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+
+
+def _compile_module(model: nn.Module) -> nn.Module:
+    return torch.compile(model, **OPTIONS)
+
+
+def _compile_in_place(model: nn.Module) -> nn.Module:
+    model.compile(**OPTIONS)
+    return model
+
+
+def _compile_units(model: Any) -> nn.Module:
+    model.blocks[0].compile(**OPTIONS)
+    model.blocks[1] = torch.compile(model.blocks[1], **OPTIONS)
+    return model
+
+
+def _compile_function(model: nn.Module) -> Any:
+    return torch.compile(lambda *args: model(*args), **OPTIONS)
+
+
+def _compile_copy(model: nn.Module) -> nn.Module:
+    return torch.compile(copy.deepcopy(model), **OPTIONS)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "module": (_compile_module, 4),
+    "in place": (_compile_in_place, 4),
+    "copy": (_compile_copy, 4),
+    "units": (_compile_units, 2),
+    "function": (_compile_function, 0),
+    "not compiled": (lambda model: model, 0),
+}
+
+
+def _count(rank: int) -> None:
+    for way, (compile_in_this_way, expected) in WAYS.items():
+        torch._dynamo.reset()
+        run = compile_in_this_way(shard(MLP))
+        for step in range(3):
+            with (
+                torch._dynamo.config.patch(error_on_recompile=step > 0),
+                mock.patch.object(prologue, "refresh", wraps=prologue.refresh) as refresh,
+            ):
+                backward(run, MLP, mine(MLP, step))
+            assert refresh.call_count == expected, f"{way}, step {step}: {refresh.call_count}"
+    wrapped = FullyShardedDataParallel(MLP.build())
+    with mock.patch.object(prologue, "refresh", wraps=prologue.refresh) as refresh:
+        backward(torch.compile(wrapped, **OPTIONS), MLP, mine(MLP, 0))
+    assert refresh.call_count == 1
+
+
+def test_units_are_looked_at_once_a_step(two: Ranks) -> None:
+    """Each unit of what is compiled is looked at once before each compiled forward, without a graph break or a second
+    compilation; never where the call of the model is traced, nor a second time where nothing is compiled."""
+    two.run(_count)
+
+
+def _gathered_by_hand(rank: int) -> None:
+    reference, model = twins(MLP)
+    run = _compile_module(model)
+    model.unshard()
+    assert units(model)[0].unsharded is not None
+    follow(run, reference, MLP, steps=1)
+    assert units(model)[0].unsharded is None
+    follow(model, reference, MLP, steps=1)
+
+
+def test_what_was_gathered_by_hand_is_freed(two: Ranks) -> None:
+    """A compiled forward gathers for itself: it frees what `unshard` gathered, and an eager one reads nothing stale."""
+    two.run(_gathered_by_hand)
+
+
+def _refuse(rank: int) -> None:
+    reference, model = twins(MLP)
+    run = _compile_module(model)
+    before = model.head.weight.data
+    model.head.weight.data = torch.zeros(5, 11)
+    with pytest.raises(RuntimeError, match=r"parameter head.weight: expected .* this rank's part, found .*\(5, 11\)"):
+        run(mine(MLP, 1)[0])
+    model.head.weight.data = before
+    follow(run, reference, MLP)
+
+
+def test_what_does_not_fit_is_refused_before_a_compiled_step(two: Ranks) -> None:
+    """A replacement of another shape raises before anything is computed; the model stays usable (E-WB-4)."""
+    two.run(_refuse)

@@ -1,0 +1,67 @@
+"""Ways in which sharded training under a compiler goes wrong without a word, seen in numbers. Each has its test.
+
+Elsewhere, beside what they belong to:
+    tied parameters come back untied                            test_features.py: test_tied_embedding_and_head
+    padding carries NaN into norms, gradients or parameters     test_steps.py: test_padding_is_never_seen
+    weights gathered before optimizer.step() are read after it  test_features.py: test_forward_without_backward
+    a graph that one rank has cached runs wrongly on another    test_cache.py; test_no_recompile.py: test_all_ranks_*
+    what only generated code shows                              tests/fake/test_traps.py
+"""
+
+import copy
+
+import torch
+from models import MODELS
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_compile import summon_full_params
+
+from .ranks import Ranks
+from .training import assert_bitwise, backward, build, executor, mine, shard
+
+MLP = MODELS["mlp"]
+
+
+def _settings(rank: int) -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    plain, other = shard(MLP), shard(MLP, "SHARD_GRAD_OP", mixed_precision=low)
+    runs = [executor(model, "aot_eager") for model in (plain, other)]
+    alone = [shard(MLP), shard(MLP, "SHARD_GRAD_OP", mixed_precision=low)]
+    for step in range(2):
+        for run, model, expected in zip(runs, (plain, other), alone, strict=True):
+            backward(run, MLP, mine(MLP, step))
+            backward(expected, MLP, mine(MLP, step))
+            assert_bitwise(model, expected, f"step {step}")
+    outputs = [run(mine(MLP, 0)[0]).dtype for run in runs]
+    assert outputs == [torch.float32, torch.bfloat16]
+
+
+def test_settings_of_the_first_model_inherited_by_the_second(two: Ranks) -> None:
+    """The trap: code that was compiled for one model runs for another of its class that has other settings."""
+    two.run(_settings)
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if not param.requires_grad}
+
+
+def _stay_frozen(rank: int) -> None:
+    case = MODELS["frozen"]
+    expected, model = _frozen(build(case)), shard(case)
+    found = {"fully_shard": _frozen(model)}
+    for how in ("eager", "aot_eager"):
+        backward(executor(model, how), case, mine(case, 1))
+        found[how] = _frozen(model)
+    with summon_full_params(model, with_grads=True):
+        found["inside summon_full_params"] = _frozen(model)
+    found["after it"] = _frozen(model)
+    found["deepcopy"] = _frozen(copy.deepcopy(model))
+    model.zero_grad()
+    found["double"] = _frozen(model.double())
+    assert expected and found == dict.fromkeys(found, expected)
+
+
+def test_frozen_parameters_returned_trainable(two: Ranks) -> None:
+    """The trap: parameters are made anew on the way, as trainable ones."""
+    two.run(_stay_frozen)
