@@ -38,7 +38,7 @@ def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueE
 
 def check_no_forward_runs(unit: Unit) -> None:
     """Raise ValueError if a forward of the unit is under way, whose views a backward would close (E-BWD-3)."""
-    if unit.views is not None and unit.views_backward == -1:
+    if is_open(unit) and unit.views_backward == -1:
         raise ValueError(
             f"backward: expected {unit} to be idle, found it in a forward, within which an earlier forward of it was "
             f"run backward; end the forward first"
