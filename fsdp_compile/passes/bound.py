@@ -6,7 +6,7 @@ from fsdp_compile.passes.workload import Workload
 
 
 def smallest_budget(workload: Workload, kept: frozenset[int] | None = None) -> int:
-    """Bytes that live at once if each unit is gathered when it is read, and reduced and waited for when it is ready.
+    """Bytes that live at once if each unit is gathered when it is read, reduced and waited for when it is ready.
 
     Every plan needs these: beside a task live what it reads and what it, or one before it, has begun to write.
 
@@ -27,7 +27,7 @@ def smallest_budget(workload: Workload, kept: frozenset[int] | None = None) -> i
 
 
 def lower_bound(workload: Workload, kept: frozenset[int] | None = None, budget: int | None = None) -> float:
-    """Seconds below which no plan can be: forward and backward follow each other, the link carries one launch at a time.
+    """Seconds below which no plan can be: backward follows forward, the link carries one launch at a time.
 
     With g1 the first gather, A all gathers, C all computing, R all reduces, r the last one to get ready, f and b for
     forward and backward, this is at least `g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r`.
@@ -47,9 +47,7 @@ def lower_bound(workload: Workload, kept: frozenset[int] | None = None, budget: 
     return _phase(workload, seconds, forward, 0, split) + _backward(workload, seconds, backward, unavoidable)
 
 
-def _phase(
-    workload: Workload, seconds: list[float], gathers: list[tuple[int, int]], start: int, end: int
-) -> float:
+def _phase(workload: Workload, seconds: list[float], gathers: list[tuple[int, int]], start: int, end: int) -> float:
     """What gathers make of one direction: all up to any one, then the tasks from its first reader on."""
     bounds, moved = [sum(seconds[start:end])], workload.latency
     for unit, first in gathers:

@@ -1,8 +1,8 @@
 """The planner: where to gather, wait, free and reduce, and what to keep, so that the step is short within its memory.
 
-Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch. search.py
-finds the best such choice for given units to keep; here it is decided which to keep, and what small units to launch
-together.
+Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch.
+search.py finds the best such choice for given units to keep; here it is decided which to keep, and what small units to
+launch together.
 """
 
 from collections.abc import Iterator
@@ -117,12 +117,14 @@ def _some(workload: Workload, budget: int | None, width: int | None) -> list[Fou
         if _fits(workload, kept, budget)
         for merges in (_MERGES if workload.latency else _MERGES[:1])
     ]
-    rough = [(search(workload, kept, budget, together=together, width=2), kept, together) for kept, together in choices]
-    reached = [each for each in rough if each[0] is not None]
-    reached.sort(key=lambda each: (each[0].seconds, each[0].peak))
     width = width or max(8, 3000 // len(workload.tasks))
-    full = [search(workload, kept, budget, together=together, width=width) for _, kept, together in reached[:2]]
-    return [found for found in (*full, *(each[0] for each in reached)) if found is not None]
+    rough = []
+    for kept, together in choices:
+        found = search(workload, kept, budget, together=together, width=2)
+        rough += [(found, kept, together)] if found is not None else []
+    rough.sort(key=lambda each: (each[0].seconds, each[0].peak))
+    full = [search(workload, kept, budget, together=together, width=width) for _, kept, together in rough[:2]]
+    return [*(found for found in full if found is not None), *(found for found, _, _ in rough)]
 
 
 def _last_ones(workload: Workload) -> Iterator[frozenset[int]]:

@@ -1,16 +1,16 @@
 """The best plan for given units to keep: a search from task to task.
 
-Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no more
-memory. That is exact, until more than `width` states are left.
+Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no
+more memory. That is exact, until more than `width` states are left.
 
-Two choices cost nothing, and make the search small. A launch that the link would only queue until after the next task can
-as well be issued later. A reduce that is done can as well be waited for.
+Two choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
+can as well be issued later. A reduce that is done can as well be waited for.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import le
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_compile.passes.plan import Kind, Plan, Step
 from fsdp_compile.passes.simulate import task_end
@@ -87,7 +87,7 @@ def search(
         kept: units whose gathered buffers stay between forward and backward.
         budget: bytes that may live at most; None: no limit.
         merge: how many launches the search may make into one.
-        together: neighbours are one launch from the start, as long as it takes the link no longer than this, in seconds.
+        together: neighbours are one launch from the start, if it takes the link no longer than this, in seconds.
         width: states that are kept from task to task; None: all.
         beat: seconds of a plan that is known already.
     """
@@ -142,7 +142,7 @@ class _Search:
 
     def _before(self, index: int, states: list[_State]) -> Iterator[_State]:
         """All that can be reached from `states` by launches and waits before task `index`."""
-        seen = set()
+        seen: set[Any] = set()
         while states:
             fresh = {}
             for state in states:
@@ -337,7 +337,7 @@ def _reduces(workload: Workload, together: float) -> list[_Launch]:
 
 
 def _joined(launches: list[_Launch], launch: _Launch, first: int, together: float) -> _Launch:
-    """`launch`, joined by the last of `launches`, which it replaces, if both take the link no longer than `together`."""
+    """`launch`, joined by the last of `launches`, whose place it takes, if both fit into `together` seconds."""
     if launches[-1].seconds + launch.seconds > together:
         return launch
     last = launches.pop()

@@ -22,6 +22,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """How long it ran."""
         return self.end - self.start
 
 
@@ -80,8 +81,8 @@ def _event(span: Span, lane: int) -> dict[str, object]:
 def task_end(start: float, seconds: float, contention: float, busy_until: float) -> float:
     """When a task of `seconds` ends that starts at `start`, beside links that are busy until `busy_until`.
 
-    While a link is busy, `1 + contention` seconds do the work of one. Nothing is issued during a task, so a link that is
-    free once stays free.
+    While a link is busy, `1 + contention` seconds do the work of one. Nothing is issued during a task, so a link
+    that is free once stays free.
     """
     beside = max(0.0, busy_until - start) / (1 + contention)  # work done until the links fall idle
     return start + seconds + contention * min(seconds, beside)

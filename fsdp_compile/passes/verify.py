@@ -52,7 +52,7 @@ def _check_cycles(workload: Workload, plan: Plan) -> None:
             expected = _FOLLOWS[step.kind]
             if (found.kind if found else "free" if step.kind == "gather" else None) != expected:
                 raise PlanError(
-                    f"{step}: expected {name} to have its {expected or 'only reduce'} before, found {found or 'nothing'}"
+                    f"{step}: expected the {expected or 'only reduce'} of {name} before, found {found or 'nothing'}"
                 )
             if step.kind in ("wait", "wait_reduce") and found is not None and found.units != step.units:
                 raise PlanError(f"{step}: expected to wait for all of one launch, found the launch {found}")

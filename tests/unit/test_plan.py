@@ -3,13 +3,13 @@ import random
 
 import pytest
 from expecttest import assert_expected_inline
+from workloads import blocks, random_workload
 
 from fsdp_compile.passes.plan import Plan, PlanError, Step
 from fsdp_compile.passes.schedule import lean, schedule
 from fsdp_compile.passes.simulate import simulate, task_end
 from fsdp_compile.passes.verify import verify
 from fsdp_compile.passes.workload import Task, UnitCost, Workload
-from workloads import blocks, random_workload
 
 
 def test_text_and_json():
@@ -43,6 +43,30 @@ def test_printed():
     assert_expected_inline(
         str(found.plan),
         """\
+at   0  gather       root
+at   0  gather       blocks.0
+at   0  wait         root
+at   1  gather       blocks.1
+at   1  wait         blocks.0
+at   2  free         blocks.0
+at   2  wait         blocks.1
+at   3  free         blocks.1
+at   4  free         root
+at   4  gather       root
+at   4  gather       blocks.1
+at   4  wait         root
+at   5  free         root
+at   5  gather       blocks.0
+at   5  wait         blocks.1
+at   6  free         blocks.1
+at   6  reduce       blocks.1
+at   6  wait         blocks.0
+at   7  free         blocks.0
+at   7  wait_reduce  blocks.1
+at   7  reduce       blocks.0
+at   8  wait_reduce  blocks.0
+at   8  reduce       root
+at   8  wait_reduce  root
 """,
     )
 
@@ -68,7 +92,7 @@ def test_verify_sees_what_is_late_or_early():
     plan = lean(workload).plan
     for kind, shift in (("wait", 1), ("free", -1), ("reduce", -1)):
         for number, step in enumerate(plan.steps):
-            if step.kind == kind and 0 <= step.at + shift:
+            if step.kind == kind and step.at + shift >= 0:
                 moved = [*plan.steps[:number], *plan.steps[number + 1 :], Step(kind, step.units, step.at + shift)]
                 with pytest.raises(PlanError):
                     verify(workload, Plan(tuple(sorted(moved, key=lambda each: each.at))))
@@ -92,7 +116,7 @@ def test_verify_budget():
 
 
 def test_simulated_by_hand():
-    """One unit, 2 s to gather, 3 s to reduce, 1 s and 4 s of computing: 2 + 1 + 2 + 4 + 3 s, of which 7 s are exposed."""
+    """One unit, 2 s to gather, 3 to reduce, 1 and 4 s of computing: 2 + 1 + 2 + 4 + 3 s, 7 of them exposed."""
     unit = UnitCost("a", 2.0, 3.0, 10, 20)
     tasks = (Task("forward", 1.0, 5, (0,)), Task("backward", 4.0, 7, (0,), (0,)))
     timeline = simulate(Workload(tasks, 1, (unit,)), lean(Workload(tasks, 1, (unit,))).plan)

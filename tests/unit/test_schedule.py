@@ -1,15 +1,14 @@
 import random
 
 import pytest
-
 from every_plan import shortest
+from workloads import blocks, random_workload
+
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan import PlanError
 from fsdp_compile.passes.schedule import lean, schedule
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.verify import verify
-from workloads import blocks, random_workload
-
 
 # Steps of 5 to 8 units of which all plans can be tried within a second each; others take minutes.
 LARGE = (1, 2, 3, 4, 6, 7, 10, 11, 12, 13, 14, 20, 21, 23, 26, 33, 38, 45, 51, 53, 58, 60, 68, 81, 84)
@@ -42,33 +41,29 @@ def test_shortest_of_more_units():
         _check_shortest(workload, smallest_budget(workload), merge=1)
 
 
-@pytest.mark.parametrize("count", [31, 63, 127])
-@pytest.mark.parametrize("keep", [False, None])
+@pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])
 def test_near_the_bound(count, keep):
     """Where computing takes longer than communication and memory is no limit, a deep model is 1 % from the bound."""
     found = schedule(blocks(count, keep=keep))
     assert found.gap <= 0.01
 
 
-@pytest.mark.parametrize("keep", [False, None])
-def test_more_memory_is_never_slower(keep):
+def test_more_memory_is_never_slower():
     """From the smallest budget up, seconds fall or stay; the smallest has a plan and one byte less is refused."""
-    for seed in range(20):
-        workload = random_workload(random.Random(seed), 5) if keep is None else blocks(7, keep=keep)
+    for seed in range(8):
+        workload = random_workload(random.Random(seed), 4)
         least = smallest_budget(workload)
-        seconds = [schedule(workload, least + more).seconds for more in (0, 1, 2, 4, 8, 100, 200, 400)]
+        seconds = [schedule(workload, least + more).seconds for more in (0, 1, 2, 3, 5, 8)]
         assert seconds == sorted(seconds, reverse=True)
         with pytest.raises(PlanError, match=rf"expected at least {least} bytes.*found {least - 1}"):
             schedule(workload, least - 1)
-        if keep is False:
-            return
 
 
 def test_budget_of_many():
     """A deep model fits into any budget that is not refused, and the plan's memory is what the simulator counts."""
     for rng in (None, random.Random(1)):
-        workload = blocks(63, rng=rng, keep=None)
-        for part in (1.0, 1.3, 2.0):
+        workload = blocks(31, rng=rng, keep=None)
+        for part in (1.0, 1.5):
             budget = int(smallest_budget(workload) * part)
             found = schedule(workload, budget)
             verify(workload, found.plan, budget)

@@ -30,7 +30,7 @@ def random_workload(rng: random.Random, count: int, may_keep: bool = True) -> Wo
 def blocks(
     count: int, forward: float = 1.2, latency: float = 0.02, keep: bool | None = False, rng: random.Random | None = None
 ) -> Workload:
-    """A root around `count` blocks. A block takes the link about 1 s each way, and computes `forward` and twice that."""
+    """A root around `count` blocks. A block takes the link about 1 s, and computes `forward` and twice that."""
 
     def about(seconds: float) -> float:
         return seconds * rng.uniform(0.5, 1.5) if rng else seconds
