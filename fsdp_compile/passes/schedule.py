@@ -1,0 +1,138 @@
+"""The planner: where to gather, wait, free and reduce, and what to keep, so that the step is short within its memory.
+
+Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch.
+search.py finds the best such choice for given units to keep; here it is decided which to keep, and what small units to
+launch together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from fsdp_compile.passes.bound import lower_bound, smallest_budget
+from fsdp_compile.passes.compact import compact
+from fsdp_compile.passes.plan import Plan, PlanError, Step
+from fsdp_compile.passes.search import Found, search
+from fsdp_compile.passes.simulate import simulate
+from fsdp_compile.passes.workload import Workload
+
+FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
+_MERGES = (0.0, 2.0, 8.0, 32.0)  # of many units: neighbours are launched together up to so many latencies of transfer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A plan and what is known about it.
+
+    Attributes:
+        plan: the plan.
+        kept: names of the units whose gathered buffer stays from forward to backward.
+        seconds: of the whole step, by the simulator.
+        peak: bytes that live at most.
+        bound: seconds below which no plan for this workload and budget can be.
+        exact: whether no plan is shorter that launches gathers in the order of their first reader, reduces in the order
+            in which they get ready, and no more than `merge` units together.
+    """
+
+    plan: Plan
+    kept: tuple[str, ...]
+    seconds: float
+    peak: int
+    bound: float
+    exact: bool
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the shortest one, as a part of the bound; 0: it is the shortest."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+
+def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, width: int | None = None) -> Schedule:
+    """The best plan found for `workload`.
+
+    Args:
+        workload: what the step computes.
+        budget: bytes that may live at most; None: no limit.
+        merge: of up to 8 units, how many one launch may gather or reduce.
+        width: states that the search keeps from task to task; None: all of up to 8 units, fewer of many.
+
+    Raises:
+        PlanError: the budget is below the smallest one that has a plan; the message says which that is.
+    """
+    least = smallest_budget(workload)
+    if budget is not None and budget < least:
+        raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
+                        f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
+    few = len(workload.units) <= FEW
+    attempts = _all(workload, budget, merge, width) if few else _some(workload, budget, width)
+    attempts = attempts or [lean(workload)]
+    best = min(attempts, key=lambda found: (found.seconds, found.peak))
+    plan = compact(workload, best.plan)
+    timeline = simulate(workload, plan)
+    bound = lower_bound(workload, None, budget)
+    exact = few and all(found.exact for found in attempts)
+    names = tuple(workload.units[unit].name for unit in sorted(best.kept))
+    return Schedule(plan, names, timeline.makespan, timeline.peak, bound, exact)
+
+
+def lean(workload: Workload) -> Found:
+    """The plan that needs the least memory: gather when a unit is read, reduce when it is ready, wait at once."""
+    steps = []
+    for unit, first, last in workload.gathers(workload.always_kept):
+        name = (workload.units[unit].name,)
+        steps += [(first, 2, Step("gather", name, first)), (first, 3, Step("wait", name, first))]
+        steps += [(last + 1, 0, Step("free", name, last + 1))]
+    for unit, _, ready in workload.reduces():
+        name = (workload.units[unit].name,)
+        steps += [(ready + 1, 1, Step(kind, name, ready + 1)) for kind in ("reduce", "wait_reduce")]
+    plan = Plan(tuple(step for _, _, step in sorted(steps, key=lambda each: each[:2])))
+    timeline = simulate(workload, plan)
+    return Found(plan, workload.always_kept, timeline.makespan, timeline.peak, False)
+
+
+def _all(workload: Workload, budget: int | None, merge: int, width: int | None) -> list[Found]:
+    """The best plan for each choice of what to keep, unless a bound says that it is not the best of all."""
+    attempts: list[Found] = []
+    best = float("inf")
+    for kept in _subsets(workload):
+        if lower_bound(workload, kept) > best or not _fits(workload, kept, budget):
+            continue
+        found = search(workload, kept, budget, merge=merge, width=width, beat=best)
+        if found is not None:
+            attempts.append(found)
+            best = min(best, found.seconds)
+    return attempts
+
+
+def _subsets(workload: Workload) -> Iterator[frozenset[int]]:
+    for count in range(len(workload.keepable), -1, -1):
+        yield from (workload.always_kept | set(chosen) for chosen in combinations(workload.keepable, count))
+
+
+def _some(workload: Workload, budget: int | None, width: int | None) -> list[Found]:
+    """Plans for some choices of what to keep and what to launch together, searched narrowly; the best ones in full."""
+    choices = [
+        (kept, merges * workload.latency)
+        for kept in _last_ones(workload)
+        if _fits(workload, kept, budget)
+        for merges in (_MERGES if workload.latency else _MERGES[:1])
+    ]
+    width = width or max(8, 3000 // len(workload.tasks))
+    rough = []
+    for kept, together in choices:
+        found = search(workload, kept, budget, together=together, width=2)
+        rough += [(found, kept, together)] if found is not None else []
+    rough.sort(key=lambda each: (each[0].seconds, each[0].peak))
+    full = [search(workload, kept, budget, together=together, width=width) for _, kept, together in rough[:2]]
+    return [*(found for found in full if found is not None), *(found for found, _, _ in rough)]
+
+
+def _last_ones(workload: Workload) -> Iterator[frozenset[int]]:
+    """The last units of forward, which backward reads first, some or all of them."""
+    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    for count in sorted({0, 1, *(round(len(by_last_read) * part / 8) for part in range(1, 9))}):
+        yield workload.always_kept | set(by_last_read[:count])
+
+
+def _fits(workload: Workload, kept: frozenset[int], budget: int | None) -> bool:
+    return budget is None or smallest_budget(workload, kept) <= budget

@@ -1,0 +1,150 @@
+import json
+import random
+
+import pytest
+from expecttest import assert_expected_inline
+from workloads import blocks, random_workload
+
+from fsdp_compile.passes.plan import Plan, PlanError, Step
+from fsdp_compile.passes.schedule import lean, schedule
+from fsdp_compile.passes.simulate import simulate, task_end
+from fsdp_compile.passes.verify import verify
+from fsdp_compile.passes.workload import Task, UnitCost, Workload
+
+
+def test_text_and_json():
+    """A plan that is printed and read again, as text or JSON, is the same plan."""
+    for seed in range(20):
+        plan = schedule(random_workload(random.Random(seed), 4)).plan
+        assert Plan.parse(str(plan)) == plan
+        assert Plan.parse(plan.to_json()) == plan
+        assert hash(Plan.parse(str(plan))) == hash(plan)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("at 0 gather", "line 1: expected 'at TASK KIND UNIT...', found 'at 0 gather'"),
+        ("\nat x gather a", "line 2: expected the number of a task, found x"),
+        ("at 0 fetch a", "line 1: expected one of gather, wait, free, reduce, wait_reduce, found fetch"),
+        ('[[0, "gather"]]', r"step 1: expected \[TASK, KIND, \[UNIT, ...\]\]"),
+        ("[0,", "expected JSON"),
+    ],
+)
+def test_unreadable(text, message):
+    """What is no plan is refused with the place and what is wrong there."""
+    with pytest.raises(PlanError, match=message):
+        Plan.parse(text)
+
+
+def test_printed():
+    """Two blocks and a root: gathered ahead, freed after forward, gathered again, reduced when ready."""
+    found = schedule(blocks(2))
+    assert_expected_inline(
+        str(found.plan),
+        """\
+at   0  gather       root
+at   0  gather       blocks.0
+at   0  wait         root
+at   1  gather       blocks.1
+at   1  wait         blocks.0
+at   2  free         blocks.0
+at   2  wait         blocks.1
+at   3  free         blocks.1
+at   4  free         root
+at   4  gather       root
+at   4  gather       blocks.1
+at   4  wait         root
+at   5  free         root
+at   5  gather       blocks.0
+at   5  wait         blocks.1
+at   6  free         blocks.1
+at   6  reduce       blocks.1
+at   6  wait         blocks.0
+at   7  free         blocks.0
+at   7  wait_reduce  blocks.1
+at   7  reduce       blocks.0
+at   8  wait_reduce  blocks.0
+at   8  reduce       root
+at   8  wait_reduce  root
+""",
+    )
+
+
+def _without(plan: Plan, number: int) -> Plan:
+    return Plan(tuple(step for at, step in enumerate(plan.steps) if at != number))
+
+
+def test_verify_sees_what_is_missing():
+    """A plan that lacks any one of its steps is refused."""
+    for seed in range(20):
+        workload = random_workload(random.Random(seed), 3)
+        plan = schedule(workload).plan
+        verify(workload, plan)
+        for number in range(len(plan.steps)):
+            with pytest.raises(PlanError):
+                verify(workload, _without(plan, number))
+
+
+def test_verify_sees_what_is_late_or_early():
+    """A wait after its reader, a free before its last reader, a reduce before its gradient: each is refused."""
+    workload = blocks(3)
+    plan = lean(workload).plan
+    for kind, shift in (("wait", 1), ("free", -1), ("reduce", -1)):
+        for number, step in enumerate(plan.steps):
+            if step.kind == kind and step.at + shift >= 0:
+                moved = [*plan.steps[:number], *plan.steps[number + 1 :], Step(kind, step.units, step.at + shift)]
+                with pytest.raises(PlanError):
+                    verify(workload, Plan(tuple(sorted(moved, key=lambda each: each.at))))
+
+
+def test_verify_keep():
+    """Only units that may stay between forward and backward do."""
+    kept = schedule(blocks(3, keep=True))
+    assert kept.kept == ("root", "blocks.0", "blocks.1", "blocks.2")
+    with pytest.raises(PlanError, match="expected it freed after forward"):
+        verify(blocks(3, keep=False), kept.plan)
+
+
+def test_verify_budget():
+    """A plan over its budget is refused with the task and the bytes."""
+    workload = blocks(5)
+    found = schedule(workload)
+    verify(workload, found.plan, found.peak)
+    with pytest.raises(PlanError, match=rf"expected at most {found.peak - 1} bytes, found {found.peak} at task"):
+        verify(workload, found.plan, found.peak - 1)
+
+
+def test_simulated_by_hand():
+    """One unit, 2 s to gather, 3 to reduce, 1 and 4 s of computing: 2 + 1 + 2 + 4 + 3 s, 7 of them exposed."""
+    unit = UnitCost("a", 2.0, 3.0, 10, 20)
+    tasks = (Task("forward", 1.0, 5, (0,)), Task("backward", 4.0, 7, (0,), (0,)))
+    timeline = simulate(Workload(tasks, 1, (unit,)), lean(Workload(tasks, 1, (unit,))).plan)
+    assert timeline.makespan == 12 and timeline.exposed == 7
+    assert [timeline.exposed_of(span) for span in timeline.link] == [2, 2, 3]
+    assert timeline.memory == [15, 37, 27]
+    events = json.loads(timeline.to_trace())["traceEvents"]
+    assert [event["dur"] / 1e6 for event in events if event["ph"] == "X" and event["tid"] == 1] == [2, 2, 3]
+
+
+def test_contention():
+    """Beside a busy link computing takes longer, and only so long as the link is busy."""
+    assert task_end(1.0, 4.0, 0.5, busy_until=0.0) == 5.0
+    assert task_end(1.0, 4.0, 0.5, busy_until=100.0) == 7.0
+    assert task_end(1.0, 4.0, 0.5, busy_until=4.0) == 6.0  # 2 of 4 s beside it, in 3 s
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"backward": 3}, "backward: expected 0 to 2"),
+        ({"latency": -1.0}, "latency: expected a number of at least 0"),
+        ({"tasks": (Task("f", 1.0, 0, (1,)),)}, r"f: expected units 0 to 0, found \[1\]"),
+        ({"tasks": (Task("f", float("nan")),)}, "f.seconds: expected a number of at least 0, found nan"),
+    ],
+)
+def test_bad_workload(change, message):
+    """Numbers that mean nothing are refused by name."""
+    given = {"tasks": (Task("f", 1.0), Task("b", 1.0)), "backward": 1, "units": (UnitCost("a", 1.0, 1.0, 1, 1),)}
+    with pytest.raises(ValueError, match=message):
+        Workload(**{**given, **change})

@@ -1,0 +1,102 @@
+import random
+
+import pytest
+from every_plan import shortest
+from workloads import blocks, random_workload
+
+from fsdp_compile.passes.bound import lower_bound, smallest_budget
+from fsdp_compile.passes.plan import PlanError
+from fsdp_compile.passes.schedule import lean, schedule
+from fsdp_compile.passes.simulate import simulate
+from fsdp_compile.passes.verify import verify
+
+# Steps of 5 to 8 units of which all plans can be tried within a second each; others take minutes.
+LARGE = (1, 2, 3, 4, 6, 7, 10, 11, 12, 13, 14, 20, 21, 23, 26, 33, 38, 45, 51, 53, 58, 60, 68, 81, 84)
+
+
+def _check_shortest(workload, budget, merge):
+    found = schedule(workload, budget, merge=merge)
+    verify(workload, found.plan, budget)
+    best = shortest(workload, float("inf") if budget is None else budget, merge)
+    assert found.exact and found.seconds == pytest.approx(best), found.plan
+    assert found.bound <= best + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(0, 475, 25))
+def test_shortest(seed):
+    """With those below 500 steps of up to 8 units: no way of ordering, merging, keeping and waiting is shorter."""
+    for each in range(seed, seed + 25):
+        rng = random.Random(each)
+        workload = random_workload(rng, rng.choice([1, 2, 2, 3, 3, 3, 4]))
+        least = smallest_budget(workload)
+        over = rng.choice([0, 1, 3, None if len(workload.units) < 4 else 2])
+        _check_shortest(workload, None if over is None else least + over, merge=2)
+
+
+def test_shortest_of_more_units():
+    """Also of 5 to 8 units, within the smallest budget."""
+    for seed in LARGE:
+        rng = random.Random(seed)
+        workload = random_workload(rng, rng.randint(5, 8), may_keep=False)
+        _check_shortest(workload, smallest_budget(workload), merge=1)
+
+
+@pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])
+def test_near_the_bound(count, keep):
+    """Where computing takes longer than communication and memory is no limit, a deep model is 1 % from the bound."""
+    found = schedule(blocks(count, keep=keep))
+    assert found.gap <= 0.01
+
+
+def test_more_memory_is_never_slower():
+    """From the smallest budget up, seconds fall or stay; the smallest has a plan and one byte less is refused."""
+    for seed in range(8):
+        workload = random_workload(random.Random(seed), 4)
+        least = smallest_budget(workload)
+        seconds = [schedule(workload, least + more).seconds for more in (0, 1, 2, 3, 5, 8)]
+        assert seconds == sorted(seconds, reverse=True)
+        with pytest.raises(PlanError, match=rf"expected at least {least} bytes.*found {least - 1}"):
+            schedule(workload, least - 1)
+
+
+def test_budget_of_many():
+    """A deep model fits into any budget that is not refused, and the plan's memory is what the simulator counts."""
+    for rng in (None, random.Random(1)):
+        workload = blocks(31, rng=rng, keep=None)
+        for part in (1.0, 1.5):
+            budget = int(smallest_budget(workload) * part)
+            found = schedule(workload, budget)
+            verify(workload, found.plan, budget)
+            assert found.peak == simulate(workload, found.plan).peak <= budget
+
+
+def test_memory_without_a_budget():
+    """Gathers are not launched before it pays: a deep model that computes longer than it gathers holds few units."""
+    found = schedule(blocks(63, forward=2.0))
+    assert found.gap <= 0.01
+    assert found.peak < 63 + 10 * 100  # activations, and not a fifth of the 64 units
+
+
+def test_bound_formula():
+    """The bound is no less than g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r, without latency."""
+    for seed in range(50):
+        workload = blocks(9, latency=0, rng=random.Random(seed), forward=random.Random(seed).uniform(0.2, 2))
+        split, units = workload.backward, workload.units
+        gathers = workload.gathers(frozenset())
+        first = units[gathers[0][0]].gather
+        ahead = sum(units[unit].gather for unit, at, _ in gathers if at < split)
+        back = sum(units[unit].gather for unit, at, _ in gathers if at >= split)
+        reduces = [units[unit].reduce for unit, _, _ in workload.reduces()]
+        forward = sum(task.seconds for task in workload.tasks[:split])
+        backward = sum(task.seconds for task in workload.tasks[split:])
+        least = first + max(forward, ahead - first) + max(backward, back + sum(reduces) - reduces[-1]) + reduces[-1]
+        assert lower_bound(workload) >= least - 1e-9
+
+
+def test_lean_needs_the_smallest_budget():
+    """What is computed as the smallest budget is what the plan without any prefetch needs."""
+    for seed in range(100):
+        workload = random_workload(random.Random(seed), 4)
+        plan = lean(workload).plan
+        verify(workload, plan, smallest_budget(workload))
+        assert simulate(workload, plan).peak == smallest_budget(workload)
