@@ -23,7 +23,15 @@ BROADCAST = _c10d.broadcast_.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = _c10d.wait_tensor.default
-STARTS = (ALL_GATHER, ALL_GATHER_INTO, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, ALL_REDUCE_IN_PLACE)
+GROUP_ARGUMENT = {  # of the operators that start a collective: where the group stands
+    ALL_GATHER: 2,
+    ALL_GATHER_INTO: 2,
+    REDUCE_SCATTER: 3,
+    ALL_TO_ALL: 3,
+    ALL_REDUCE: 2,
+    ALL_REDUCE_IN_PLACE: 2,
+}
+STARTS = tuple(GROUP_ARGUMENT)
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
 

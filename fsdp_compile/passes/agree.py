@@ -6,12 +6,10 @@ order of first appearance: under hybrid sharding their names differ from rank to
 
 from torch import fx
 
-from fsdp_compile.collectives import ALL_GATHER, ALL_GATHER_INTO, ALL_REDUCE, ALL_REDUCE_IN_PLACE, REDUCE_SCATTER
+from fsdp_compile.collectives import GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import AGREE
 from fsdp_compile.passes.tags import get_tag, tagged
-
-_GROUP_AT = {ALL_GATHER: 2, ALL_GATHER_INTO: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2, ALL_REDUCE_IN_PLACE: 2}
 
 
 def agree(graph: fx.Graph, config: CompileConfig) -> None:
@@ -19,7 +17,7 @@ def agree(graph: fx.Graph, config: CompileConfig) -> None:
     starts = tagged(graph, "gather", "reduce")
     if not starts:
         return
-    names: list[str] = [start.args[_GROUP_AT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
+    names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
     groups = list(dict.fromkeys(names))
     sequence = "\n".join(_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True))
     value = starts[0].meta["val"]
