@@ -97,7 +97,7 @@ mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
 pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
 add_kept_2: f32[64] = fsdp_flat.add_kept(pack_2, primals_5, True)  # add_kept 2
-reduce_2: f32[16] = reduce_scatter_tensor(add_kept_2, 'avg', 4, '0')  # reduce 2, MUST_SAVE
+reduce_2: f32[64] = all_to_all_single(add_kept_2, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
@@ -106,10 +106,14 @@ mm_2: f32[5, 3] = mm(permute_6, primals_3)
 sum_2: f32[1, 5] = sum.dim_IntList(where, [0], True)
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, sum_2], '5x3@0,5@16|64/4%16')  # pack 0
 add_kept_0: f32[64] = fsdp_flat.add_kept(pack_0, primals_2, True)  # add_kept 0
-reduce_0: f32[16] = reduce_scatter_tensor(add_kept_0, 'avg', 4, '0')  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
-wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
-return [wait_reduce_0, None, None, wait_reduce_2, None]""",
+reduce_0: f32[64] = all_to_all_single(add_kept_0, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[64] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
+rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
+mean_2: f32[16] = mean.dim(rows_2, [0])  # mean 2, MUST_SAVE
+wait_reduce_0: f32[64] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
+rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
+mean_0: f32[16] = mean.dim(rows_0, [0])  # mean 0, MUST_SAVE
+return [mean_0, None, None, mean_2, None]""",
     )
 
 
@@ -134,7 +138,7 @@ def test_a_unit_that_is_called_several_times(no_sync: bool) -> None:
     with printed_graphs() as printed:
         torch.compile(model, fullgraph=True)(torch.ones(4, 5)).sum().backward()
     forward, backward = (text for text in printed if "after gather_into" in text.split("\n")[0])
-    calls = ["= all_gather_into", "pack_grads(", "= reduce_scatter", "fsdp_flat.hand_over("]
+    calls = ["= all_gather_into", "pack_grads(", "= all_to_all_single", "fsdp_flat.hand_over("]
     assert [forward.count(call) for call in calls] == [2, 0, 0, 0]
     assert [backward.count(call) for call in calls] == [2, 2, 0 if no_sync else 2, 2 if no_sync else 0]
 

@@ -8,7 +8,7 @@ from refusing import units
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
-from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile import fully_shard
 from fsdp_compile.eager.inputs import prepare_inputs
 from fsdp_compile.unit import unit_of
 
@@ -68,11 +68,10 @@ def test_defaults() -> None:
     """What is not given is as in `FullyShardedDataParallel`: no offload, broadcast or forward prefetch (E-INIT-4)."""
     ours = inspect.signature(fully_shard).parameters
     stock = inspect.signature(FullyShardedDataParallel.__init__).parameters
-    shared = ours.keys() & stock.keys() - {"auto_wrap_policy", "sharding_strategy"}  # ours: "auto" and FULL_SHARD
+    shared = ours.keys() & stock.keys() - {"auto_wrap_policy"}  # ours: "auto"
     assert {"cpu_offload", "backward_prefetch", "forward_prefetch", "sync_module_states", "mixed_precision"} <= shared
     assert {name: ours[name].default for name in shared} == {name: stock[name].default for name in shared}
     assert ours["backward_prefetch"].default is BackwardPrefetch.BACKWARD_PRE
-    assert ours["sharding_strategy"].default is ShardingStrategy.FULL_SHARD
 
 
 def test_inputs_go_to_the_device_of_the_root() -> None:
