@@ -138,7 +138,7 @@ def test_combinations_on_four(four: Ranks, options: Options) -> None:
     four.run(_train, options)
 
 
-@settings(max_examples=EXAMPLES // 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES // 8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=combinations(hybrid=True), how=st.sampled_from(["aot_eager", "inductor"]))
 def test_compiled_combinations(four: Ranks, options: Options, how: str) -> None:
     """So do compiled models."""
