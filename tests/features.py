@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, Case, Inputs, Residual, Stack, checkpointed, mlp, squared_error, vectors
 from torch import Tensor, nn
+from torch.distributed import ReduceOp, reduce_scatter_tensor
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import CustomPolicy, FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
@@ -112,6 +113,17 @@ class _Nested(Stack):
         return {"out": {"y": self.head(y)}, "asides": tuple(asides)}
 
 
+class _Twice(Stack):
+    """Calls its first block again."""
+
+    def __init__(self) -> None:
+        super().__init__([Residual(11, 23) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](self.blocks[1](self.blocks[0](self.stem(x))))
+        return self.head(y)
+
+
 def _nested_error(model: nn.Module, inputs: Inputs) -> Tensor:
     found = model(x=inputs[0])
     return F.mse_loss(found["out"]["y"], inputs[1]) + 0.1 * sum(found["asides"])
@@ -156,6 +168,13 @@ def _copy(model: nn.Module, **options: Any) -> nn.Module:
     return copy.deepcopy(fully_shard(model, **options))
 
 
+def _hook(model: nn.Module, **options: Any) -> nn.Module:
+    """Reduce by a hook of the user's that does what happens without."""
+    model = fully_shard(model, **options)
+    model.register_comm_hook(None, lambda _, full, part: reduce_scatter_tensor(part, full, ReduceOp.AVG))
+    return model
+
+
 def _choose(module: nn.Module) -> bool | dict[str, Any]:
     return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Residual) else False
 
@@ -195,10 +214,15 @@ ROWS: tuple[Row, ...] = (
     Row("`FullyShardedDataParallel`", MLP, partial(FullyShardedDataParallel, auto_wrap_policy={Residual})),
     Row("CPU offload", MLP, partial(fully_shard, cpu_offload=CPUOffload(True))),
     Row("checkpoint inside units", Case(lambda: checkpointed("inside"), vectors, squared_error)),
+    Row("checkpoint around units", Case(lambda: checkpointed("around"), vectors, squared_error)),
     Row("batches of changing size", MLP, sizes=(3, 5, 4)),
     Row("evaluation without gradients in between", MLP, evaluates=True),
     Row("keyword arguments, nested inputs and outputs", Case(_Nested, vectors, _nested_error)),
     Row("accumulation, every backward reduces", MLP, syncs=(True, True)),
+    Row("accumulation under `no_sync`", MLP, syncs=(False, False, True)),
+    Row("`register_comm_hook`", MLP, _hook),
+    Row("`reshard_after_forward=False`", MLP, partial(fully_shard, reshard_after_forward=False)),
+    Row("a block that is called twice", Case(_Twice, vectors, squared_error)),
     Row("`clip_grad_norm_`", MLP, clip=0.1),
     Row("ignored parameters", MLP, _ignore),
     Row("start on the meta device", Case(_filled, vectors, squared_error), _from_meta),
