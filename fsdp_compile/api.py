@@ -168,7 +168,7 @@ def _resolve_strategy(strategy: ShardingStrategy | None, reshard_after_forward: 
 def _check_reshard(choice: Any) -> None:
     if choice is None or isinstance(choice, bool):
         return
-    if choice == "auto" or isinstance(choice, int):
+    if choice == "auto" or isinstance(choice, int):  # "auto" takes a plan; a number, graphs whose groups differ by rank
         raise NotImplementedError(
             f"reshard_after_forward: expected True or False, found {choice!r}: a number of ranks to keep parameters "
             f"sharded over between forward and backward, and 'auto', are not supported yet; True needs the least memory"

@@ -20,12 +20,14 @@ class Prologue:
     """A module whose compiled forward is preceded by a look at the parameters of `_fsdp_below`, a tuple of units."""
 
     _fsdp_below: tuple[Any, ...]
+    _fsdp_is_root = True  # others that were compiled by themselves are gathered by the eager runtime, which looks too
     _compiled_call_impl: Any
 
     @never_trace
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.__call__`."""
-        if not torch.compiler.is_compiling() and (self._compiled_call_impl is not None or dynamo_runs()):
+        compiled = self._compiled_call_impl is not None and self._fsdp_is_root
+        if not torch.compiler.is_compiling() and (compiled or dynamo_runs()):
             _prepare(self._fsdp_below)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 

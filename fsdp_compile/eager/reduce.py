@@ -146,7 +146,7 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Ten
 def set_sync(unit: Unit, syncs: bool) -> None:
     """Choose whether backward reduces the gradients of `unit`."""
     unit.syncs = syncs
-    for flat in unit.flats if unit.accumulates else ():
+    for flat in unit.flats if unit.accumulates else ():  # made anew: a copy's flat parameters begin without
         flat.arrival.reduce_kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
 
 

@@ -17,8 +17,8 @@ from torch import fx
 from fsdp_compile.collectives import ALL_GATHER, ALL_GATHER_INTO, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import CAST_SHARD, WAIT_GATHER
-from fsdp_compile.passes.insert_collectives import CAST
 from fsdp_compile.passes.tags import tagged
+from fsdp_compile.passes.views import CAST
 
 
 def gather_into(graph: fx.Graph, config: CompileConfig) -> None:

@@ -21,9 +21,9 @@ from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.merge_calls import merge_calls
 from fsdp_compile.passes.tags import Kind, Tag, set_tag
+from fsdp_compile.passes.views import CAST
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 
 _RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; reshard.py decides instead

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, REDUCE_GRADS, UNSHARD
+from fsdp_compile.passes.views import CAST
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 
 
 def merge_calls(graph: fx.Graph) -> None:

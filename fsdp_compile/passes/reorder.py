@@ -18,9 +18,9 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import ADD_KEPT, AGREE, HAND_OVER, PACK_GRADS, WAIT_GATHER
-from fsdp_compile.passes.insert_collectives import CAST, SCALE
+from fsdp_compile.passes.insert_collectives import SCALE
 from fsdp_compile.passes.tags import get_tag, tagged
-from fsdp_compile.passes.views import readers
+from fsdp_compile.passes.views import CAST, readers
 
 
 def reorder(graph: fx.Graph, config: CompileConfig) -> None:

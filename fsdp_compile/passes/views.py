@@ -4,6 +4,7 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 
 # Views that keep the elements' logical order: a flattened result is the flattened input.
 SAME_ORDER = frozenset(
@@ -34,7 +35,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_view_or_cast(node: fx.Node) -> bool:
     """Whether `node` is its first argument in another shape or dtype."""
-    return is_view(node) or node.target is torch.ops.prims.convert_element_type.default
+    return is_view(node) or node.target is CAST
 
 
 def derived(node: fx.Node) -> list[fx.Node]:

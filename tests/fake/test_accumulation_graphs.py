@@ -9,14 +9,13 @@ from functools import cache
 
 import pytest
 import torch
-from compiling import printed_graphs, small
+from compiling import BACKENDS, printed_graphs, small
 from expecttest import assert_expected_inline
 from generated import Program, kernels_not_built, programs
 from models import MODELS
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 
 def _backward(no_sync: bool) -> str:
@@ -141,9 +140,6 @@ def test_a_unit_that_is_called_several_times(no_sync: bool) -> None:
     calls = ["= all_gather_into", "pack_grads(", "= all_to_all_single", "fsdp_flat.hand_over("]
     assert [forward.count(call) for call in calls] == [2, 0, 0, 0]
     assert [backward.count(call) for call in calls] == [2, 2, 0 if no_sync else 2, 2 if no_sync else 0]
-
-
-BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
 
 
 @cache

@@ -47,7 +47,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "module": (_compile_module, 4),
     "in place": (_compile_in_place, 4),
     "copy": (_compile_copy, 4),
-    "units": (_compile_units, 2),
+    "units": (_compile_units, 1),  # block 0, compiled in place, is looked at by the eager gather around it
     "function": (_compile_function, 0),
     "not compiled": (lambda model: model, 0),
 }

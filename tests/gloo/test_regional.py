@@ -102,6 +102,22 @@ def test_gathered_memory_and_collectives(two: Ranks, strategy: str, gathers: lis
     assert two.run(_watch, strategy) == [(gathers, [1, 1])] * 2
 
 
+def _unshard_ahead(rank: int) -> list[int]:
+    model = _compile_blocks(shard(MLP, "FULL_SHARD"), "aot_eager")
+    backward(model, MLP, mine(MLP, 0))
+    with _spied() as calls:
+        for block in model.blocks:
+            block.unshard()
+        with torch.no_grad():
+            MLP.loss(model, mine(MLP, 1))
+    return _per_unit(model, calls, "gather")
+
+
+def test_what_was_gathered_by_hand_is_used(two: Ranks) -> None:
+    """As in eager: a compiled block reads what `unshard()` gathered for it, and gathers no second time (E-PRE-7)."""
+    assert two.run(_unshard_ahead) == [[1, 1]] * 2
+
+
 def _order(rank: int) -> None:
     def losses(model: nn.Module) -> list[float]:
         return [backward(model, MLP, mine(MLP, seed)).item() for seed in range(2)]
