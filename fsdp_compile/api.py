@@ -20,7 +20,7 @@ from fsdp_compile.eager.materialise import InitFn, materialise
 from fsdp_compile.lookup import add_lookups, add_mixin
 from fsdp_compile.module import FSDPModule, gather_around_compiled, units_below
 from fsdp_compile.passes.inductor import install
-from fsdp_compile.plan import PlannedUnit, Settings, plan_units
+from fsdp_compile.prepare import PreparedUnit, Settings, prepare_units
 from fsdp_compile.switches import Switches
 from fsdp_compile.unit import Unit, unit_of
 from fsdp_compile.wrap import AutoWrapPolicy, choose_units
@@ -120,9 +120,9 @@ def fully_shard(
     )
     exempt = exempt_classes(mixed_precision)
     chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
-    for planned in plan_units(model, chosen, settings, _is_unit):
-        _make_unit(planned, settings)
-        planned.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
+    for prepared in prepare_units(model, chosen, settings, _is_unit):
+        _make_unit(prepared, settings)
+        prepared.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
     _mark_ignored(model, settings.ignored)
     _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
@@ -176,36 +176,36 @@ def _check_reshard(choice: Any) -> None:
     raise TypeError(f"reshard_after_forward: expected a bool, found {type(choice).__name__}")
 
 
-def _make_unit(planned: PlannedUnit, settings: Settings) -> None:
+def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
     """Give one unit's tensors values, a device and equality, in this order; then shard it."""
-    params = [param for _, param in planned.params]
-    modules = [module for _, module in planned.modules]
-    materialise(planned.modules, planned.device, settings.init, settings.ignored.params)
-    move_from_cpu(params, modules, planned.device)
+    params = [param for _, param in prepared.params]
+    modules = [module for _, module in prepared.modules]
+    materialise(prepared.modules, prepared.device, settings.init, settings.ignored.params)
+    move_from_cpu(params, modules, prepared.device)
     if settings.sync:
-        broadcast_states(params, planned.module, settings.groups)
-    unit = _new_unit(planned, settings) if planned.has_data else None
-    planned.module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
-    planned.module.__dict__["_fsdp_device"] = planned.device
-    planned.module.__dict__["_fsdp_precision"] = planned.precision
-    planned.module.__dict__["_fsdp_full_precision_in_eval"] = Switches.from_environment().full_precision_in_eval
-    planned.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(planned.module, modules)
-    cast_buffers(planned.module)
-    add_mixin(planned.module, FSDPModule)
-    gather_around_compiled(planned.module)
+        broadcast_states(params, prepared.module, settings.groups)
+    unit = _new_unit(prepared, settings) if prepared.has_data else None
+    prepared.module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
+    prepared.module.__dict__["_fsdp_device"] = prepared.device
+    prepared.module.__dict__["_fsdp_precision"] = prepared.precision
+    prepared.module.__dict__["_fsdp_full_precision_in_eval"] = Switches.from_environment().full_precision_in_eval
+    prepared.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(prepared.module, modules)
+    cast_buffers(prepared.module)
+    add_mixin(prepared.module, FSDPModule)
+    gather_around_compiled(prepared.module)
 
 
-def _new_unit(planned: PlannedUnit, settings: Settings) -> Unit:
-    group, shards, reshard_after_forward, replicas = planned.placement
+def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
+    group, shards, reshard_after_forward, replicas = prepared.placement
     return Unit(
-        planned.params,
+        prepared.params,
         group,
         shards,
         reshard_after_forward,
         replicas=replicas,
-        precision=planned.precision,
+        precision=prepared.precision,
         offload=settings.offload,
-        device=planned.device,
+        device=prepared.device,
     )
 
 

@@ -43,7 +43,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class PlannedUnit:
+class PreparedUnit:
     """One unit before it is made."""
 
     module: nn.Module
@@ -60,7 +60,7 @@ class PlannedUnit:
         return any(param.numel() for _, param in self.params)
 
 
-def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: IsUnit) -> list[PlannedUnit]:
+def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: IsUnit) -> list[PreparedUnit]:
     """For each chosen module what becomes of it; every check of modules and parameters is made here.
 
     Raises:
@@ -74,7 +74,7 @@ def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: Is
         _check_settings(paths[module], differs)
     strategies = [_strategy_of(paths[module], differs, settings.strategy) for module, differs in chosen.items()]
     carried = carried_devices(settings.groups.shard)
-    planned = []
+    prepared = []
     for (module, params, modules), strategy in zip(_divide(chosen, settings.ignored, is_unit), strategies, strict=True):
         path = paths[module]
         _check_container(module, path)
@@ -83,11 +83,11 @@ def plan_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: Is
         named = [(paths[found], found) for found in modules]
         check_materialisable(named, settings.init, settings.ignored.params)
         precision = chosen[module].get("mixed_precision", settings.precision)
-        planned.append(PlannedUnit(module, path, params, named, place(strategy, settings.groups), device, precision))
+        prepared.append(PreparedUnit(module, path, params, named, place(strategy, settings.groups), device, precision))
     _warn_one_rank(strategies, settings.groups)
     if settings.sync:
-        _check_sendable(model, planned, carried)
-    return planned
+        _check_sendable(model, prepared, carried)
+    return prepared
 
 
 def _divide(
@@ -210,10 +210,10 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
         )
 
 
-def _check_sendable(model: nn.Module, planned: list[PlannedUnit], carried: frozenset[str]) -> None:
+def _check_sendable(model: nn.Module, prepared: list[PreparedUnit], carried: frozenset[str]) -> None:
     """Refuse to broadcast what the group's backend cannot take (E-SYNC-4)."""
-    moved = {module for unit in planned for _, module in unit.modules}
-    devices = [("parameter " + _join(unit.path, name), unit.device) for unit in planned for name, _ in unit.params]
+    moved = {module for unit in prepared for _, module in unit.modules}
+    devices = [("parameter " + _join(unit.path, name), unit.device) for unit in prepared for name, _ in unit.params]
     devices += [
         ("buffer " + name, buffer.device)
         for name, buffer in unsent_buffers(model).items()
