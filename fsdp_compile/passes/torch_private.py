@@ -13,7 +13,7 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
     """The outputs of a forward graph that only its backward reads; empty for every other graph."""
     context: Any = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    if metadata is None or not _is_forward():
+    if metadata is None or direction() != "forward":
         return []
     outputs = graph.output_node().args[0]
     return [out for out in outputs[metadata.num_forward_returns :] if isinstance(out, fx.Node)]  # type: ignore[index,union-attr]  # fx
@@ -29,6 +29,20 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return _get_process_group_store(group)
 
 
-def _is_forward() -> bool:
-    """Graph names read `model__<id>_<joint|forward|backward|inference>_<n>`."""
-    return "_forward_" in get_graph_being_compiled()
+def direction() -> str:
+    """What is being compiled: "forward", "backward" or "inference"."""
+    name = get_graph_being_compiled()  # model__<id>_<joint|forward|backward|inference>_<n>
+    return next((word for word in ("forward", "backward") if f"_{word}_" in name), "inference")
+
+
+def is_caller_owned(placeholder: fx.Node) -> bool:
+    """Whether an input of a graph is one of the model's too: in backward AOTAutograd names all others otherwise."""
+    return direction() != "backward" or placeholder.name.startswith("primals_")
+
+
+def size_hint(size: Any) -> int:
+    """The number that a size has, or had when it was traced."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return int(hint) if hint is not None else int(size.node.shape_env.optimization_hint(size.node.expr, fallback=1))
