@@ -101,7 +101,11 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _is_free(node: fx.Node) -> bool:
-    return _is_view(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
+    return _is_view(node) or _is_number(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -120,7 +124,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if _is_view(user):
             yield from _readers(user)
-        else:
+        elif not _is_number(user):
             yield user
 
 
