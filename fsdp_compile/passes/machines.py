@@ -75,7 +75,7 @@ LINKS = {
             "cpu-gloo",
             100e-6,
             1e9,
-            "two processes of one machine, torch 2.13, gathers of 4 KB and 16 MB: a rough figure",
+            "two processes of one machine, gathers of 4 KB and 16 MB: a rough figure",
         ),
     )
 }
