@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.passes.liveness import live_bytes, size_of
 from fsdp_compile.passes.tags import Tag, get_tag, module_path, tagged
-from fsdp_compile.passes.views import CAST, readers
+from fsdp_compile.passes.views import CAST, is_view, readers
 from fsdp_compile.passes.workload import Task, UnitCost, Workload
 
 Span = tuple[int, int]  # first and last position
@@ -25,8 +25,12 @@ Span = tuple[int, int]  # first and last position
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather: the nodes that start it, those that wait for it and view it, and those that read it."""
+    """An all-gather: the nodes that start it, those that wait for it and view it, and those that read it.
 
+    In two stages, `first` starts the first one, and `start` waits for it.
+    """
+
+    first: list[fx.Node]
     start: list[fx.Node]
     wait: list[fx.Node]
     readers: list[fx.Node]
@@ -36,7 +40,7 @@ class Gather:
 class Reduce:
     """A reduce: the gradients, the nodes that pack and start it, that wait for it, and that follow at the end.
 
-    Hybrid sharding: the wait for the reduce-scatter starts the all-reduce over replicas, whose own wait is the end.
+    Hybrid sharding, or a second stage: the wait for the first one starts the further one, whose own wait is the end.
     """
 
     gradients: list[fx.Node]
@@ -84,7 +88,7 @@ class Reading:
 def read(graph: fx.Graph, costs: Costs | None = None) -> Reading:
     """Read `graph`. Without `costs` nothing takes time or memory: only the structure is read."""
     names = _names(graph)
-    gathers = {names[start]: _gather(start) for start in tagged(graph, "gather")}
+    gathers = {names[start]: _gather(start) for start in tagged(graph, "gather") if start in names}
     reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
     computing, tail = _computing(graph, gathers, reduces)
     place = {node: index for index, node in enumerate(computing)}
@@ -120,7 +124,7 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     taken: Counter[str] = Counter()
     for start in tagged(graph, "gather", "reduce"):
         tag = _tag(start)
-        if tag.kind == "gather" or not _is_over_replicas(start):
+        if _is_last_gather(start) if tag.kind == "gather" else not _is_further_reduce(start):
             unit: object = tag.unit if tag.unit >= 0 else start
             path = tag.path or "root"
             if unit not in names:
@@ -136,8 +140,13 @@ def _tag(node: fx.Node) -> Tag:
     return tag
 
 
-def _is_over_replicas(start: fx.Node) -> bool:
-    """Whether a reduce is hybrid sharding's second one, of what the first has brought."""
+def _is_last_gather(start: fx.Node) -> bool:
+    """Whether a gather is not only the first of two stages."""
+    return not any(user.target in STARTS for wait in start.users for user in wait.users)
+
+
+def _is_further_reduce(start: fx.Node) -> bool:
+    """Whether a reduce is a second stage, or hybrid sharding's all-reduce, of what the first has brought."""
     sent: fx.Node = start.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return sent.target is WAIT
 
@@ -148,7 +157,9 @@ def _is_over_replicas(start: fx.Node) -> bool:
 def _gather(start: fx.Node) -> Gather:
     (wait,) = (user for user in start.users if user.target is WAIT)
     views, others = readers(wait)
-    return Gather(_with_ancestors(start), [wait, *sorted(views)], others)
+    nodes = _with_ancestors(start)
+    split = next((number + 1 for number, node in enumerate(nodes[:-1]) if node.target in STARTS), 0)
+    return Gather(nodes[:split], nodes[split:], [wait, *sorted(views)], others)
 
 
 def _with_ancestors(start: fx.Node) -> list[fx.Node]:
@@ -168,11 +179,17 @@ def _reduce(start: fx.Node) -> Reduce:
         chain.insert(0, sent)  # type: ignore[arg-type]  # fx arguments are untyped
     (wait,) = (user for user in start.users if user.target is WAIT)
     gradients = chain[0].all_input_nodes
-    over_replicas = [user for user in wait.users if user.target in STARTS]
-    if not over_replicas:
+    further = [user for user in wait.users if user.target in STARTS]
+    if not further:
         return Reduce(gradients, chain, [wait, *_finishing(wait)], [])
-    (last,) = (user for user in over_replicas[0].users if user.target is WAIT)
-    return Reduce(gradients, chain, [wait, *over_replicas], [last, *_finishing(last)])
+    return Reduce(gradients, chain, [wait, *further], _to_the_end(further[0]))
+
+
+def _to_the_end(start: fx.Node) -> list[fx.Node]:
+    """The wait for a further reduce, what may follow on it in turn, and what makes the result a gradient."""
+    (wait,) = (user for user in start.users if user.target is WAIT)
+    further = [user for user in wait.users if user.target in STARTS]
+    return [wait, *further, *_to_the_end(further[0])] if further else [wait, *_finishing(wait)]
 
 
 def _is_preparation(node: object) -> bool:
@@ -194,7 +211,7 @@ def _computing(
     graph: fx.Graph, gathers: Mapping[str, Gather], reduces: Mapping[str, Reduce]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nodes that no plan moves, in order; and those among them that read what was reduced."""
-    moved = {node for gather in gathers.values() for node in (*gather.start, *gather.wait)}
+    moved = {node for gather in gathers.values() for node in (*gather.first, *gather.start, *gather.wait)}
     reduced = {node for reduce in reduces.values() for node in (*reduce.wait, *reduce.end)}
     moved |= {node for reduce in reduces.values() for node in reduce.start}
     computing: list[fx.Node] = []
@@ -250,12 +267,17 @@ def _memory(graph: fx.Graph, computing: list[fx.Node], reduces: Iterable[Reduce]
 
 
 def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None) -> UnitCost:
-    over_replicas = [node for node in reduce.wait if node.target in STARTS] if reduce else []
+    further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
     return UnitCost(
         name,
-        gather=costs.collective(gather.start[-1]) if costs and gather else 0.0,
+        gather=sum(map(costs.collective, (*gather.first[-1:], gather.start[-1]))) if costs and gather else 0.0,
         reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
-        gathered=size_of(gather.start[-1]) if gather else 0,
+        gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
-        replicate=costs.collective(over_replicas[0]) if costs and over_replicas else 0.0,
+        replicate=sum(map(costs.collective, further)) if costs else 0.0,
     )
+
+
+def _allocates(node: fx.Node) -> bool:
+    """Whether a node on the way to a gather, a cast or a first stage, has memory of its own."""
+    return node.target is not WAIT and not is_view(node)

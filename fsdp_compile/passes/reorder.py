@@ -1,5 +1,6 @@
 """Order: choose a plan, verify it, put the graph into its order; then pin that order against Inductor's scheduler."""
 
+from collections.abc import Callable, Mapping
 from itertools import chain, pairwise, zip_longest
 
 from torch import fx
@@ -44,14 +45,16 @@ def _place_hand_overs(graph: fx.Graph) -> None:
 
 
 def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
-    """Put the nodes of `graph` into the order of `plan`, which verify.py has passed."""
+    """Put the nodes of `graph` into the order of `plan`, which verify.py has passed.
+
+    The first stage of a gather in two stages goes one launch ahead of the second.
+    """
+    names = [name for step in plan.of("gather") for name in step.units]
+    leads = {one: reading.gathers[other].first for one, other in pairwise(names)}
     order: dict[fx.Node, None] = {}
-    steps = iter([*plan.steps, None])
-    step = next(steps)
-    for index, nodes in enumerate([*reading.tasks, reading.tail]):
-        while step is not None and step.at <= index:
-            order.update(dict.fromkeys(_nodes_of(step, reading)))
-            step = next(steps)
+    for nodes, steps in zip([*reading.tasks, reading.tail], _before_each_task(reading, plan), strict=True):
+        for step in steps:
+            order.update(dict.fromkeys(_nodes_of(step, reading, leads)))
         order.update(dict.fromkeys(nodes))
     order.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
     output = graph.output_node()
@@ -59,13 +62,28 @@ def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
         output.prepend(node)
 
 
-def _nodes_of(step: Step, reading: Reading) -> list[fx.Node]:
-    """What runs at a step, what only prepares it first; nothing for "free", which is Inductor's work."""
-    gathers = [reading.gathers[name] for name in step.units if step.kind in ("gather", "wait")]
-    reduces = [reading.reduces[name] for name in step.units if step.kind in ("reduce", "wait_reduce")]
-    groups = [gather.start if step.kind == "gather" else gather.wait for gather in gathers]
-    groups += [reduce.start if step.kind == "reduce" else reduce.wait for reduce in reduces]
-    return [*chain.from_iterable(group[:-1] for group in groups), *(group[-1] for group in groups)]
+def _before_each_task(reading: Reading, plan: Plan) -> list[list[Step]]:
+    """The steps before each task, and after the last one."""
+    steps: list[list[Step]] = [[] for _ in range(len(reading.tasks) + 1)]
+    for step in plan.steps:
+        steps[step.at].append(step)
+    return steps
+
+
+_NODES: dict[str, Callable[[Reading, str], list[fx.Node]]] = {
+    "gather": lambda reading, name: reading.gathers[name].start,
+    "wait": lambda reading, name: reading.gathers[name].wait,
+    "free": lambda reading, name: [],  # Inductor frees what nothing reads any more
+    "reduce": lambda reading, name: reading.reduces[name].start,
+    "wait_reduce": lambda reading, name: reading.reduces[name].wait,
+}
+
+
+def _nodes_of(step: Step, reading: Reading, leads: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
+    """What runs at a step; of several units first all that prepares the launch."""
+    parts = [part for name in step.units if (part := _NODES[step.kind](reading, name))]
+    stages = [reading.gathers[name].first + leads.get(name, []) for name in step.units if step.kind == "gather"]
+    return [*chain(*stages), *chain(*(part[:-1] for part in parts)), *(part[-1] for part in parts)]
 
 
 def check_applied(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
