@@ -81,7 +81,7 @@ class Pipeline(CustomGraphPass):
             if not key:
                 return None
             others.append(key)
-        return (_hash_of_sources(), torch.__version__, self.stage, self.config, *others)
+        return (_hash_of_sources(), torch.__version__, self.stage, self.config, self.config.files, *others)
 
 
 def _check_registered() -> None:

@@ -9,10 +9,12 @@ from torch.utils._ordered_set import OrderedSet
 
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import AGREE, HAND_OVER, PACK_GRADS, WAIT_GATHER
-from fsdp_compile.passes.ahead import one_ahead
+from fsdp_compile.ops import AGREE, HAND_OVER, MARK, PACK_GRADS, WAIT_GATHER
+from fsdp_compile.passes.choose import choose, timed
 from fsdp_compile.passes.from_graph import Reading, is_product, read
+from fsdp_compile.passes.marks import mark_tasks
 from fsdp_compile.passes.plan import Plan, PlanError, Step
+from fsdp_compile.passes.pricing import costs_of
 from fsdp_compile.passes.tags import get_tag, tagged
 from fsdp_compile.passes.verify import verify
 from fsdp_compile.passes.views import readers
@@ -25,11 +27,14 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
         PlanError: the plan is none for this graph.
     """
     _place_hand_overs(graph)
-    reading = read(graph)
-    plan = one_ahead(reading.workload, config.reduces_in_flight)
-    verify(reading.workload, plan)
+    reading = read(graph, costs_of(graph, config))
+    workload = timed(reading.workload, config)
+    plan = choose(workload, config)
+    verify(workload, plan, config.budget)
     apply(graph, reading, plan)
     check_applied(graph, reading, plan)
+    if config.mark:
+        mark_tasks(graph, reading.tasks)
 
 
 def _place_hand_overs(graph: fx.Graph) -> None:
@@ -119,7 +124,7 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE) or _is_mean(node):
+    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE, MARK) or _is_mean(node):
         return True
     return is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 

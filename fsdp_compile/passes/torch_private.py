@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import sympy
 import torch.distributed as dist
 from torch import fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
@@ -42,7 +43,11 @@ def is_caller_owned(placeholder: fx.Node) -> bool:
 
 def size_hint(size: Any) -> int:
     """The number that a size has, or had when it was traced."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(size.node, "hint", None)
-    return int(hint) if hint is not None else int(size.node.shape_env.optimization_hint(size.node.expr, fallback=1))
+    return size if isinstance(size, int) else int(hint_of(size.node.expr))
+
+
+def hint_of(expression: sympy.Expr) -> sympy.Expr:
+    """`expression` with the sizes put in that its symbols had when they were traced."""
+    context = TracingContext.try_get()
+    shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    return expression.xreplace({symbol: shapes.backed_var_to_val[symbol] for symbol in expression.free_symbols})
