@@ -6,10 +6,10 @@
     compute    | forward 0   | forward 1 |~~~| forward 2 |        ~~~ exposed: a wait sleeps until the end of a transfer
     link       [gather 0][gather 1][ gather 2    ]                serial: one transfer at a time, in order of issue
 
-The link uses no CPU: a wait sleeps. Every other rank is taken to hold and to send what this one does, so that values stay
-finite; they are not those of a training on W ranks. What a network card would write into memory is written when the
-collective is issued, and the time that this takes is not counted: `LINK.clock()` leaves it out, and steps are timed by
-that clock. CUDA tensors: see link_cuda.py.
+The link uses no CPU: a wait sleeps. Every other rank is taken to hold and to send what this one does, so that values
+stay finite; they are not those of a training on W ranks. What a network card would write into memory is written when
+the collective is issued, and the time that this takes is not counted: `LINK.clock()` leaves it out, and steps are timed
+by that clock. CUDA tensors: see link_cuda.py.
 """
 
 import threading
@@ -74,6 +74,7 @@ class Link:
     def reset(self) -> None:
         """Forget all calls; transfers in flight end at once."""
         self.calls: list[Call] = []
+        self.marks: list[Any] = []  # CUDA: events of calls whose times are not known yet (link_cuda.settle)
         self.free_at = 0.0
 
     def issue(self, kind: str, group: str, nbytes: int) -> Call:
@@ -160,7 +161,7 @@ class EmulatedGroup(dist.ProcessGroup):
         """How many ranks it plays."""
         return self.ranks
 
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+    def getBackendName(self) -> str:
         """For messages."""
         return BACKEND
 
@@ -325,7 +326,8 @@ def start(world: int, latency: float = 20e-6, bandwidth: float = 1e9) -> dist.Pr
     _register()
     LINK.configure(latency, bandwidth)
     LINK.reset()
-    dist.init_process_group(BACKEND, rank=0, world_size=world, store=EchoStore(world))
-    group = dist.group.WORLD
-    assert group is not None
+    store = EchoStore(world)
+    dist.init_process_group(BACKEND, rank=0, world_size=world, store=store)
+    group: Any = dist.group.WORLD
+    group.alive_store = store  # torch keeps the C++ half of it, which cannot do without the Python half
     return group
