@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
 
 SPIN = 200e-6  # seconds before a deadline from which a wait spins: time.sleep returns late by up to about that much
 BACKEND = "emulated"
@@ -38,7 +39,7 @@ class Call:
         group: the process group's name: one for each mesh axis.
         nbytes: bytes that this rank sends, by the ring algorithm; as many are received.
         issued: when it was called; `begin` to `end`: when it has the link.
-        waited: seconds that waits for it slept: its exposed part.
+        waits: when waits for it began and ended: its exposed part.
     """
 
     kind: str
@@ -47,7 +48,12 @@ class Call:
     issued: float
     begin: float
     end: float
-    waited: float = 0.0
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that it held computation up."""
+        return sum(end - begin for begin, end in self.waits)
 
 
 class Link:
@@ -92,7 +98,8 @@ class Link:
             if call.end - now > SPIN:
                 time.sleep(call.end - now - SPIN)
             now = self.clock()
-        call.waited += now - start
+        if now > start:
+            call.waits.append((start, now))
 
     def summary(self) -> dict[str, Any]:
         """Totals since the last reset: seconds busy and exposed, calls and bytes by group and kind."""
@@ -244,7 +251,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
             return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, result))
         begin = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():  # who counts copies must not count these
             move()
         LINK.uncounted += time.perf_counter() - begin
         return self._keep(LinkWork(LINK.issue(kind, self.pg_name, nbytes), result))

@@ -110,7 +110,11 @@ def issue(link: Link, kind: str, group: str, nbytes: int, move: Callable[[], Non
 def settle(link: Link, origin: torch.cuda.Event) -> None:
     """Fill in the times of all calls, in seconds after `origin`; the host waits for the device."""
     torch.cuda.synchronize()
+
+    def seconds(event: torch.cuda.Event) -> float:
+        return origin.elapsed_time(event) / 1e3
+
     for call, marks in link.marks:
-        call.begin, call.end = (origin.elapsed_time(event) / 1e3 for event in (marks.begin, marks.end))
-        call.waited = sum(before.elapsed_time(after) for before, after in marks.waits) / 1e3
+        call.begin, call.end = seconds(marks.begin), seconds(marks.end)
+        call.waits = [(seconds(before), seconds(after)) for before, after in marks.waits]
     link.marks.clear()
