@@ -41,6 +41,11 @@ def is_caller_owned(placeholder: fx.Node) -> bool:
     return direction() != "backward" or placeholder.name.startswith("primals_")
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is the gradient of an output: what backward begins with."""
+    return node.op == "placeholder" and node.name.startswith("tangents_")  # as AOTAutograd names them
+
+
 def size_hint(size: Any) -> int:
     """The number that a size has, or had when it was traced."""
     return size if isinstance(size, int) else int(hint_of(size.node.expr))
