@@ -183,9 +183,7 @@ def _with_ancestors(start: fx.Node) -> list[fx.Node]:
 
 
 def _reduce(start: fx.Node) -> Reduce:
-    chain = [start]
-    while (sent := chain[0].args[0]) is not None and _is_preparation(sent):
-        chain.insert(0, sent)  # type: ignore[arg-type]  # fx arguments are untyped
+    chain = with_preparation(start)
     (wait,) = (user for user in start.users if user.target is WAIT)
     gradients = chain[0].all_input_nodes
     further = [user for user in wait.users if user.target in STARTS]
@@ -201,10 +199,14 @@ def _to_the_end(start: fx.Node) -> list[fx.Node]:
     return [wait, *further, *_to_the_end(further[0])] if further else [wait, *_finishing(wait)]
 
 
-def _is_preparation(node: object) -> bool:
-    """Whether a node is our packing, adding of what was kept, or scaling of the whole pack."""
-    tag = get_tag(node) if isinstance(node, fx.Node) else None
-    return tag is not None and tag.kind in ("pack", "add_kept", "scale")
+def with_preparation(start: fx.Node) -> list[fx.Node]:
+    """What starts a reduce or hands gradients over, after our packing, adding of what was kept, and scaling."""
+    nodes = [start]
+    while isinstance(sent := nodes[0].args[0], fx.Node) and (tag := get_tag(sent)) is not None:
+        if tag.kind not in ("pack", "add_kept", "scale"):
+            break
+        nodes.insert(0, sent)
+    return nodes
 
 
 def _finishing(wait: fx.Node) -> list[fx.Node]:
