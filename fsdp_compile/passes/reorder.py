@@ -30,10 +30,20 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _place_gathers(graph: fx.Graph) -> None:
-    """Wait and views go before the first reader; each gather starts where the one before it is waited for."""
+    """Wait and views go before the first reader; each gather starts where the one before it is waited for.
+
+    Where gathers go through two stages, the first stage runs one unit ahead of the second.
+    """
+    sent = {gather.args[0] for gather in tagged(graph, "gather")}
+    waits = tagged(graph, "wait")
+    _place_stage(graph, [wait for wait in waits if wait not in sent])
+    _place_stage(graph, [wait for wait in waits if wait in sent])
+
+
+def _place_stage(graph: fx.Graph, waits: list[fx.Node]) -> None:
     place = {node: i for i, node in enumerate(graph.nodes)}
     uses = []
-    for wait in tagged(graph, "wait"):
+    for wait in waits:
         views, others = readers(wait)
         first = min(others, key=lambda reader: place[reader])
         uses.append((place[first], wait, sorted(views, key=lambda view: place[view]), first))
