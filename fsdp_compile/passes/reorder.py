@@ -90,22 +90,33 @@ def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
         for start in [user for user in sent.users if user.target in (*STARTS, HAND_OVER)]:
             sent.append(start)
             started += [start] if start.target in STARTS else []
+    while started:
+        started = _place_waits(graph, started, in_flight)
+
+
+def _place_waits(graph: fx.Graph, started: list[fx.Node], in_flight: int | None) -> list[fx.Node]:
+    """Wait for each `in_flight` reduces later; the reduces that start there, in a second group of ranks."""
     place = {node: i for i, node in enumerate(graph.nodes)}
+    second = []
     for index, start in enumerate(started):
         later = index + in_flight if in_flight is not None else len(started)
         where = started[later] if later < len(started) else graph.output_node()
-        for wait in [user for user in start.users if user.target is WAIT]:
-            finishing = _finishing(wait)
-            others = [user for each in (wait, *finishing) for user in each.users if user not in finishing]
-            first = min(where, *others, key=lambda node: place[node])  # a sum of two reduces reads it earlier
-            for node in (wait, *finishing):
-                first.prepend(node)
+        finishing = _finishing(start)
+        others = [user for each in finishing for user in each.users if user not in finishing]
+        first = min(where, *others, key=lambda node: place[node])  # a sum of two reduces reads it earlier
+        for node in finishing:
+            first.prepend(node)
+        second += [node for node in finishing if node.target in STARTS][:1]
+    return second
 
 
-def _finishing(wait: fx.Node) -> list[fx.Node]:
-    """What makes a reduced tensor the shard's gradient: the rest of a division, a cast to the shard's dtype."""
-    scales = [user for user in wait.users if user.target is SCALE]
-    return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
+def _finishing(start: fx.Node) -> list[fx.Node]:
+    """What makes a reduced tensor the shard's gradient: a wait, the rest of a division, a cast to the shard's dtype;
+    before that, where ranks reduce in two groups, the second reduce."""
+    found = [start]
+    for node in found:
+        found += [user for user in node.users if user.target in (WAIT, SCALE, CAST, *STARTS)]
+    return found[1:]
 
 
 def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:
