@@ -13,6 +13,7 @@
     wait_gather(full, shard) -> `full`, filled                        only in Inductor's graphs: `shard` lives so long
     agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
                                                                       are about to run (passes/agreement.py)
+    mark(graph, number)      -> the same                              only where tasks are measured (passes/marks.py)
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
@@ -64,6 +65,7 @@ torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor shard) -> T
 torch.library.define(
     "fsdp_flat::agree", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
+torch.library.define("fsdp_flat::mark", "(str graph, int number, Device device) -> Tensor", tags=_OPAQUE)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
@@ -75,6 +77,7 @@ HAND_OVER = torch.ops.fsdp_flat.hand_over.default
 CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
 WAIT_GATHER = torch.ops.fsdp_flat.wait_gather.default
 AGREE = has_side_effect(torch.ops.fsdp_flat.agree.default)
+MARK = has_side_effect(torch.ops.fsdp_flat.mark.default)
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, HAND_OVER)
 
 
@@ -240,6 +243,11 @@ def _wait_gather_fake(full: Tensor, shard: Tensor) -> Tensor:
 
 @torch.library.register_fake("fsdp_flat::agree")
 def _agree_fake(sequence: str, groups: list[str], timeout: float, device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+@torch.library.register_fake("fsdp_flat::mark")
+def _mark_fake(graph: str, number: int, device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 

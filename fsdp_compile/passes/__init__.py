@@ -6,7 +6,7 @@ merge_calls.py          before that: a unit that is called several times is gath
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
-exchange.py             on the CPU, reduce-scatters become exchanges of slices
+exchange.py             reduce-scatters that gloo runs become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
 agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend

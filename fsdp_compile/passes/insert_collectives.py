@@ -8,7 +8,6 @@ the concatenation that both read        ->  pack_grads, which Inductor lowers wi
 a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.merge_calls import merge_calls
-from fsdp_compile.passes.tags import Kind, Tag, set_tag
+from fsdp_compile.passes.tags import Kind, Tag, module_path, set_tag
 from fsdp_compile.passes.views import CAST
 
 aten = torch.ops.aten
@@ -48,18 +47,10 @@ def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
         if node.target is UNSHARD:
-            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[6])
+            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), module_path(node), node.args[6])
         elif node.target in _EXPANSIONS:
             units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
     return units
-
-
-def _path(marker: fx.Node) -> str:
-    """Path of the module whose forward called the marker, from the trace; only for people."""
-    stack = marker.meta.get("nn_module_stack") or {}
-    source = next(reversed(stack.values()))[0] if stack else ""
-    words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))
-    return ".".join(word for word in words if word != "_modules")
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
