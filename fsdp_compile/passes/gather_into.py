@@ -5,7 +5,8 @@ that they finished last in one string without a lock, and only the coalesced all
 inside that string: two threads that finish together free its memory twice. Eager code never calls that form.
 
 Inductor keeps the input of an allocating collective alive until its wait, but not that of one with an `out`. Where the
-input is computed in the graph (the shard in a lower precision), our own form of the wait says so.
+input is computed in the graph (the shard in a lower precision, what a first stage brought), our own form of the wait
+says so.
 """
 
 from functools import cache
@@ -46,10 +47,11 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
 
 def _keep_input(gather: fx.Node) -> None:
     shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    if shard.target is not CAST:
+    if shard.op == "placeholder":
         return
     register_lowerings()
-    shard.target = CAST_SHARD
+    if shard.target is CAST:
+        shard.target = CAST_SHARD
     for wait in [user for user in gather.users if user.target is WAIT]:
         wait.target, wait.args = WAIT_GATHER, (gather, shard)
 
