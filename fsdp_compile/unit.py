@@ -52,6 +52,7 @@ class Unit:
         reshard_after_forward: whether gathered buffers are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
         halves: peers and neighbours in `group`, through which gathers go (stages.py): backward asks neighbours only.
+        may_stay: whether a compiled graph may keep gathered buffers although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
         device: where the unit computes; None: where its parameters are.
@@ -83,6 +84,7 @@ class Unit:
         *,
         replicas: dist.ProcessGroup | None = None,
         halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        may_stay: bool = False,
         precision: MixedPrecision | None = None,
         offload: bool = False,
         device: torch.device | None = None,
@@ -95,6 +97,7 @@ class Unit:
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
+        self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
         number = shard_number(self.stages) if shards > 1 else 0
@@ -121,7 +124,8 @@ class Unit:
     def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
         first, *then = self.stages
-        where = (flat.layout.text, first.name, first.size, self.reshard_after_forward)
+        frees = None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward
+        where = (flat.layout.text, first.name, first.size, frees)
         if compute == reduce == flat.shard.dtype and self.replicas is None and not then:
             return where
         replicas, copies = ("", 1) if self.replicas is None else (self.replicas.group_name, self.replicas.size())
