@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.passes.liveness import live_bytes, size_of
 from fsdp_compile.passes.tags import Tag, get_tag, module_path, tagged
+from fsdp_compile.passes.torch_private import is_tangent
 from fsdp_compile.passes.views import CAST, is_view, readers
 from fsdp_compile.passes.workload import Task, UnitCost, Workload
 
@@ -71,7 +72,7 @@ class Reading:
     """A graph, read.
 
     Attributes:
-        workload: the planner's input; its `backward` is 0, as one graph goes in one direction.
+        workload: the planner's input; its `backward` is 0 if the graph goes in one direction.
         tasks: the nodes of each task.
         gathers: by name of the unit.
         reduces: likewise.
@@ -85,19 +86,27 @@ class Reading:
     tail: list[fx.Node]
 
 
-def read(graph: fx.Graph, costs: Costs | None = None) -> Reading:
-    """Read `graph`. Without `costs` nothing takes time or memory: only the structure is read."""
+def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Reading:
+    """Read `graph`.
+
+    Args:
+        graph: one direction of a step, or both.
+        costs: None: nothing takes time or memory, only the structure is read.
+        joint: whether it is forward and backward in one: backward begins where a gradient of an output is first read.
+    """
     names = _names(graph)
     gathers = {names[start]: _gather(start) for start in tagged(graph, "gather") if start in names}
     reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
     computing, tail = _computing(graph, gathers, reduces)
     place = {node: index for index, node in enumerate(computing)}
-    reads = {name: _span(gather.readers, place) for name, gather in gathers.items()}
-    writes = {name: _span(reduce.gradients, place) for name, reduce in reduces.items()}
-    cuts = _cuts(computing, reads, writes)
+    backward = _first_of_backward(computing) if joint else 0
+    reads = {name: _spans(gather.readers, place, backward) for name, gather in gathers.items()}
+    writes = {name: _spans(reduce.gradients, place, 0) for name, reduce in reduces.items()}
+    cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
-    memory = _memory(graph, computing, reduces.values(), writes.values()) if costs else [0] * len(computing)
+    ready = [spans[-1][1] for spans in writes.values()]
+    memory = _memory(graph, computing, reduces.values(), ready) if costs else [0] * len(computing)
     workload = Workload(
         tasks=tuple(
             Task(
@@ -109,7 +118,7 @@ def read(graph: fx.Graph, costs: Costs | None = None) -> Reading:
             )
             for begin, end in pairwise((*cuts, len(computing)))
         ),
-        backward=0,
+        backward=cuts.index(backward) if backward < len(computing) else len(tasks),
         units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
         latency=costs.latency if costs else 0.0,
         contention=costs.contention if costs else 0.0,
@@ -174,9 +183,7 @@ def _with_ancestors(start: fx.Node) -> list[fx.Node]:
 
 
 def _reduce(start: fx.Node) -> Reduce:
-    chain = [start]
-    while (sent := chain[0].args[0]) is not None and _is_preparation(sent):
-        chain.insert(0, sent)  # type: ignore[arg-type]  # fx arguments are untyped
+    chain = with_preparation(start)
     (wait,) = (user for user in start.users if user.target is WAIT)
     gradients = chain[0].all_input_nodes
     further = [user for user in wait.users if user.target in STARTS]
@@ -192,10 +199,14 @@ def _to_the_end(start: fx.Node) -> list[fx.Node]:
     return [wait, *further, *_to_the_end(further[0])] if further else [wait, *_finishing(wait)]
 
 
-def _is_preparation(node: object) -> bool:
-    """Whether a node is our packing, adding of what was kept, or scaling of the whole pack."""
-    tag = get_tag(node) if isinstance(node, fx.Node) else None
-    return tag is not None and tag.kind in ("pack", "add_kept", "scale")
+def with_preparation(start: fx.Node) -> list[fx.Node]:
+    """What starts a reduce or hands gradients over, after our packing, adding of what was kept, and scaling."""
+    nodes = [start]
+    while isinstance(sent := nodes[0].args[0], fx.Node) and (tag := get_tag(sent)) is not None:
+        if tag.kind not in ("pack", "add_kept", "scale"):
+            break
+        nodes.insert(0, sent)
+    return nodes
 
 
 def _finishing(wait: fx.Node) -> list[fx.Node]:
@@ -224,24 +235,33 @@ def _computing(
     return computing, tail
 
 
-def _span(nodes: Iterable[fx.Node], place: Mapping[fx.Node, int]) -> Span:
-    """From the first to the last of `nodes`: placeholders are there before the first, outputs leave after the last."""
+def _first_of_backward(computing: list[fx.Node]) -> int:
+    """Position of the first node that is computed from the gradient of an output."""
+    for index, node in enumerate(computing):
+        if any(is_tangent(each) for each in node.all_input_nodes):
+            return index
+    return len(computing)
+
+
+def _spans(nodes: Iterable[fx.Node], place: Mapping[fx.Node, int], split: int) -> list[Span]:
+    """From the first to the last of `nodes`, before and from `split`; placeholders come first, outputs last."""
     places = [place.get(node, len(place) - 1 if node.op == "output" else 0) for node in nodes]
-    return min(places), max(places)
+    sides = [[at for at in places if at < split], [at for at in places if at >= split]]
+    return [(min(side), max(side)) for side in sides if side]
 
 
-def _cuts(computing: list[fx.Node], reads: Mapping[str, Span], writes: Mapping[str, Span]) -> list[int]:
+def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
     """Where tasks begin."""
-    cuts = {0, *(first for first, _ in reads.values()), *(last + 1 for _, last in (*reads.values(), *writes.values()))}
+    spans = [span for spans in touched for span in spans]
+    cuts = {0, backward, *(first for first, _ in spans), *(last + 1 for _, last in spans)}
     cuts |= {index for index, node in enumerate(computing) if is_product(node)}
     return sorted(cut for cut in cuts if cut < len(computing))
 
 
-def _touched(spans: Mapping[str, Span], units: list[str], begin: int, end: int) -> tuple[int, ...]:
-    """Numbers of the units whose span meets the positions from `begin` to before `end`."""
-    return tuple(
-        n for n, unit in enumerate(units) if unit in spans and spans[unit][0] < end and begin <= spans[unit][1]
-    )
+def _touched(spans: Mapping[str, list[Span]], units: list[str], begin: int, end: int) -> tuple[int, ...]:
+    """Numbers of the units with a span that meets the positions from `begin` to before `end`."""
+    numbered = [(number, *span) for number, unit in enumerate(units) for span in spans.get(unit, ())]
+    return tuple(number for number, first, last in numbered if first < end and begin <= last)
 
 
 def _task_name(nodes: list[fx.Node]) -> str:
@@ -256,14 +276,13 @@ def is_product(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
 
 
-def _memory(graph: fx.Graph, computing: list[fx.Node], reduces: Iterable[Reduce], writes: Iterable[Span]) -> list[int]:
+def _memory(graph: fx.Graph, computing: list[fx.Node], reduces: Iterable[Reduce], ready: Iterable[int]) -> list[int]:
     """Bytes at each position, gathered and packed buffers aside: those are the plan's business."""
     reduces = list(reduces)
     packed = [node for reduce in reduces for node in reduce.gradients]
-    shards = [
-        (ready, size_of((reduce.wait + reduce.end)[-1])) for reduce, (_, ready) in zip(reduces, writes, strict=True)
-    ]
-    return live_bytes(graph, {node: index for index, node in enumerate(computing)}, packed, shards)
+    results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces]
+    place = {node: index for index, node in enumerate(computing)}
+    return live_bytes(graph, place, packed, zip(ready, results, strict=True))
 
 
 def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None) -> UnitCost:
@@ -275,9 +294,16 @@ def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs 
         gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
+        keep=_keep(gather.start[-1]) if gather else False,
     )
 
 
 def _allocates(node: fx.Node) -> bool:
     """Whether a node on the way to a gather, a cast or a first stage, has memory of its own."""
     return node.target is not WAIT and not is_view(node)
+
+
+def _keep(gather: fx.Node) -> bool | None:
+    """Whether a gathered buffer stays for backward; None: to be decided."""
+    reshards = _tag(gather).reshard
+    return None if reshards is None else not reshards

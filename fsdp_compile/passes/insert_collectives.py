@@ -38,7 +38,7 @@ def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 Emit = Callable[..., fx.Node]
-_Unit = tuple[int, str, bool]  # number, path, reshard: what a tag says beside its kind
+_Unit = tuple[int, str, bool | None]  # number, path, reshard: what a tag says beside its kind
 
 
 def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:

@@ -11,7 +11,7 @@ from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import AGREE, HAND_OVER, MARK, PACK_GRADS, WAIT_GATHER
 from fsdp_compile.passes.choose import choose, timed
-from fsdp_compile.passes.from_graph import Reading, is_product, read
+from fsdp_compile.passes.from_graph import Reading, is_product, read, with_preparation
 from fsdp_compile.passes.marks import mark_tasks
 from fsdp_compile.passes.plan import Plan, PlanError, Step
 from fsdp_compile.passes.pricing import costs_of
@@ -40,9 +40,7 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
 def _place_hand_overs(graph: fx.Graph) -> None:
     """What the eager runtime takes over is packed and handed over right after the last gradient."""
     for hand_over in tagged(graph, "hand_over"):
-        moved = [hand_over]
-        while (tag := get_tag(sent := moved[0].args[0])) is not None and tag.kind in ("pack", "scale"):  # type: ignore[arg-type]  # fx arguments are untyped
-            moved.insert(0, sent)  # type: ignore[arg-type]  # likewise
+        moved = with_preparation(hand_over)
         last = max(moved[0].all_input_nodes)
         if last.op != "placeholder":
             for node in reversed(moved):

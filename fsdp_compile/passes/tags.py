@@ -25,13 +25,13 @@ class Tag:
             wait_reduce, mean (of the rows that an exchange brought).
         unit: number of the unit in order of its first gather in the traced forward.
         path: where the unit's module is in the model, for people.
-        reshard: whether the unit's gathered buffer is freed between forward and backward.
+        reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
     """
 
     kind: Kind
     unit: int
     path: str
-    reshard: bool
+    reshard: bool | None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path or 'root'}"

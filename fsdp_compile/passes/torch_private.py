@@ -4,7 +4,7 @@ from typing import Any
 
 import sympy
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
@@ -25,6 +25,11 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
 
 
+def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
+    """Begin to all-gather `shard` into `full`; the public function spends as long again before it comes here."""
+    return group._allgather_base(full, shard)
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The store of `group` alone: its keys are seen by no other group."""
     return _get_process_group_store(group)
@@ -39,6 +44,11 @@ def direction() -> str:
 def is_caller_owned(placeholder: fx.Node) -> bool:
     """Whether an input of a graph is one of the model's too: in backward AOTAutograd names all others otherwise."""
     return direction() != "backward" or placeholder.name.startswith("primals_")
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is the gradient of an output: what backward begins with."""
+    return node.op == "placeholder" and node.name.startswith("tangents_")  # as AOTAutograd names them
 
 
 def size_hint(size: Any) -> int:
