@@ -10,7 +10,6 @@ Parameters of one dtype, device and `requires_grad` form a flat parameter: froze
 """
 
 import copy
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_compile.flat_param import FlatParam, NamedParams
+from fsdp_compile.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
+from fsdp_compile.places import Places
 from fsdp_compile.stages import Stage, shard_number
 from fsdp_compile.switches import Switches
 
 T = TypeVar("T")
 Delivery = Literal["reduce", "reduce with kept", "hand over"]
-Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class Stamp(NamedTuple):
@@ -66,7 +65,7 @@ class Unit:
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
-        places: for each parameter the registries of modules, with its names there, that hold it.
+        places: which modules hold the parameters.
         may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
         kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
         accumulates: whether no_sync was ever in force.
@@ -101,7 +100,7 @@ class Unit:
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
         number = shard_number(self.stages) if shards > 1 else 0
-        self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in _by_kind(params))
+        self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.views: list[Tensor] | None = None
@@ -116,8 +115,7 @@ class Unit:
         self.switches = Switches.from_environment()
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
-        self.places: list[list[Place]] = [[] for _ in self.params]
-        self.note_places()
+        self.places = Places(len(self.params))
         self.note_dtypes()
         self.mark()
 
@@ -247,30 +245,14 @@ class Unit:
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
-    def add_place(self, index: int, registry: dict[str, nn.Parameter | None], name: str) -> None:
-        """Note that `registry`, a module's `_parameters`, holds parameter `index` under `name`."""
-        self.places[index].append((registry, name))
-        self.note_places()
-
     def stamp(self) -> Stamp:
         """To compare with a later one: whether the parameters have changed in between."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.ties)]
         return Stamp([param._version for param in self.params], shards)
 
-    def note_places(self) -> None:
-        """See what modules hold now; it counts as known."""
-        flattened = [place for places in self.places for place in places]
-        self._registries = [registry for registry, _ in flattened]
-        self._names_there = [name for _, name in flattened]
-        self._held = [registry.get(name) for registry, name in flattened]
-
     def is_current(self) -> bool:
-        """Whether modules hold the parameters that the unit knows, and these lie where it put them.
-
-        Asked at every eager forward: what is done for each parameter runs in C, at its price in eager/writeback.py.
-        """
-        found = map(dict.get, self._registries, self._names_there)
-        return all(map(operator.is_, found, self._held)) and all(flat.is_current() for flat in self.flats)
+        """Whether modules hold the parameters that the unit knows, and these lie where it put them."""
+        return self.places.hold_what_is_known() and all(flat.is_current() for flat in self.flats)
 
     def replace(self, params: dict[int, nn.Parameter]) -> None:
         """Let other parameter objects, by index, take the places of those that the unit knows."""
@@ -279,7 +261,7 @@ class Unit:
             self.params[index] = param
         for flat, known in self.by_flat(self.params):
             flat.params = list(known)
-        self.note_places()
+        self.places.note()
         self.mark()
 
     def note_dtypes(self) -> None:
@@ -311,7 +293,7 @@ class Unit:
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
         twin.syncs = True  # nothing would ever end, for the twin, the no_sync that it was made in
         twin.places = copy.deepcopy(self.places, memo)
-        twin.note_places()
+        twin.places.note()
         twin.mark()
         return twin
 
@@ -320,14 +302,6 @@ class Unit:
         padding = sum(flat.layout.padding_numel for flat in self.flats)  # E-FLAT-20
         sizes += f" ({padding} of them padding)" if padding else ""
         return f"Unit({len(self.params)} parameters, {sizes}, rank {self.rank} of {self.flats[0].layout.world_size})"
-
-
-def _by_kind(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype, device and `requires_grad` together, in order of first appearance."""
-    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in params:
-        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-    return list(kinds.values())
 
 
 def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
