@@ -3,8 +3,9 @@
 Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no
 more memory. That is exact, until more than `width` states are left.
 
-Two choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
-can as well be issued later. A reduce that is done can as well be waited for.
+Three choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
+can as well be issued later. A reduce that is done can as well be waited for. One that is not need not be waited for
+until its memory is needed, unless an all-reduce over replicas follows.
 """
 
 from collections.abc import Iterator
@@ -176,7 +177,7 @@ class _Search:
         return not (self.bounded or self.hybrid or self.merge > 1) and state.link <= state.now
 
     def _launches(self, state: _State, index: int) -> Iterator[_State]:
-        if state.pending and (self.bounded or self.hybrid):
+        if state.pending and self.hybrid:
             yield self._wait_oldest(state, index)
         needed = self._lacks(state, index)
         if not needed and self._is_queued_past(state, index):
@@ -188,10 +189,22 @@ class _Search:
         for stop in range(state.gathers + 1, min(state.gathers + self.merge, len(self.gathers)) + 1):
             if self.gathers[stop - 1].first >= self.workload.backward > index:
                 break
-            launched = self._gather(state, index, stop)
-            if launched.live + self.between[index] > self.budget:
+            size = sum(launch.bytes for launch in self.gathers[state.gathers : stop])
+            roomy = self._make_room(state, index, size + self.between[index])
+            if roomy is None:
                 break
-            yield launched
+            yield self._gather(roomy, index, stop)
+
+    def _make_room(self, state: _State, index: int, size: int) -> _State | None:
+        """`state` after as few waits for reduces as leave `size` bytes beside what lives; None if none are enough."""
+        while state.live + size > self.budget:
+            if not state.pending:
+                return None
+            state = self._wait_oldest(state, index)
+        return state
+
+    def _room_for_task(self, state: _State, index: int) -> _State | None:
+        return self._make_room(state, index, self.allocates.get(index, 0) + self.tasks[index].memory)
 
     def _lacks(self, state: _State, index: int) -> bool:
         """Whether task `index` reads what is not gathered yet."""
@@ -199,7 +212,10 @@ class _Search:
 
     def _is_queued_past(self, state: _State, index: int) -> bool:
         """Whether the link is busy beyond task `index`: what is launched now could as well be launched after it."""
-        return index < len(self.tasks) and state.link > state.now and state.link >= self._end_of(state, index)
+        if index == len(self.tasks) or state.link <= state.now:
+            return False
+        roomy = self._room_for_task(state, index)
+        return roomy is not None and state.link >= self._end_of(roomy, index)
 
     def _gather(self, state: _State, index: int, stop: int) -> _State:
         gathers, reduces, now, link, replicas, arriving, pending, live, peak, steps = state
@@ -234,9 +250,10 @@ class _Search:
 
     def _after(self, index: int, states: list[_State]) -> Iterator[_State]:
         for state in self._before(index, states):
-            if not self._lacks(state, index):
-                after = self._compute(state, index)
-                if after.peak <= self.budget and self._bound(after, index + 1) <= self.beat:
+            roomy = None if self._lacks(state, index) else self._room_for_task(state, index)
+            if roomy is not None:
+                after = self._compute(roomy, index)
+                if self._bound(after, index + 1) <= self.beat:
                     yield after
 
     def _arrivals(self, state: _State, index: int) -> list[_Sent]:
