@@ -58,7 +58,9 @@ def workload(shape: Shape, batch: int, world: int, link: Link, device: Device, k
     inside = [0, *[_activations(shape, tokens)] * shape.layers, 6 * tokens * shape.vocab]  # logits in bf16 and fp32
     tasks, last = [], len(units) - 1
     for number, unit in enumerate(units):
-        tasks.append(Task(f"{unit.name} forward", times[number][0], states + saved * number + inside[number], (number,)))
+        tasks.append(
+            Task(f"{unit.name} forward", times[number][0], states + saved * number + inside[number], (number,))
+        )
     for number in range(last, -1, -1):
         live = states + saved * number + inside[number]
         reads = (number,) if number else ()  # the gradient of an embedding does not read it

@@ -25,8 +25,8 @@ def fsdp2(workload: Workload) -> Plan:
 
     By torch 2.13, _fully_shard/_fsdp_param_group.py:
 
-    - forward: `wait_for_unshard` lets the all-gather stream wait for the copy-out of the unit *before*, so the gather of
-      unit i + 2 may start when unit i starts to compute;
+    - forward: `wait_for_unshard` lets the all-gather stream wait for the copy-out of the unit *before*, so the gather
+      of unit i + 2 may start when unit i starts to compute;
     - backward: `pre_backward` waits for unit i, then `_backward_prefetch` gathers i - 1;
     - `post_backward` waits for the reduce-scatter before it issues its own (`reduce_scatter_max_input_buffers` is 1).
 
@@ -61,7 +61,10 @@ def _gathers(
         order = 4 * number
         yield (first, 2, order), _step(workload, "wait", unit)
         if number + ahead < len(gathers):
-            yield (first, 2, order - 1 if before_wait else order + 1), _step(workload, "gather", gathers[number + ahead][0])
+            yield (
+                (first, 2, order - 1 if before_wait else order + 1),
+                _step(workload, "gather", gathers[number + ahead][0]),
+            )
 
 
 def _reduces(workload: Workload, in_flight: int) -> Iterator[tuple[_Place, Step]]:

@@ -7,7 +7,7 @@ launch together.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from statistics import median
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
@@ -17,9 +17,10 @@ from fsdp_compile.passes.search import Found, search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
 
+MANY = 64  # units beyond which less is tried, to plan within a second
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
 SLACK = 2.0  # of many units, how much earlier than they have to be gathers are launched: see search
-_ROOMS = (None, 5, 3, 2, 1.5, 1, 0.5, 0.25, 0)  # buffers of units beside what a plan needs at least
+_ROOMS = (6, 4, 3, 2, 1.5, 1, 0.5, 0.25, 0)  # buffers of units beside what a plan needs at least
 _MERGES = (0.0, 2.0, 8.0, 32.0)  # of many units: neighbours are launched together up to so many latencies of transfer
 
 
@@ -121,21 +122,33 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
 
     For each choice of what to keep, plans are searched for within what that needs at least, and somewhat more.
     """
-    width = width or max(2, 1000 // len(workload.tasks))
+    width = width or max(2, 800 // len(workload.tasks))
     best = lean(workload)
-    typical = median(unit.gathered for unit in workload.units)
-    together = _together(workload)
+    merges = sorted({_together(workload), 0.0}, reverse=True)
     for kept in _last_ones(workload):
-        least = smallest_budget(workload, kept)
-        for room in _ROOMS:
-            limit = None if room is None else least + int(room * typical)
-            fits = budget is None or (least if limit is None else limit) <= budget
-            if fits and lower_bound(workload, kept) < best.seconds:
-                found = search(workload, kept, limit, together=together, width=width, merge=merge, slack=SLACK, beat=best.seconds)
-                found = found and _compacted(workload, found)
-                if found and (budget is None or found.peak <= budget):
-                    best = min(best, found, key=lambda each: (each.seconds, each.peak))
+        if lower_bound(workload, kept) >= best.seconds:
+            continue
+        for limit, together in product(_limits(workload, kept, budget), merges):
+            found = search(
+                workload, kept, limit,
+                merge=merge, together=together, width=width, beat=best.seconds, slack=SLACK,
+            )  # fmt: skip
+            found = found and _compacted(workload, found)
+            if found and (budget is None or found.peak <= budget):
+                best = min(best, found, key=lambda each: (each.seconds, each.peak))
     return [best]
+
+
+def _limits(workload: Workload, kept: frozenset[int], budget: int | None) -> Iterator[int | None]:
+    """Within what memory to search: what keeping `kept` needs, and room for some more buffers, up to the budget."""
+    least = smallest_budget(workload, kept)
+    typical = median(unit.gathered for unit in workload.units)
+    if budget is None or least <= budget:
+        yield None  # launches nothing early without need, and may fit
+    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS[3:]:
+        limit = least + int(room * typical)
+        if budget is None or limit <= budget:
+            yield limit
 
 
 def _together(workload: Workload) -> float:
@@ -150,8 +163,9 @@ def _together(workload: Workload) -> float:
 def _last_ones(workload: Workload) -> Iterator[frozenset[int]]:
     """The last units of forward, which backward reads first: all of them, some, none."""
     by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
-    doubled = [1 << power for power in range(len(by_last_read).bit_length())]
-    for count in (len(by_last_read), *reversed(doubled), 0):
+    step = 1 if len(workload.units) <= MANY else 2
+    counts = [1 << power for power in range(0, len(by_last_read).bit_length(), step)]
+    for count in (len(by_last_read), *reversed(counts), 0):
         yield workload.always_kept | set(by_last_read[:count])
 
 

@@ -9,7 +9,7 @@ until its memory is needed, unless an all-reduce over replicas follows.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import le
@@ -128,9 +128,10 @@ class _Search:
         self.allocates: dict[int, int] = {}
         for unit, first, _ in workload.reduces():
             self.allocates[first] = self.allocates.get(first, 0) + workload.units[unit].packed
-        self.left = [sum(task.seconds for task in self.tasks[k:]) for k in range(len(self.tasks) + 1)]
-        self.unsent = [_tails(self.gathers), _tails(self.reduces)]
-        self.after_gathers, self.after_ready = [0.0], [0.0]  # the least that follows once the link is free; all computed
+        self.left = suffix_sums(task.seconds for task in self.tasks)
+        self.unsent = [suffix_sums(launch.seconds for launch in each) for each in (self.gathers, self.reduces)]
+        # The least that follows, from the first launch that is left: once the link is free; once all has computed.
+        self.after_gathers, self.after_ready = [0.0], [0.0]
         for launch in reversed(self.gathers):
             self.after_gathers.append(launch.seconds + max(self.left[launch.first], self.after_gathers[-1]))
         for launch, tail in zip(reversed(self.reduces), reversed(self.unsent[1][:-1]), strict=True):
@@ -364,8 +365,9 @@ def _units(launches: list[_Launch]) -> tuple[int, ...]:
     return tuple(unit for launch in launches for unit in launch.units)
 
 
-def _tails(launches: list[_Launch]) -> list[float]:
-    return [sum(launch.seconds for launch in launches[at:]) for at in range(len(launches) + 1)]
+def suffix_sums(numbers: Iterable[float]) -> list[float]:
+    """The sum from each number on, and 0 at the end."""
+    return list(accumulate(reversed(list(numbers)), initial=0.0))[::-1]
 
 
 def _gathers(workload: Workload, kept: frozenset[int], together: float) -> list[_Launch]:
