@@ -16,18 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fake"))
 from generated import Program
 
 MOVERS = frozenset(
-    [
-        "aten::copy_",
-        "aten::cat",
-        "aten::clone",
-        "aten::_to_copy",
-        "aten::_foreach_copy_",
-        "aten::split_with_sizes_copy",
-        "aten::_chunk_cat",
-        "fsdp::all_gather_copy_in",
-        "fsdp::split_with_sizes_copy",
-        "fsdp::chunk_cat",
-    ]
+    (
+        *("aten::copy_", "aten::cat", "aten::clone", "aten::_to_copy", "aten::_foreach_copy_", "aten::_chunk_cat"),
+        *("aten::split_with_sizes_copy", "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"),
+    )
 )
 _SIZES = (
     re.compile(r"assert_size_stride\((\w+), \(([\d, ]*)\)"),

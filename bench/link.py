@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 SPIN = 200e-6  # seconds before a deadline from which a wait spins: time.sleep returns late by up to about that much
 BACKEND = "emulated"
 
+untraced: Any = torch.compiler.disable  # a compiled DDP calls these from C++ while Dynamo watches
+
 
 @dataclass
 class Call:
@@ -127,6 +129,7 @@ class LinkWork(dist._Work):
         super().__init__()
         self.call, self.tensors = call, list(result)
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Sleep until it has ended."""
         LINK.wait(self.call)
@@ -144,6 +147,7 @@ class LinkWork(dist._Work):
         """What it has written."""
         return self.tensors
 
+    @untraced
     def get_future(self) -> "Future[list[Tensor]]":
         """Completes at the end of the transfer; DDP waits for it in C++, so what it waits is not seen here."""
         future: Future[list[Tensor]] = Future()
@@ -188,14 +192,17 @@ class EmulatedGroup(dist.ProcessGroup):
 
     # --- collectives, under the names that torch 2.11 and 2.13 call ---------------------------------------------------
 
+    @untraced
     def _allgather_base(self, out: Tensor, shard: Tensor, opts: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([out], [shard])
 
+    @untraced
     def _reduce_scatter_base(self, out: Tensor, full: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_tensor_coalesced([out], [full], opts)
 
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
+    @untraced
     def allgather_into_tensor_coalesced(self, outs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
         """Each of `outs` receives its shard once from every rank."""
 
@@ -205,6 +212,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs)
 
+    @untraced
     def allgather(self, outs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> Any:
         """The same, into a tensor for each rank."""
 
@@ -215,6 +223,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs[0])
 
+    @untraced
     def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
         """Each of `outs` is this rank's part of the sum or mean of equal tensors."""
 
@@ -224,6 +233,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs)
 
+    @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Each of `tensors` becomes the sum, mean or extreme of equal tensors."""
 
@@ -233,10 +243,12 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue("all_reduce", 2 * (self.ranks - 1) * _nbytes(tensors) // self.ranks, move, tensors)
 
+    @untraced
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Equal tensors stay as they are."""
         return self._issue("broadcast", _nbytes(tensors), lambda: None, tensors)
 
+    @untraced
     def barrier(self, opts: Any = None) -> Any:
         """A call of no bytes."""
         return self._issue("barrier", 0, lambda: None, [])
