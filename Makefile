@@ -18,7 +18,7 @@ test: compiler .venv/stamp
 	$(PY) -m mypy
 	$(PY) -m pytest $(TIERS) $(ARGS)
 
-bench: compiler .venv/stamp
+bench: compiler .venv/bench
 	$(PY) -m bench $(ARGS)
 
 size:
@@ -46,6 +46,11 @@ clean:
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	touch $@
+
+# torchtitan for SimpleFSDP, whose files need torch alone: its trainer's dependencies stay out.
+.venv/bench: .venv/stamp
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchtitan
 	touch $@
 
 compiler:

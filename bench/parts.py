@@ -132,7 +132,9 @@ def _at(side: Side, part: Part, ratio: float, found: dict[str, Any]) -> dict[str
         found["compute"] = setting["systems"][ceiling]["backward"]
         found["sent"] = side.running[reference].ask("calls")["summary"]
     elif part.mode == "link":
-        setting["bound"] = bound(side, found)
+        name = "ours_compiled" if "ours_compiled" in side.running else "ours"
+        free = found["settings"][0]["systems"][name]
+        setting["bound"] = least(side.running[name].ask("calls"), free)
     return setting
 
 
@@ -144,21 +146,23 @@ def link_for(ratio: float, compute: float, sent: dict[str, Any]) -> tuple[float,
     return latency, nbytes / (ratio * compute - latency * calls)
 
 
-def bound(side: Side, found: dict[str, Any]) -> dict[str, float]:
-    """What no order of gathers before their use and reduces after it can beat, from our own calls on this link."""
-    name = "ours_compiled" if "ours_compiled" in side.running else "ours"
-    free = found["settings"][0]["systems"][name]
-    seen = side.running[name].ask("calls")
-    took = [(call["kind"], call["end"] - call["begin"], index) for index, call in enumerate(seen["list"])]
-    gathers = [(t, index < seen["calls"]) for kind, t, index in took if kind == "all_gather"]
-    reduces = [t for kind, t, _ in took if kind == "reduce_scatter"]
+def least(seen: dict[str, Any], free: dict[str, float]) -> dict[str, float]:
+    """What no order of gathers before their use and reduces after it can beat.
+
+    Args:
+        seen: a step's calls on the link, and how many of them forward issued (`Worker.calls`).
+        free: seconds of a step, of forward, and of both passes where the link takes no time.
+    """
+    took = [(call["kind"], call["end"] - call["begin"]) for call in seen["list"]]
+    gathers = [(seconds, at < seen["calls"]) for at, (kind, seconds) in enumerate(took) if kind == "all_gather"]
+    reduces = [seconds for kind, seconds in took if kind != "all_gather"]
     first, last = gathers[0][0], reduces[-1]
-    forward = sum(t for t, ahead in gathers if ahead)
-    backward = sum(t for t, ahead in gathers if not ahead) + sum(reduces)
+    forward = sum(seconds for seconds, ahead in gathers if ahead)
+    backward = sum(seconds for seconds, ahead in gathers if not ahead) + sum(reduces)
     computing = free["forward"], free["backward"] - free["forward"]
+    bound = first + max(computing[0], forward - first) + max(computing[1], backward - last) + last
     rest = free["step"] - free["backward"]
-    least = first + max(computing[0], forward - first) + max(computing[1], backward - last) + last
-    return {"step": least + rest, "unavoidable": least - sum(computing), "communication": forward + backward}
+    return {"step": bound + rest, "unavoidable": bound - sum(computing), "communication": forward + backward}
 
 
 def summarise(rounds: list[list[dict[str, float]]]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class Side:
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:
-    """`names`, begun at another one each time, every other time backwards: nobody always follows the same one."""
-    at = index % len(names) if names else 0
+    """`names` begun at another one each time; after each whole turn the other way round: neighbours change places."""
+    turns, at = divmod(index, len(names) or 1)
     turned = [*names[at:], *names[:at]]
-    return turned[::-1] if index % 2 else turned
+    return turned[::-1] if turns % 2 else turned
