@@ -37,7 +37,7 @@ class Call:
     """One collective on the link; times in seconds of `LINK.clock()`.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, broadcast or barrier.
+        kind: all_gather, reduce_scatter, all_reduce, broadcast, scatter or barrier.
         group: the process group's name: one for each mesh axis.
         nbytes: bytes that this rank sends, by the ring algorithm; as many are received.
         issued: when it was called; `begin` to `end`: when it has the link.
@@ -247,6 +247,16 @@ class EmulatedGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Equal tensors stay as they are."""
         return self._issue("broadcast", _nbytes(tensors), lambda: None, tensors)
+
+    @untraced
+    def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any = None) -> Any:
+        """This rank's part of its own tensors."""
+
+        def move() -> None:
+            for out, given in zip(outs, parts, strict=True):
+                out.copy_(given[0])
+
+        return self._issue("scatter", (self.ranks - 1) * _nbytes(outs), move, outs)
 
     @untraced
     def barrier(self, opts: Any = None) -> Any:
