@@ -8,5 +8,6 @@ rounds.py           processes side by side, which take turns
 copies.py           bytes that are copied; memory.py: bytes that are alive
 parts.py            what is measured, and the bound on it
 report.py           JSON, tables, traces; pictures.py: pictures
-host_overhead.py    where host time goes: ours beside the unsharded model
+host_overhead.py    where host time goes: ours beside the unsharded model; compile_time.py, regional.py: what compiling takes
+llama.py, rules.py  plans beside fixed rules, simulated
 """

@@ -13,11 +13,13 @@ import sys
 
 from bench import parts, pictures, report
 
+ALONE = ("host_overhead", "compile_time", "regional")  # files of their own, about ours and the unsharded model
+
 
 def main() -> None:
     """Measure and report."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("names", nargs="*", help="parts, or `report`, or `host_overhead`")
+    arguments.add_argument("names", nargs="*", help=f"parts, `report`, {', '.join(ALONE)}")
     arguments.add_argument("--list", action="store_true", help="name all parts")
     arguments.add_argument("--rounds", type=int, help="rounds of each setting")
     arguments.add_argument("--systems", nargs="+", help="only these systems")
@@ -26,14 +28,14 @@ def main() -> None:
     if args.list:
         print("\n".join(f"{name:12} {part.about}" for name, part in parts.PARTS.items()))
         return
-    names = args.names or [*(name for name in parts.ON_THE_CPU), "cuda_link", "nccl", "report"]
-    if unknown := set(names) - {*parts.PARTS, "report", "host_overhead"}:
+    names = args.names or [*parts.ON_THE_CPU, "cuda_link", "nccl", "report"]
+    if unknown := set(names) - {*parts.PARTS, *ALONE, "report"}:
         sys.exit(f"bench: error: expected parts named by --list, found {', '.join(sorted(unknown))}")
     for name in names:
         if name == "report":
             write_report()
-        elif name == "host_overhead":
-            subprocess.run([sys.executable, "-m", "bench.host_overhead"], check=True)
+        elif name in ALONE:
+            subprocess.run([sys.executable, "-m", f"bench.{name}"], check=True)
         elif reason := parts.runnable(parts.PARTS[name]):
             print(f"{name}: left out, {reason}", file=sys.stderr)
         else:

@@ -11,6 +11,7 @@ from torch import fx
 
 from fsdp_compile.collectives import ALL_TO_ALL, GROUP_ARGUMENT, REDUCE_SCATTER, WAIT, copies
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.direct import wait_directly
 from fsdp_compile.passes.tags import get_tag, set_tag, tagged
 
 aten = torch.ops.aten
@@ -42,3 +43,4 @@ def _exchange(graph: fx.Graph, reduce: fx.Node) -> None:
     rows.meta = {"val": received.view(ranks, part)}
     reduce.target, reduce.args = ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)  # type: ignore[operator]  # likewise
     reduce.meta["val"] = wait.meta["val"] = received
+    wait_directly(reduce)
