@@ -9,5 +9,4 @@ copies.py           bytes that are copied; memory.py: bytes that are alive
 parts.py            what is measured, and the bound on it
 report.py           JSON, tables, traces; pictures.py: pictures
 host_overhead.py    where host time goes: ours beside the unsharded model; compile_time.py, regional.py: what compiling takes
-llama.py, rules.py  plans beside fixed rules, simulated
 """
