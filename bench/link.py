@@ -210,7 +210,7 @@ class EmulatedGroup(dist.ProcessGroup):
             for out, shard in zip(outs, shards, strict=True):
                 out.view(self.ranks, -1).copy_(shard.reshape(1, -1).expand(self.ranks, -1))
 
-        return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs)
+        return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs, shards)
 
     @untraced
     def allgather(self, outs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> Any:
@@ -231,7 +231,7 @@ class EmulatedGroup(dist.ProcessGroup):
             for out, full in zip(outs, fulls, strict=True):
                 torch.mul(full.reshape(-1)[: out.numel()], self._factor(opts), out=out.view(-1))
 
-        return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs)
+        return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs, fulls)
 
     @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -267,11 +267,13 @@ class EmulatedGroup(dist.ProcessGroup):
         """What a reduction multiplies by when all ranks have the same."""
         return self.ranks if opts is None or opts.reduceOp == dist.ReduceOp.SUM else 1
 
-    def _issue(self, kind: str, nbytes: int, move: Callable[[], None], result: Sequence[Tensor]) -> Any:
+    def _issue(
+        self, kind: str, nbytes: int, move: Callable[[], None], result: Sequence[Tensor], read: Sequence[Tensor] = ()
+    ) -> Any:
         if result and result[0].is_cuda:
             from bench.link_cuda import issue
 
-            return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, result))
+            return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, [*result, *read]))
         begin = time.perf_counter()
         with torch.no_grad(), _disable_current_modes():  # who counts copies must not count these
             move()

@@ -98,7 +98,9 @@ def run(name: str, part: Part) -> dict[str, Any]:
     settings = (0.0, *part.ratios) if part.mode == "link" and part.rounds else (0.0,)
     with Side(name, specs, len(settings) * part.rounds + len(part.looks)) as side:
         found: dict[str, Any] = {"about": part.about, "model": part.model, "mode": part.mode, "world": part.world}
-        found.update(bf16=part.bf16, first=side.first, failed=side.failed, per_step=_units(part), settings=[])
+        found.update(
+            device=part.device, bf16=part.bf16, first=side.first, failed=side.failed, per_step=_units(part), settings=[]
+        )
         if part.rounds:
             side.ask("train", steps=2)
         for ratio in settings if part.rounds else ():
