@@ -1,21 +1,19 @@
 """The benchmark's emulated link on a GPU: a stream that is busy for the modelled time, beside computing."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from bench.link import LINK, start
+from bench.link import LINK, EmulatedGroup
 from bench.link_cuda import settle
 
 
 @pytest.fixture
-def link() -> Iterator[Any]:
-    group = start(8, latency=1e-3, bandwidth=1e9)
-    yield group
-    dist.destroy_process_group()
+def link() -> Any:
+    """A group of 8 beside the default one, which it knows nothing of."""
+    LINK.configure(latency=1e-3, bandwidth=1e9)
+    return EmulatedGroup(0, 8)
 
 
 def seconds(run: Any) -> float:
