@@ -67,7 +67,9 @@ def moved_in(code: str) -> int:
     def elements(*names: str) -> int:
         return min((sizes[name] for name in names if name in sizes), default=0)
 
-    return sum(4 * elements(move.source, move.target) for move in program.parameter_moves())
+    moved = sum(elements(move.source, move.target) for move in program.parameter_moves())
+    bucketed = [step for step in program.steps if "_pre_bucket" in step.function]  # torch's: all that they are given
+    return 4 * (moved + sum(elements(name) for step in bucketed for name in step.names))
 
 
 def element_counts(code: str) -> dict[str, int]:

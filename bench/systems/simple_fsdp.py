@@ -11,9 +11,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch._inductor.utils import get_gpu_dram_gbps
 
 from bench.systems import Prepared, Setup
 
@@ -36,6 +38,17 @@ def open_package(name: str) -> None:
     sys.modules.setdefault(name, bare)
 
 
+def answer_for_bandwidth() -> None:
+    """Let the manual pass start without a GPU: it asks for the memory's bandwidth, by way of Triton, and uses it not.
+
+    Torch remembers the answer, so the stand-in for Triton is there for one call only.
+    """
+    testing: Any = ModuleType("triton.testing")
+    testing.get_dram_gbps = lambda: 100.0
+    with mock.patch.dict(sys.modules, {"triton": ModuleType("triton"), "triton.testing": testing}):
+        get_gpu_dram_gbps()
+
+
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     open_package("torchtitan")
     from torchtitan.experiments.simple_fsdp.backend import get_compile_backend_with_passes
@@ -48,6 +61,8 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     for name, parameter in sharded.named_parameters():  # it makes all of them trainable
         parameter.requires_grad_(name in trained)
     torch._inductor.config.reorder_for_peak_memory = False
+    if setup.device.type != "cuda":
+        answer_for_bandwidth()
     config: Any = Compile(graph_passes=setup.option or ("auto_bucketing" if setup.device.type == "cuda" else BUCKETS))
     config.backend, config.enable = "inductor", True
     first, last = setup.ends
