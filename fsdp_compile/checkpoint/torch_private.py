@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = ["asks_only", "make_spec", "new_dtensor", "run_plainly", "strides_of"]
 
-_ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "ndimension", "is_floating_point"}
+_ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndimension", "is_floating_point"}
 _ASKS |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
 _COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes that are more than a question
 
