@@ -13,7 +13,7 @@ import sys
 
 from bench import parts, pictures, report
 
-ALONE = ("host_overhead", "compile_time", "regional", "planner")  # files of their own, about ours and the unsharded model
+ALONE = ("host_overhead", "compile_time", "regional", "planner", "checkpoint")  # files of their own
 
 
 def main() -> None:
