@@ -1,19 +1,18 @@
 """`save` and `load`: a dict of states, one folder of checkpoints."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from fsdp_compile.checkpoint.agree import first_decides
 from fsdp_compile.checkpoint.directory import at_step, newest, published, step_of
 from fsdp_compile.checkpoint.manifest import CheckpointError, Manifest
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
-
-T = TypeVar("T")
 
 
 def save(
@@ -74,7 +73,7 @@ def load(
         CheckpointError: on all ranks, if a file is missing or was truncated or altered; the message names the file and
             the tensor. Or if `state` asks for what the checkpoint does not have. What was read before it stays.
     """
-    path, manifest = _agreed(lambda: _find(root, step), process_group)
+    path, manifest = first_decides(lambda: _find(root, step), process_group)  # all ranks load the same
     with _errors_of_ranks(f"loading {path}"):
         dcp.load(state, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
     return manifest.step
@@ -87,22 +86,6 @@ def _find(root: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifes
         what = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
         raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}")
     return found
-
-
-def _agreed(choose: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `choose` returns or raises on the first rank, for all ranks: they must not load different checkpoints."""
-    if not dist.is_initialized():
-        return choose()
-    told: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            told[0] = choose()
-        except Exception as error:
-            told[0] = error
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    return told[0]
 
 
 @contextmanager
