@@ -1,5 +1,8 @@
-"""Checkpoints: folders that are complete or invisible, and what can be read from and written to them.
+"""State on disk: original names and shapes, from and into shards, without gathering; folders complete or invisible.
 
+Values in sharded state dicts
+    boxes.py               a rank's run of a flattened parameter as boxes of the n-D parameter; integers only
+    sharded.py             the value, which torch.distributed.checkpoint writes and reads by itself
 A folder of checkpoints
     directory.py           names in it: newest, published, removed
     manifest.py            sizes and checksums of what a checkpoint holds

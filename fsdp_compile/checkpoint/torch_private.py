@@ -1,5 +1,43 @@
 """Private torch names that checkpoints need. Checked on torch 2.11 and 2.13."""
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from typing import Any
 
-__all__ = ["StorageInfo"]
+import torch
+from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = ["StorageInfo", "asks_only", "make_spec", "new_dtensor", "run_plainly", "strides_of"]
+
+_ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "ndimension", "is_floating_point"}
+_ASKS |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
+_COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes that are more than a question
+
+
+def make_spec(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
+    """What a DTensor of `shape` and `dtype` that claims to be replicated over `mesh`, 1-D, says of itself."""
+    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(torch.Size(shape), strides_of(shape), dtype))
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return make_contiguous_strides_for(shape)
+
+
+def asks_only(function: Any) -> bool:
+    """Whether a tensor function only asks for the shape and the like."""
+    name = getattr(function, "__name__", "")
+    return name in _ASKS or (name == "__get__" and function.__self__.__name__ not in _COMPUTED)
+
+
+def run_plainly(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """What a tensor function does if nobody overrides it."""
+    return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+
+
+def new_dtensor(kind: type, local: Tensor, spec: DTensorSpec) -> Any:
+    """A DTensor of the subclass `kind`."""
+    return DTensor.__new__(kind, local, spec, requires_grad=False)
