@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from fsdp_compile.checkpoint import safetensors_file
 from fsdp_compile.checkpoint.agree import all_succeed, first_decides, is_first
 from fsdp_compile.checkpoint.safetensors_file import Place, Plan, Spec, Writer
-from fsdp_compile.eager.state import check_idle
-from fsdp_compile.module import units_below
-from fsdp_compile.unit import unit_of
+from fsdp_compile.unit import Unit, unit_of
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -55,9 +53,9 @@ def save_safetensors(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part.
-        ValueError: a forward, backward or `summon_full_params` is under way; or a dtype is none that safetensors has.
+        ValueError: parameters are summoned; or a dtype is none that safetensors has.
     """
-    check_idle(units_below(model), "save_safetensors")
+    _sharded_units(model, "save_safetensors")
     held = list(_held(model, process_group))
     tied = {name: each.spec.name for each in held for name in each.names[1:]}
     groups = safetensors_file.fill_up([each.spec for each in held], max_shard_size)
@@ -97,10 +95,9 @@ def load_safetensors(
         FileNotFoundError: there are no such files.
         CheckpointError: on all ranks, if a file is damaged or truncated. Or if names or shapes differ: then nothing was
             changed.
-        ValueError: a forward, backward or `summon_full_params` is under way.
+        ValueError: parameters are summoned.
     """
-    units = units_below(model)
-    check_idle(units, "load_safetensors")
+    units = _sharded_units(model, "load_safetensors")
     places = first_decides(lambda: safetensors_file.find(Path(folder)), process_group)
     held = list(_held(model, process_group))
     all_succeed(lambda: _check(places, held, strict), f"loading {folder}", process_group)
@@ -134,6 +131,14 @@ def _read(places: dict[str, Place], held: list[Held]) -> None:
                 if not each.tensor.is_contiguous():  # the part is a copy
                     each.tensor.detach().copy_(each.part.view(each.tensor.shape))
                 torch.autograd.graph.increment_version(each.tensor)
+
+
+def _sharded_units(model: nn.Module, what: str) -> list[Unit]:
+    units = list(dict.fromkeys(found[0] for param in model.parameters() if (found := unit_of(param))))
+    for unit in units:
+        if unit.summoned is not None:
+            raise ValueError(f"{what}: expected sharded parameters, found {unit} summoned; leave summon_full_params")
+    return units
 
 
 def _held(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Held]:
