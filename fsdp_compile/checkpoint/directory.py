@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from fsdp_compile.caller import warn_caller
+from fsdp_compile.checkpoint.manifest import NAME as MANIFEST
 from fsdp_compile.checkpoint.manifest import CheckpointError, Manifest
 
 _PUBLISHED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -52,6 +53,8 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 def newest(root: str | os.PathLike[str]) -> tuple[Path, Manifest] | None:
     """What `latest` finds, with its manifest."""
+    if (Path(root) / MANIFEST).is_file():  # a checkpoint itself
+        return Path(root), Manifest.read(Path(root))
     for path in reversed(published(root)):
         try:
             return path, Manifest.read(path)

@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Every file of a checkpoint with the pieces that fill it, and the step at which it was saved."""
+    """Every file of a checkpoint with the pieces that fill it, and the step at which it was saved, if there is one."""
 
-    step: int
+    step: int | None
     files: dict[str, list[Piece]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:

@@ -227,10 +227,8 @@ class Writer:
             self._files[place.file] = os.open(hidden(place.file), os.O_WRONLY)
         at = place.start + first * place.spec.dtype.itemsize
         for part in _parts(values, place.spec.dtype):
-            left = memory_of(part)
-            while left:
-                written = os.pwrite(self._files[place.file], left, at)
-                left, at = left[written:], at + written
+            write_fully(self._files[place.file], memory_of(part), at)
+            at += part.nbytes
 
     def close(self) -> None:
         """Wait until all is on the disk."""
@@ -238,6 +236,13 @@ class Writer:
             os.fsync(file)
             os.close(file)
         self._files.clear()
+
+
+def write_fully(file: int, content: memoryview, at: int) -> None:
+    """Write all of `content` at byte `at` of an open file."""
+    while content:
+        written = os.pwrite(file, content, at)
+        content, at = content[written:], at + written
 
 
 def _parts(values: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:

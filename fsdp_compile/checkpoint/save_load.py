@@ -61,12 +61,12 @@ def load(
 
     Args:
         state: nested like the one that was saved.
-        root: the folder that was given to `save`.
+        root: the folder that was given to `save`; or one checkpoint, such as `fsdp-compile checkpoint convert` writes.
         step: which checkpoint; None: the newest whose files are all there.
         process_group: the ranks that call it; default all.
 
     Returns:
-        The step of the checkpoint.
+        The step of the checkpoint; 0 if it was converted from something that has none.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -76,7 +76,7 @@ def load(
     path, manifest = first_decides(lambda: _find(root, step), process_group)  # all ranks load the same
     with _errors_of_ranks(f"loading {path}"):
         dcp.load(state, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
-    return manifest.step
+    return manifest.step or 0
 
 
 def _find(root: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest]:

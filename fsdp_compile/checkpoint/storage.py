@@ -15,7 +15,7 @@ at a time is in memory beside the tensors themselves, and none of those that are
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,8 +23,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -89,17 +89,18 @@ class DirectoryWriter(FileSystemWriter):
             FileNotFoundError: this rank does not see the folder that rank 0 made.
         """
         done: Future[list[WriteResult]] = Future()
-        done.set_result(write_items(plan.storage_data, plan.items, planner) if plan.items else [])
+        if not plan.items:
+            done.set_result([])
+            return done
+        with ItemFile(plan.storage_data) as file:
+            done.set_result([file.write(item.index, planner.resolve_data(item)) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all have written: metadata, manifest, then the name under which it is seen."""
         assert self._aside is not None, "finish: expected prepare_global_plan before"
         self.path = self._aside.path
-        super().finish(metadata, [[replace(r, storage_data=r.storage_data.info) for r in rank] for rank in results])
-        pieces = [_piece(result) for rank in results for result in rank]
-        files = pieces_by_file([*pieces, (METADATA, checksum(self.path / METADATA))])
-        Manifest(self.step, files).write(self.path)
+        describe(self.path, self.step, metadata, results, super().finish)
         self.path = publish(self._aside, self.root, self.step)
         self._aside = None
         if self.keep is not None:
@@ -112,25 +113,39 @@ class DirectoryWriter(FileSystemWriter):
             self._aside = None
 
 
-def write_items(place: Place, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Write `items` one after the other into a new file, and wait until it is on the disk."""
-    results = []
-    with open(Path(place.folder, place.file), "xb") as file:
-        for item in items:
-            stream, start = _Checksummed(file), file.tell()
-            _write(planner.resolve_data(item), stream)
-            size = file.tell() - start
-            results.append(WriteResult(item.index, size, Stored(StorageInfo(place.file, start, size), stream.crc32)))
-        file.flush()
-        os.fsync(file.fileno())
-    return results
+def describe(
+    folder: Path, step: int | None, metadata: Metadata, results: list[list[WriteResult]], write: Callable[..., None]
+) -> None:
+    """Add metadata, by `write`, a `FileSystemWriter.finish`, and manifest to files that are on the disk."""
+    write(metadata, [[replace(result, storage_data=result.storage_data.info) for result in rank] for rank in results])
+    pieces = [_piece(result) for rank in results for result in rank]
+    Manifest(step, pieces_by_file([*pieces, (METADATA, checksum(folder / METADATA))])).write(folder)
 
 
-def _write(data: Tensor | io.BytesIO, stream: "_Checksummed") -> None:
-    if isinstance(data, io.BytesIO):
-        stream.write(data.getbuffer())
-    else:
-        torch.save(_alone(data.detach().cpu().contiguous()), stream)  # type: ignore[arg-type]  # typed for buffers
+class ItemFile:
+    """A new file that items are written into one after the other; at the end of `with` it is on the disk."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __enter__(self) -> "ItemFile":
+        self._file = open(Path(self.place.folder, self.place.file), "xb")
+        return self
+
+    def write(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
+        """Write a tensor or pickled bytes."""
+        stream, start = _Checksummed(self._file), self._file.tell()
+        if isinstance(data, io.BytesIO):
+            stream.write(data.getbuffer())
+        else:
+            torch.save(_alone(data.detach().cpu().contiguous()), stream)  # type: ignore[arg-type]  # for buffers only
+        size = self._file.tell() - start
+        return WriteResult(index, size, Stored(StorageInfo(self.place.file, start, size), stream.crc32))
+
+    def __exit__(self, *_: Any) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _alone(tensor: Tensor) -> Tensor:

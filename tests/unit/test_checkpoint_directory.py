@@ -180,7 +180,7 @@ def test_only_what_is_loaded_is_checked(tmp_path: Path) -> None:
         checkpoint.load(blank(), tmp_path)
 
 
-@pytest.mark.parametrize("call", ["begin", "_write", "checksum", "publish", "prune"])
+@pytest.mark.parametrize("call", ["begin", "_alone", "checksum", "publish", "prune"])
 def test_failing_save(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails in a save, the last checkpoint stays, what was written goes, and the next save succeeds."""
     checkpoint.save(state(1), tmp_path, 1)
