@@ -17,6 +17,8 @@ from fsdp_compile.eager.groups import RESHARDING, GroupArgument, resolve_groups
 from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.eager.materialise import InitFn, materialise
+from fsdp_compile.eager.model_state import KeepsState
+from fsdp_compile.eager.optim_values import look_again
 from fsdp_compile.lookup import add_lookups, add_mixin
 from fsdp_compile.module import FSDPModule, gather_around_compiled, units_below
 from fsdp_compile.passes.inductor import install
@@ -127,6 +129,7 @@ def fully_shard(
     _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
     watch_optimizers()
+    look_again()
     return model
 
 
@@ -223,7 +226,7 @@ def _connect(model: nn.Module, root: Root) -> None:
         managed = {name: at for name, at in found.items() if at}
         known = {lookup.name for lookup in getattr(type(module), "_fsdp_lookups", ())}
         if managed.keys() - known:
-            add_lookups(module, {name: at for name, at in managed.items() if name not in known})
+            add_lookups(module, {name: at for name, at in managed.items() if name not in known}, KeepsState)
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
     for scope in list(_scopes(model)):

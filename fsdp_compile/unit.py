@@ -14,12 +14,14 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.flat_param import FlatParam, NamedParams
 from fsdp_compile.layout import ShardRecord
@@ -69,6 +71,7 @@ class Unit:
         delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
             kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
         switches: what the environment asked for when the unit was made.
+        state_settings: the kind of state dicts (eager/state_types.py), or None.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Unit:
         self.switches = Switches.from_environment()
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
+        self.state_settings: StateDictSettings | None = None
         self.places: list[list[Place]] = [[] for _ in self.params]
         self.note_places()
         self.note_dtypes()
@@ -159,6 +163,11 @@ class Unit:
     def is_sharded(self) -> bool:
         """Whether ranks store different parts of the parameters; False under NO_SHARD."""
         return self.flats[0].layout.world_size > 1
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of `group`, as a 1-D mesh."""
+        return DeviceMesh.from_group(self.group, self.device.type)
 
     @property
     def has_frozen(self) -> bool:
