@@ -8,9 +8,14 @@ A folder of checkpoints
     manifest.py            sizes and checksums of what a checkpoint holds
     storage.py             writer and reader for torch.distributed.checkpoint that use both
     save_load.py           `save` and `load`
+    states.py              models and optimizers as these two take them
 Hugging Face's layout
     safetensors_file.py    files and folders of safetensors, at known bytes
     hugging_face.py        `save_safetensors` and `load_safetensors`
+The command `fsdp-compile checkpoint`
+    sources.py             any format, read one tensor at a time
+    targets.py             any format, written one tensor at a time
+    convert.py             from one to the other
 agree.py           one rank decides, or all succeed
 torch_private.py   the private torch names that this folder needs, and the versions they were checked on
 """

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from fsdp_compile.checkpoint import safetensors_file
 from fsdp_compile.checkpoint.agree import all_succeed, first_decides, is_first
 from fsdp_compile.checkpoint.safetensors_file import Place, Plan, Spec, Writer
+from fsdp_compile.names import clean_name
 from fsdp_compile.unit import Unit, unit_of
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class Held(NamedTuple):
@@ -158,13 +157,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         own |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in own.items():
             if tensor is not None:
-                yield _original(f"{path}.{name}" if path else name), tensor
-
-
-def _original(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+                yield clean_name(f"{path}.{name}" if path else name), tensor
 
 
 def _stored(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[tuple[int, ...], Tensor, int, bool]:

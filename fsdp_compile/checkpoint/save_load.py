@@ -8,10 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_compile.checkpoint.agree import first_decides
 from fsdp_compile.checkpoint.directory import at_step, newest, published, step_of
 from fsdp_compile.checkpoint.manifest import CheckpointError, Manifest
+from fsdp_compile.checkpoint.states import as_states
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
 
 
@@ -29,7 +31,9 @@ def save(
     first. In between nothing that was there is touched. Call it again only after it has returned.
 
     Args:
-        state: tensors, objects with `state_dict()`, and whatever can be pickled, nested in dicts and lists.
+        state: models and their optimizers, sharded or not: each rank writes what it stores, under original names and
+            shapes. Objects with `state_dict()`, tensors, and whatever can be pickled, nested in dicts and lists: one
+            rank writes what all have under one name.
         root: a folder that all ranks share; made if it does not exist.
         step: names the checkpoint; 0 or more.
         keep: how many checkpoints stay, this one included; None: all.
@@ -37,12 +41,12 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part.
-        ValueError: `step` is below 0 or `keep` below 1.
+        ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`.
     """
     writer = DirectoryWriter(root, step, keep)
     try:
         with _errors_of_ranks(f"saving step {step} in {root}"):
-            dcp.save(state, storage_writer=writer, process_group=process_group)
+            dcp.save(as_states(state), storage_writer=writer, process_group=process_group)
     finally:
         writer.abandon()  # after success there is nothing to remove
 
@@ -56,8 +60,8 @@ def load(
 ) -> int:
     """Load into `state`, in place, what a checkpoint in the folder `root` has under the same names; all ranks call it.
 
-    Tensors are filled where they are, objects with `load_state_dict` get theirs, other values are replaced. What the
-    checkpoint has beside these is not read. How many ranks saved it does not matter.
+    Tensors are filled where they are, models, optimizers and objects with `load_state_dict` get theirs, other values
+    are replaced. What the checkpoint has beside these is not read. How many ranks saved it does not matter.
 
     Args:
         state: nested like the one that was saved.
@@ -74,8 +78,10 @@ def load(
             the tensor. Or if `state` asks for what the checkpoint does not have. What was read before it stays.
     """
     path, manifest = first_decides(lambda: _find(root, step), process_group)  # all ranks load the same
+    shown = as_states(state)
     with _errors_of_ranks(f"loading {path}"):
-        dcp.load(state, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
+        dcp.load(shown, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
+    state.update((key, value) for key, value in shown.items() if not isinstance(value, Stateful))
     return manifest.step or 0
 
 
