@@ -82,7 +82,8 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> N
 def assert_known(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     """Every element of parameters and state has its known value, bit for bit, and there is state wherever it is due."""
     for key, value, expected in _values(model, optimizer, seed):
-        assert torch.equal(value, expected), f"{key}: expected {expected}, found {value}"
+        apart = (value != expected).sum()
+        assert torch.equal(value, expected), f"{key}: {apart} of {value.numel()} elements differ"
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:

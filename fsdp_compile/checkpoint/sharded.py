@@ -209,6 +209,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
+    "data_ptr": lambda piece: 0,  # no memory of its own: else torch takes the offset of `local` for an address
     "to": _to,
     "cpu": lambda piece, *_, **__: _to(piece, "cpu"),
     "detach": lambda piece: piece,

@@ -28,7 +28,7 @@ __all__ = [
     "unflatten_state_dict",
 ]
 
-_ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "ndimension", "is_floating_point"}
+_ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndimension", "is_floating_point"}
 _ASKS |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
 _COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes that are more than a question
 

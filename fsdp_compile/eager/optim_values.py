@@ -6,7 +6,7 @@
     others    a Python number, None           as they are
 
 A rank that stores nothing of a parameter has no state for it, yet shows it, without elements: so all ranks have the
-same keys. Both ways share memory with the optimizer, so what a checkpoint is read into is the optimizer's state.
+same keys. Tensors that are cut share memory with the optimizer, both ways: a checkpoint is read into its state.
 
 Optimizers are noticed when they step for the first time; whatever was loaded into one before that is converted then.
 """
@@ -99,7 +99,7 @@ def _piece(found: Managed, param: nn.Parameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, PieceTensor):
         return value
     if value.dim() == 0:
-        return found.number(value)
+        return found.number(value.clone())  # a stager of DCP takes what is 0-d as it is
     if value.shape == param.shape:
         return found.piece(value)
     raise ValueError(

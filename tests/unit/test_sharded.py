@@ -93,7 +93,8 @@ def test_a_box_has_a_storage_of_its_own_size() -> None:
 def test_copies() -> None:
     """`clone`, `deepcopy`, `to`, pickling and DCP's stager give a piece with memory of its own; `to` of what it is
     already, `detach` and `cpu` give itself."""
-    found = piece()
+    shard = torch.arange(20.0)
+    found = PieceTensor(shard[4:8], Cut((3, 5), 0, 4), planning.mesh_seen_by(1, 4))
     stager = StateDictStager()
     buffer = io.BytesIO()
     torch.save(found, buffer)
