@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 from fsdp_compile.flat_param import FlatParam, NamedParams
 from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
+from fsdp_compile.stages import Stage, shard_number
 from fsdp_compile.switches import Switches
 
 T = TypeVar("T")
@@ -52,11 +53,13 @@ class Unit:
         shards: into how many parts flat parameters are split: the size of `group`, or 1 for NO_SHARD.
         reshard_after_forward: whether gathered buffers are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
+        halves: peers and neighbours in `group`, through which gathers go (stages.py): backward asks neighbours only.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
         device: where the unit computes; None: where its parameters are.
 
     Attributes:
+        stages: what gathers go through.
         flats: the flat parameters; parameters are numbered through all of them, in this order.
         views: the full views while a forward or backward of this unit runs, else None.
         fulls: instead of `views`, while a forward that was compiled by itself runs: the flat parameters in full.
@@ -82,6 +85,7 @@ class Unit:
         reshard_after_forward: bool,
         *,
         replicas: dist.ProcessGroup | None = None,
+        halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         precision: MixedPrecision | None = None,
         offload: bool = False,
         device: torch.device | None = None,
@@ -90,12 +94,14 @@ class Unit:
         self.group_size, self.group_name = group.size(), group.group_name
         self.precision = precision or MixedPrecision()
         self.rank = dist.get_rank(group) if shards > 1 else 0
+        self.stages = tuple(map(Stage.of, halves or (group,)))
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
-        self.flats = tuple(FlatParam(kind, shards, self.rank, stored, pin) for kind in _by_kind(params))
+        number = shard_number(self.stages) if shards > 1 else 0
+        self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in _by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.views: list[Tensor] | None = None
@@ -118,13 +124,16 @@ class Unit:
 
     def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
-        where = (flat.layout.text, self.group_name, self.group_size, self.reshard_after_forward)
-        if compute == reduce == flat.shard.dtype and self.replicas is None:
+        first, *then = self.stages
+        where = (flat.layout.text, first.name, first.size, self.reshard_after_forward)
+        if compute == reduce == flat.shard.dtype and self.replicas is None and not then:
             return where
-        replicas = "" if self.replicas is None else self.replicas.group_name
+        replicas, copies = ("", 1) if self.replicas is None else (self.replicas.group_name, self.replicas.size())
         cast = compute if compute != flat.shard.dtype else None
         rest = (replicas, cast, reduce if reduce != compute else None)
-        return (*where, *rest) if self.replicas is None else (*where, *rest, self.replicas.size())
+        if then:
+            return (*where, *rest, copies, then[0].name, then[0].size)
+        return (*where, *rest) if self.replicas is None else (*where, *rest, copies)
 
     @property
     def syncs(self) -> bool:

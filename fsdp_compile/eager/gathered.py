@@ -152,7 +152,7 @@ class Gathered:
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
         if self.may_free and self.unit.reshard_after_forward and not keep:
-            self.free()
+            self.free(keep_parts=True)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Gather again when a gradient reaches an output.
@@ -211,7 +211,7 @@ class Gathered:
         """Free what was gathered ahead for nothing."""
         if self.ahead:
             self.ahead = False
-            self.free()
+            self.free(keep_parts=True)
 
     def gradients_ready(self) -> None:
         """All trained parameters' gradients are there: free before they are packed, if nobody reads the views now.
@@ -271,15 +271,17 @@ class Gathered:
                     f"changed in place in between; run backward before the optimizer's step"
                 )
 
-    def free(self) -> None:
-        """Give the buffers' memory back."""
+    def free(self, keep_parts: bool = False) -> None:
+        """Give the buffers' memory back; if `keep_parts`, but for what a smaller group gathers from again."""
         self.wait()
-        self._free(self.buffers)
+        self._free(self.buffers, keep_parts)
 
-    def _free(self, buffers: Sequence[FullBuffer]) -> None:
+    def _free(self, buffers: Sequence[FullBuffer], keep_parts: bool = False) -> None:
         filled = [buffer for buffer in buffers if not (buffer.is_shard or buffer.is_free)]
         for buffer in filled:
             buffer.free()
+        for buffer in buffers if not keep_parts else ():
+            buffer.part = None
         if filled:
             self.streams.note_free()
 
