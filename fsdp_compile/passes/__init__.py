@@ -8,6 +8,7 @@ pack_grads.py           gradients are written straight into the reduce-scatter's
 reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
 exchange.py             on the CPU, reduce-scatters become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
+direct.py               generated code calls the process group itself: lowering, and what it calls
 agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
 tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
