@@ -5,7 +5,8 @@ that they finished last in one string without a lock, and only the coalesced all
 inside that string: two threads that finish together free its memory twice. Eager code never calls that form.
 
 Inductor keeps the input of an allocating collective alive until its wait, but not that of one with an `out`. Where the
-input is computed in the graph (the shard in a lower precision), our own form of the wait (direct.py) says so.
+input is computed in the graph (the shard in a lower precision, what a first stage brought), our own form of the wait
+(direct.py) says so.
 """
 
 from functools import cache
