@@ -20,7 +20,8 @@ from fsdp_compile.passes.workload import Workload
 MANY = 64  # units beyond which less is tried, to plan within a second
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
 SLACK = 2.0  # of many units, how much earlier than they have to be gathers are launched: see search
-_ROOMS = (6, 4, 3, 2, 1.5, 1, 0.5, 0.25, 0)  # buffers of units beside what a plan needs at least
+_ROOMS = (6, 4, 3, 2.75, 2.5, 2, 1.5, 1, 0.5, 0.25, 0)  # buffers of units beside what a plan needs at least
+_ROOMS_OF_MANY = (3, 2.75, 2, 1.5, 1, 0.5, 0)
 _MERGES = (0.0, 2.0, 8.0, 32.0)  # of many units: neighbours are launched together up to so many latencies of transfer
 
 
@@ -145,7 +146,7 @@ def _limits(workload: Workload, kept: frozenset[int], budget: int | None) -> Ite
     typical = median(unit.gathered for unit in workload.units)
     if budget is None or least <= budget:
         yield None  # launches nothing early without need, and may fit
-    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS[3:]:
+    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS_OF_MANY:
         limit = least + int(room * typical)
         if budget is None or limit <= budget:
             yield limit
