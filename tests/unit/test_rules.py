@@ -24,7 +24,7 @@ def test_rules_are_plans(rule):
 
 
 def test_gathers_alive():
-    """Beside the unit that computes, forward has two gathers under FSDP2's rule and one under the other; backward one."""
+    """Beside the unit that computes, forward has two gathers under FSDP2's rule, one under the other; backward one."""
     step = blocks(6)
     for rule, forward in ((fsdp2, 2), (one_ahead, 1)):
         alive = {"gather": 0, "free": 0}
