@@ -6,7 +6,7 @@ python -m bench eager_peers --quick    runs one, with its own options
 import subprocess
 import sys
 
-MEASUREMENTS = ("host_overhead", "compile_time", "eager_peers", "checkpoint")
+MEASUREMENTS = ("host_overhead", "compile_time", "eager_peers", "regional", "checkpoint")
 
 
 def main() -> None:

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterable, Iterator
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from fsdp_compile.caller import warn_caller
 from fsdp_compile.eager import Root
 from fsdp_compile.eager.accumulate import watch_optimizers
 from fsdp_compile.eager.broadcast import broadcast_states
 from fsdp_compile.eager.devices import given_device, move_from_cpu
-from fsdp_compile.eager.groups import RESHARDING, GroupArgument, resolve_groups
+from fsdp_compile.eager.groups import RESHARDING, GroupArgument, divide, resolve_groups
 from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.eager.materialise import InitFn, materialise
@@ -36,7 +37,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     process_group: GroupArgument | None = None,
     sharding_strategy: ShardingStrategy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     auto_wrap_policy: AutoWrapPolicy = "auto",
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
@@ -68,8 +69,12 @@ def fully_shard(
             keeps them, NO_SHARD copies parameters on every rank and averages gradients. HYBRID_SHARD and
             _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes. A shard group of one rank means
             NO_SHARD.
-        reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. Beside a
-            `sharding_strategy` it may only say what that says. Other values of torch's function are not supported yet.
+        reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. A number n, a
+            divisor of the ranks to shard over: between forward and backward each rank keeps an n-th of the parameters,
+            and backward gathers within runs of n ranks only; 1 means False, the number of all ranks True. "auto": a
+            compiled step keeps those units whose second gather would make it longer, as far as its budget goes
+            (`CompileConfig`); an eager one frees all. Beside a `sharding_strategy` it may only say what that says, a
+            number or "auto" only beside those that free.
         auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
             `model` is one unit; a set of module classes; or a `ModuleWrapPolicy`, `CustomPolicy` or callable as
             `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
@@ -93,7 +98,6 @@ def fully_shard(
             settings the outermost call's are in force.
 
     Raises:
-        NotImplementedError: `reshard_after_forward` is a number of ranks or "auto".
         RuntimeError: no process group is initialised, or a unit's parameters are spread over devices.
         TypeError: an argument has the wrong type.
         ValueError: an argument or a parameter cannot be sharded; the message says which and what to do.
@@ -114,11 +118,15 @@ def fully_shard(
         strategy=strategy,
         ignored=collect_ignored(model, ignored_modules, ignored_states, _is_unit),
         device=given_device(device_id),
-        groups=resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node),
+        groups=divide(
+            resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node),
+            reshard_after_forward,
+        ),
         init=param_init_fn,
         sync=sync_module_states,
         precision=mixed_precision,
         offload=cpu_offload is not None and cpu_offload.offload_params,
+        may_stay=reshard_after_forward == "auto",
     )
     exempt = exempt_classes(mixed_precision)
     chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
@@ -155,28 +163,26 @@ def _check_type(name: str, value: Any, expected: type | UnionType) -> None:
         raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
 
 
-def _resolve_strategy(strategy: ShardingStrategy | None, reshard_after_forward: bool | None) -> ShardingStrategy:
-    _check_reshard(reshard_after_forward)
+def _resolve_strategy(strategy: ShardingStrategy | None, choice: bool | int | str | None) -> ShardingStrategy:
+    _check_reshard(choice)
+    frees = choice if choice is None or isinstance(choice, bool) else choice != 1
+    if frees is False and choice is not False:
+        warn_caller("reshard_after_forward: 1, a number of ranks, means False; pass True to free all after forward")
     if strategy is None:
-        return ShardingStrategy.SHARD_GRAD_OP if reshard_after_forward is False else ShardingStrategy.FULL_SHARD
-    fits = strategy is not ShardingStrategy.NO_SHARD and reshard_after_forward == (strategy in RESHARDING)
-    if reshard_after_forward is not None and not fits:
+        return ShardingStrategy.SHARD_GRAD_OP if frees is False else ShardingStrategy.FULL_SHARD
+    fits = strategy is not ShardingStrategy.NO_SHARD and frees == (strategy in RESHARDING)
+    if frees is not None and not fits:
         raise ValueError(
-            f"reshard_after_forward: expected what sharding_strategy says, found {reshard_after_forward} beside "
+            f"reshard_after_forward: expected what sharding_strategy says, found {choice} beside "
             f"{strategy.name}; pass one of the two"
         )
     return strategy
 
 
 def _check_reshard(choice: Any) -> None:
-    if choice is None or isinstance(choice, bool):
-        return
-    if choice == "auto" or isinstance(choice, int):  # "auto" takes a plan; a number, graphs whose groups differ by rank
-        raise NotImplementedError(
-            f"reshard_after_forward: expected True or False, found {choice!r}: a number of ranks to keep parameters "
-            f"sharded over between forward and backward, and 'auto', are not supported yet; True needs the least memory"
-        )
-    raise TypeError(f"reshard_after_forward: expected a bool, found {type(choice).__name__}")
+    if isinstance(choice, str) and choice != "auto":
+        raise ValueError(f"reshard_after_forward: expected a bool, a number of ranks or 'auto', found {choice!r}")
+    _check_type("reshard_after_forward", choice, bool | int | str | None)
 
 
 def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
@@ -199,13 +205,15 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
 
 
 def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
-    group, shards, reshard_after_forward, replicas = prepared.placement
+    group, shards, reshard_after_forward, replicas, halves = prepared.placement
     return Unit(
         prepared.params,
         group,
         shards,
         reshard_after_forward,
         replicas=replicas,
+        halves=halves,
+        may_stay=settings.may_stay,
         precision=prepared.precision,
         offload=settings.offload,
         device=prepared.device,

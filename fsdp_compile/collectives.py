@@ -8,11 +8,13 @@ around what gloo copies.
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives  # noqa: F401  (registers the operators and their fake bodies)
+from torch.distributed.distributed_c10d import _resolve_process_group  # private; checked on torch 2.11 and 2.13
 
 _c10d = torch.ops._c10d_functional
 
@@ -34,16 +36,29 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
 }
 STARTS = tuple(GROUP_ARGUMENT)
 
+_COPYING = ("gloo", "fake")  # backends that copy on the CPU; the fake one, whose ranks do not exist, stands for gloo
+_copies: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
+
+
+def copies(tensor: Tensor, group: str) -> bool:
+    """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it: gloo's do."""
+    if tensor.device.type != "cpu":
+        return False
+    found = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str in 2.13
+    if found not in _copies:
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(found).split(","))  # cpu:gloo,cuda:nccl
+        _copies[found] = backends.get("cpu") in _COPYING
+    return _copies[found]
 
 
 def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, rank: int | None = None) -> None:
     """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
 
-    Gloo's all-gather copies its input and its output. Where this rank's place `rank` is known, CPU tensors are filled
-    by one broadcast for each rank's slice instead, which works in place.
+    Gloo's all-gather copies its input and its output. Where this rank's place `rank` is known, its CPU tensors are
+    filled by one broadcast for each rank's slice instead, which works in place.
     """
-    if rank is None or full.device.type != "cpu":
+    if rank is None or not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
     slices = full.view(group_size, -1)
@@ -70,10 +85,10 @@ def start_reduce_scatter(
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that.
 
-    Gloo's reduce-scatter is an all-reduce of a copy, of which all but a slice is thrown away. On the CPU the slices are
+    Gloo's reduce-scatter is an all-reduce of a copy, of which all but a slice is thrown away. Its slices are
     exchanged instead and each rank adds up its own: half the bytes on the wire, no copy, and sums in one order.
     """
-    if full.device.type == "cpu":
+    if copies(full, group):
         return _start_exchange(full, group_size, group, op)
     reduced = REDUCE_SCATTER(full, op, group_size, group)
     return reduced, partial(wait, reduced)

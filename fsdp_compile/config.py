@@ -1,7 +1,10 @@
 """What users may choose about compilation."""
 
 import os
+import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -9,20 +12,36 @@ class CompileConfig:
     """Choices for the graph passes; every field decides generated code and is part of the compile caches' key.
 
     `torch.compile(model, backend="fsdp_compile", options={...})` takes the fields as options; plain
-    `torch.compile(model)` takes them from the environment (`FSDP_COMPILE_DISABLE=pin,reorder`).
+    `torch.compile(model)` takes them from the environment (`FSDP_COMPILE_DISABLE=pin,reorder`) when
+    the first model is sharded.
 
     Attributes:
         disable: names of passes to leave out (`fsdp_compile.passes.PASSES` lists them).
         reduces_in_flight: how many reduce-scatters may run before the oldest is waited for. Each keeps its unit's full
             gradients alive until its wait. None: wait for all at the end of backward.
         agreement_timeout: seconds that a rank waits, before it runs a compiled graph for the first time, for the others
-            to come to the same point; compilation may take longer on some of them. In the environment
-            `FSDP_COMPILE_AGREEMENT_TIMEOUT`.
+            to come to the same point; compilation may take longer on some of them.
+        link: what connects the ranks, a name in `fsdp_compile.passes.machines.LINKS` or
+            `custom:<latency in s>,<bandwidth in bytes/s>`: graphs are then planned by time. Without it each unit is
+            gathered one ahead and reduced at once, whatever that costs. Ranks must have batches of equal sizes then,
+            or they plan differently and say so.
+        device: what computes, a name in `DEVICES` there; None: found by the device's own name.
+        budget: bytes that may live at once in a graph: shards, activations, gathered and packed buffers. Needs `link`.
+        times: path of a JSON file with measured seconds of each task (`fsdp_compile.passes.marks` writes it). Needs
+            `link`, and the same file on all ranks.
+        plan: path of a file with plans to follow, as `str(plan)` or JSON under the headings `forward:` and `backward:`.
+        mark: measure the seconds of each task while the graph runs, for `times`.
     """
 
     disable: tuple[str, ...] = ()
     reduces_in_flight: int | None = 2
     agreement_timeout: float = 600.0
+    link: str | None = None
+    device: str | None = None
+    budget: int | None = None
+    times: str | None = None
+    plan: str | None = None
+    mark: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))
@@ -32,15 +51,39 @@ class CompileConfig:
             )
         if not self.agreement_timeout > 0:
             raise ValueError(f"agreement_timeout: expected seconds above 0, found {self.agreement_timeout}")
+        for name in ("device", "budget", "times"):
+            if getattr(self, name) is not None and self.link is None:
+                raise ValueError(f"{name}: expected a link beside it, for without one nothing is planned, found none")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Contents of the files that are named: they decide generated code, so compile caches ask for them."""
+        return tuple(pathlib.Path(path).read_text() for path in (self.times, self.plan) if path is not None)
 
     @classmethod
     def from_environment(cls) -> "CompileConfig":
-        """The configuration of plain `torch.compile`.
+        """The configuration of plain `torch.compile`: field `name` from `FSDP_COMPILE_NAME`, where that is set.
 
-        From `FSDP_COMPILE_DISABLE` (names separated by commas) and `FSDP_COMPILE_AGREEMENT_TIMEOUT` (seconds).
+        Raises:
+            ValueError: a variable has a value of another type than its field, and is named.
         """
-        names = os.environ.get("FSDP_COMPILE_DISABLE", "")
-        timeout = os.environ.get("FSDP_COMPILE_AGREEMENT_TIMEOUT", cls.agreement_timeout)
-        return cls(
-            disable=tuple(name.strip() for name in names.split(",") if name.strip()), agreement_timeout=float(timeout)
-        )
+        return cls(**{name: _read(f"FSDP_COMPILE_{name.upper()}", read) for name, read in _READERS.items()
+                      if os.environ.get(f"FSDP_COMPILE_{name.upper()}")})  # fmt: skip
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "disable": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+    "agreement_timeout": float,
+    "link": str,
+    "device": str,
+    "budget": int,
+    "times": str,
+    "plan": str,
+}
+
+
+def _read(variable: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(os.environ[variable])
+    except ValueError:
+        raise ValueError(f"{variable}: expected a number, found {os.environ[variable]!r}") from None

@@ -36,10 +36,10 @@ class ShardViews:
         end = 0
         for record in layout.records(rank):
             if record:
-                self.sizes += [record.offset - end, record.numel]
+                self.sizes += [record.offset - end] * (record.offset > end) + [record.numel]
                 end = record.offset + record.numel
             self.places.append(len(self.sizes) - 1 if record else None)
-        self.sizes.append(layout.shard_numel - end)
+        self.sizes += [layout.shard_numel - end] * (layout.shard_numel > end)
 
     def of(self, flat: Tensor) -> list[Tensor | None]:
         """The parts of `flat`, 1-D `[shard_numel]`: views, 1-D or, unsharded, in full shape; None: not on this rank."""
@@ -143,8 +143,9 @@ class Join(torch.autograd.Function):
         if arrival.reduce_kept is not None and arrival.backward != current_backward():
             grad = grad + arrival.reduce_kept()  # the graph was traced before the first no_sync: on all ranks
         tie.check_attached()
-        tie.check_gradients()
-        _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
+        if [param for param in tie.params if param.grad is not None]:
+            tie.check_gradients()
+            _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
         if any(map(carries_optimizers, tie.params)):
             call_after_backward(partial(step_carried_optimizers, tie.params))
         if arrival.kept_dtype is not None and not arrival.full_precision:

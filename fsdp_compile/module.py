@@ -70,6 +70,9 @@ class FSDPModule(KeepsState, Prologue):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside do not reduce gradients (E-ACC-1). Also usable as a decorator.
 
+        A rank may leave out backward passes inside. All ranks must enter, though, if a compiled forward from before the
+        first `no_sync` is still to have its backward: that one reduces what was kept as well, on all ranks or on none.
+
         Raises:
             RuntimeError: this module is not the root: a module around it is sharded too.
             ValueError: a forward of this module is under way.

@@ -13,6 +13,7 @@
     wait_gather(full, shard) -> `full`, filled                        only in Inductor's graphs: `shard` lives so long
     agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
                                                                       are about to run (passes/agreement.py)
+    mark(graph, number)      -> the same                              only where tasks are measured (passes/marks.py)
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
@@ -39,14 +40,16 @@ _OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, bool reshard_after_forward, "
-    "str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, int replica_count=1) -> Tensor",
+    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, "
+    "bool? reshard_after_forward, str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, "
+    "int replica_count=1, str neighbours='', int neighbour_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::reduce_grads",
-    "(Tensor packed, str layout, str group, int group_size, str replicas='', int replica_count=1) -> Tensor",
+    "(Tensor packed, str layout, str group, int group_size, str replicas='', int replica_count=1, "
+    "str neighbours='', int neighbour_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
@@ -62,6 +65,7 @@ torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor shard) -> T
 torch.library.define(
     "fsdp_flat::agree", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
+torch.library.define("fsdp_flat::mark", "(str graph, int number, Device device) -> Tensor", tags=_OPAQUE)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
@@ -73,6 +77,7 @@ HAND_OVER = torch.ops.fsdp_flat.hand_over.default
 CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
 WAIT_GATHER = torch.ops.fsdp_flat.wait_gather.default
 AGREE = has_side_effect(torch.ops.fsdp_flat.agree.default)
+MARK = has_side_effect(torch.ops.fsdp_flat.mark.default)
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, HAND_OVER)
 
 
@@ -107,14 +112,18 @@ def _unshard(
     layout: str,
     group: str,
     group_size: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
-    *_: Any,  # of the derivative
+    reduce_dtype: torch.dtype | None = None,
+    replica_count: int = 1,
+    neighbours: str = "",
+    neighbour_count: int = 1,
 ) -> Tensor:
     shard = handle if compute_dtype is None else handle.to(compute_dtype)
     if FlatParamLayout.parse(layout).world_size > 1:
-        return collectives.all_gather(shard, group_size, group)
+        part = collectives.all_gather(shard, group_size, group)
+        return collectives.all_gather(part, neighbour_count, neighbours) if neighbours else part
     return handle.clone() if shard is handle else shard  # an operator may not return its input; a pass drops the copy
 
 
@@ -126,7 +135,7 @@ def _unshard_fake(
     layout: str,
     group: str,
     group_size: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     *_: Any,
@@ -135,10 +144,11 @@ def _unshard_fake(
 
 
 def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    handle, number, entry, *where, _, replicas, compute_dtype, reduce_dtype, replica_count = inputs
+    handle, number, entry, *where, _, replicas, compute_dtype, reduce_dtype, copies, neighbours, count = inputs
     ctx.save_for_backward(*([] if number is None else [number]))
     ctx.hands_over = entry is not None
-    ctx.where = (*where, replicas, replica_count) if replicas else tuple(where)
+    said = (*where, replicas, copies, neighbours, count)
+    ctx.where = said if neighbours else said[: 5 if replicas else 3]
     ctx.compute_dtype, ctx.dtype = compute_dtype or handle.dtype, handle.dtype
     ctx.reduce_dtype = reduce_dtype or ctx.compute_dtype
 
@@ -146,11 +156,11 @@ def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed = grad if ctx.reduce_dtype == ctx.compute_dtype else grad.to(ctx.reduce_dtype)
     if ctx.hands_over:
-        return None, None, HAND_OVER(packed, *ctx.saved_tensors, ctx.where[0]), *[None] * 8
+        return None, None, HAND_OVER(packed, *ctx.saved_tensors, ctx.where[0]), *[None] * 10
     if ctx.saved_tensors:
         packed = ADD_KEPT(packed, *ctx.saved_tensors)
     mean = REDUCE_GRADS(packed, *ctx.where)
-    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 10
+    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 12
 
 
 torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
@@ -158,11 +168,20 @@ torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_c
 
 @torch.library.impl("fsdp_flat::reduce_grads", "default")
 def _reduce_grads(
-    packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "", replica_count: int = 1
+    packed: Tensor,
+    layout: str,
+    group: str,
+    group_size: int,
+    replicas: str = "",
+    replica_count: int = 1,
+    neighbours: str = "",
+    neighbour_count: int = 1,
 ) -> Tensor:
-    how = averaging(packed.dtype, group_size * replica_count)
+    how = averaging(packed.dtype, group_size * neighbour_count * replica_count)
     addends = packed / how.before if how.before > 1 else packed
     if FlatParamLayout.parse(layout).world_size > 1:
+        if neighbours:
+            addends = collectives.reduce_scatter(addends, neighbour_count, neighbours, how.op)
         reduced = collectives.reduce_scatter(addends, group_size, group, how.op)
     elif group_size > 1:
         reduced = collectives.all_reduce(addends, group, how.op)
@@ -174,9 +193,7 @@ def _reduce_grads(
 
 
 @torch.library.register_fake("fsdp_flat::reduce_grads")
-def _reduce_grads_fake(
-    packed: Tensor, layout: str, group: str, group_size: int, replicas: str = "", replica_count: int = 1
-) -> Tensor:
+def _reduce_grads_fake(packed: Tensor, layout: str, *_: Any) -> Tensor:
     return packed.new_empty(FlatParamLayout.parse(layout).shard_numel)
 
 
@@ -226,6 +243,11 @@ def _wait_gather_fake(full: Tensor, shard: Tensor) -> Tensor:
 
 @torch.library.register_fake("fsdp_flat::agree")
 def _agree_fake(sequence: str, groups: list[str], timeout: float, device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+@torch.library.register_fake("fsdp_flat::mark")
+def _mark_fake(graph: str, number: int, device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 

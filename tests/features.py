@@ -37,6 +37,8 @@ class Row:
         clip: the norm to which gradients are clipped, if at all.
         evaluates: whether the model is evaluated after each step.
         switches: whether steps run compiled and eagerly in turns.
+        replaces: whether parameters get new data, somewhat smaller, after each step.
+        regions: whether the blocks are compiled, each by itself, in a model that runs eagerly.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Row:
     clip: float | None = None
     evaluates: bool = False
     switches: bool = False
+    replaces: bool = False
+    regions: bool = False
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -222,10 +226,13 @@ ROWS: tuple[Row, ...] = (
     Row("accumulation under `no_sync`", MLP, syncs=(False, False, True)),
     Row("`register_comm_hook`", MLP, _hook),
     Row("`reshard_after_forward=False`", MLP, partial(fully_shard, reshard_after_forward=False)),
+    Row("`reshard_after_forward=2`, 4 ranks", MLP, partial(fully_shard, reshard_after_forward=2), ranks=4),
     Row("a block that is called twice", Case(_Twice, vectors, squared_error)),
     Row("`clip_grad_norm_`", MLP, clip=0.1),
     Row("ignored parameters", MLP, _ignore),
     Row("start on the meta device", Case(_filled, vectors, squared_error), _from_meta),
     Row("`deepcopy`", MLP, _copy),
     Row("eager and compiled steps in turns", MLP, switches=True),
+    Row("`block.compile()` in an eager model", MLP, regions=True),
+    Row("data replaced between steps", MLP, replaces=True),
 )  # fmt: skip

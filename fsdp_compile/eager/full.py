@@ -13,6 +13,7 @@ from torch import Tensor
 from fsdp_compile import collectives
 from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.ops import view_parameters
+from fsdp_compile.stages import gather
 from fsdp_compile.unit import Unit
 
 
@@ -24,7 +25,7 @@ def gather_flat(unit: Unit, flat: FlatParam, local: Tensor) -> Tensor:
     if not unit.is_sharded:
         return local
     with torch.inference_mode(False), torch.no_grad():
-        return collectives.all_gather(local.to(unit.device), unit.group_size, unit.group_name)
+        return gather(local.to(unit.device), unit.stages)
 
 
 def full_parameters(unit: Unit, flat: FlatParam) -> list[Tensor]:

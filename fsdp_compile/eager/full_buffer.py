@@ -8,6 +8,7 @@ from torch import Tensor
 from fsdp_compile import collectives
 from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.ops import alias, view_parameters
+from fsdp_compile.stages import Stage
 from fsdp_compile.unit import Stamp, Unit
 
 
@@ -16,6 +17,7 @@ class FullBuffer:
 
     Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
     Freeing resizes the storage to zero bytes: views stay valid objects and may be read again after the next fill.
+    Where gathers go through two stages, `part` is what the first has brought: the next fill begins there.
     Memory belongs to the stream that is current in `start`, here and in the allocator.
     """
 
@@ -27,6 +29,7 @@ class FullBuffer:
         )
         self.storage = self.full.untyped_storage()
         self.nbytes = self.storage.nbytes()
+        self.part: Tensor | None = None
         self.filling = False
 
     @property
@@ -40,13 +43,22 @@ class FullBuffer:
             return
         if self.is_free:
             self.storage.resize_(self.nbytes)
-        shard = self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-        unit = self.unit
-        if unit.is_sharded and not unit.switches.fake_all_gather:
-            collectives.start_all_gather(self.full, shard, unit.group_size, unit.group_name, unit.rank)
-        elif not unit.is_sharded:
-            self.full.copy_(shard)
+        if not self.unit.is_sharded:
+            self.full.copy_(self._shard())
+        elif not self.unit.switches.fake_all_gather:
+            self._gather()
         self.filling = True
+
+    def _shard(self) -> Tensor:
+        return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
+
+    def _gather(self) -> None:
+        *peers, last = self.unit.stages
+        if peers and self.part is None:
+            self.part = self.full.new_empty(self.full.numel() // last.size)
+            _start(self.part, self._shard(), peers[0])
+            collectives.wait(self.part)
+        _start(self.full, self._shard() if self.part is None else self.part, last)
 
     def finish(self) -> None:
         """Order the current stream after the fill."""
@@ -61,6 +73,10 @@ class FullBuffer:
         """Give the memory back; it is not being filled."""
         if not self.is_shard:
             self.storage.resize_(0)
+
+
+def _start(full: Tensor, shard: Tensor, stage: Stage) -> None:
+    collectives.start_all_gather(full, shard, stage.size, stage.name, stage.rank)
 
 
 class Kept(NamedTuple):

@@ -152,7 +152,7 @@ class Gathered:
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
         if self.may_free and self.unit.reshard_after_forward and not keep:
-            self.free()
+            self.free(keep_parts=True)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Gather again when a gradient reaches an output.
@@ -211,7 +211,7 @@ class Gathered:
         """Free what was gathered ahead for nothing."""
         if self.ahead:
             self.ahead = False
-            self.free()
+            self.free(keep_parts=True)
 
     def gradients_ready(self) -> None:
         """All trained parameters' gradients are there: free before they are packed, if nobody reads the views now.
@@ -271,36 +271,19 @@ class Gathered:
                     f"changed in place in between; run backward before the optimizer's step"
                 )
 
-    def free(self) -> None:
-        """Give the buffers' memory back."""
+    def free(self, keep_parts: bool = False) -> None:
+        """Give the buffers' memory back; if `keep_parts`, but for what a smaller group gathers from again."""
         self.wait()
-        self._free(self.buffers)
+        self._free(self.buffers, keep_parts)
 
-    def _free(self, buffers: Sequence[FullBuffer]) -> None:
+    def _free(self, buffers: Sequence[FullBuffer], keep_parts: bool = False) -> None:
         filled = [buffer for buffer in buffers if not (buffer.is_shard or buffer.is_free)]
         for buffer in filled:
             buffer.free()
+        for buffer in buffers if not keep_parts else ():
+            buffer.part = None
         if filled:
             self.streams.note_free()
-
-
-def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> Gathered | None:
-    """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
-
-    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
-    and gathers for itself: what is returned.
-    """
-    gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
-    if gathered is None:
-        gathered = Gathered(unit, full_precision, streams)
-        gathered.open(whole)
-        gathered.backward = current_backward()
-        unit.awaiting_backward.add(gathered)
-        call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then
-        return gathered
-    gathered.recomputed_into = True
-    gathered.reopen()
-    return None
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:

@@ -3,11 +3,15 @@
 16 ranks, 8 per node, hybrid                      rank 9
 shard groups      0..7, 8..15                     shards with 8..15
 replica groups    {0, 8}, {1, 9}, ... {7, 15}     replicates with {1, 9}
+
+16 ranks, gathered again within 8                 rank 9
+peers             {0, 8}, {1, 9}, ... {7, 15}     gathers an eighth of the parameters with {1, 9}, and keeps it
+neighbours        0..7, 8..15                     gathers the rest with 8..15: the ranks that backward asks again
 """
 
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +31,7 @@ class Groups:
 
     shard: dist.ProcessGroup  # its ranks split one copy of the parameters
     replicate: dist.ProcessGroup | None = None  # hybrid: its ranks hold the same slice in different copies
+    halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # of `shard`: peers and neighbours
 
     @property
     def replicas(self) -> int:
@@ -46,6 +51,7 @@ class Placement(NamedTuple):
     shards: int
     reshard_after_forward: bool
     replicate: dist.ProcessGroup | None  # averages the reduced shards as well
+    halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # gathers go through these, one after the other
 
 
 def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
@@ -59,7 +65,8 @@ def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
         return Placement(replicate or groups.shard, 1, False, None)
     if strategy is ShardingStrategy.NO_SHARD:
         return Placement(groups.shard, 1, False, None)
-    return Placement(groups.shard, groups.shard.size(), strategy in RESHARDING, replicate)
+    reshards = strategy in RESHARDING
+    return Placement(groups.shard, groups.shard.size(), reshards, replicate, groups.halves if reshards else None)
 
 
 def resolve_groups(
@@ -192,8 +199,41 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
     return known[size]
 
 
+_Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Groups]] = weakref.WeakKeyDictionary()
 """Groups by world and node size: models of one world share communicators, those of a later world do not see them."""
+_halves: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Pair]] = weakref.WeakKeyDictionary()
+"""Peers and neighbours by shard group and number of neighbours."""
+
+
+def divide(groups: Groups, neighbours: bool | int | str | None) -> Groups:
+    """`groups`, with halves if `neighbours` is a number of ranks: runs of that many, and the peers of each rank.
+
+    Only the ranks of a group take part in making it, neighbours before peers: shard groups may be any.
+
+    Raises:
+        ValueError: the shard group does not divide into runs of `neighbours`.
+    """
+    if neighbours is None or isinstance(neighbours, bool | str):
+        return groups
+    ranks = dist.get_process_group_ranks(groups.shard)
+    if neighbours < 1 or len(ranks) % neighbours:
+        raise ValueError(
+            f"reshard_after_forward: expected a bool or a divisor of the {len(ranks)} ranks to shard over, found "
+            f"{neighbours}; a number is that of the ranks that gather again in backward"
+        )
+    if neighbours in (1, len(ranks)):
+        return groups
+    known = _halves.setdefault(groups.shard, {})
+    if neighbours not in known:
+        run, place = divmod(groups.shard.rank(), neighbours)
+        near = _group_of(ranks[run * neighbours : (run + 1) * neighbours])
+        known[neighbours] = (_group_of(ranks[place::neighbours]), near)
+    return replace(groups, halves=known[neighbours])
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def _make(world_size: int, node_size: int) -> Groups:

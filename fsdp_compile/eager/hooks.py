@@ -40,6 +40,7 @@ def reduce_by_hook(
 
     Under hybrid sharding the hook reduces over the ranks that share a copy; the mean over copies is ours (E-HOOK-7).
     """
+    packed = _in_order_of_ranks(unit, packed)
     if packed.device.type == "cpu" and compresses(hook):
         reduced = _compress_on_cpu(unit, state, packed.to(_COMPRESSING[hook]))
     elif unit.is_sharded:
@@ -49,6 +50,14 @@ def reduce_by_hook(
         reduced = packed
         hook(state, packed)
     return reduced, partial(_average_copies, unit.replicas, reduced)
+
+
+def _in_order_of_ranks(unit: Unit, packed: Tensor) -> Tensor:
+    """Slice r is that of rank r: hooks reduce over the whole group, gathers in two stages order shards otherwise."""
+    if len(unit.stages) == 1:
+        return packed
+    peers, neighbours = unit.stages
+    return packed.view(neighbours.size, peers.size, -1).transpose(0, 1).reshape(-1)
 
 
 def _slice_of(unit: Unit, packed: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class Managed:
         self.unit, self.index = unit, index
         flat = unit.flat_of(index)
         in_flat = index - sum(len(other.params) for other in unit.flats[: unit.flats.index(flat)])
-        self.cut = Cut(flat.layout.shapes[in_flat], flat.layout.offsets[in_flat], flat.layout.shard_numel)
+        layout, halves = flat.layout, [stage.size for stage in unit.stages] if len(unit.stages) > 1 else []
+        self.cut = Cut(layout.shapes[in_flat], layout.offsets[in_flat], layout.shard_numel, *halves)
         self.first, self.numel = self.cut.run(unit.rank)
 
     @property

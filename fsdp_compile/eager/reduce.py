@@ -178,7 +178,7 @@ def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     if unit.is_sharded and unit.switches.fake_reduce:
         reduced, arrive = packed.chunk(unit.group_size)[unit.rank].clone(), lambda: None
     elif unit.is_sharded:
-        reduced, arrive = collectives.start_reduce_scatter(packed, unit.group_size, unit.group_name, how.op)
+        reduced, arrive = _start_scatter(unit, packed, how.op)
     else:
         reduced, arrive = packed, partial(collectives.wait, packed)
         if unit.group_size > 1:
@@ -192,5 +192,20 @@ def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
             collectives.wait(reduced)
         if how.after > 1:
             reduced.div_(how.after)
+
+    return reduced, finish
+
+
+def _start_scatter(unit: Unit, packed: Tensor, op: str) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to reduce `packed` to this rank's slice; the second of two stages follows when the first is waited for."""
+    *peers, last = unit.stages
+    part, arrive = collectives.start_reduce_scatter(packed, last.size, last.name, op)
+    if not peers:
+        return part, arrive
+    reduced = part.new_empty(part.numel() // peers[0].size)
+
+    def finish() -> None:
+        arrive()
+        reduced.copy_(collectives.reduce_scatter(part, peers[0].size, peers[0].name, op))
 
     return reduced, finish

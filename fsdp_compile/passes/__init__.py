@@ -3,10 +3,14 @@
 pipeline.py             Pass, the type of all passes, and the pipeline that Inductor calls
 insert_collectives.py   markers become functional collectives with separate waits
 merge_calls.py          before that: a unit that is called several times is gathered once and reduced once
+keep.py                 which units stay gathered, where that is left open
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
-reorder.py              gather one unit ahead, reduce as soon as packed; pin the order
-exchange.py             on the CPU, reduce-scatters become exchanges of slices
+from_graph.py           tasks and units of a graph; liveness.py: bytes that live; pricing.py: what nodes cost
+choose.py               which plan: from a file, the best by cost, or ahead.py: one unit ahead
+reorder.py              the order of the plan; pin it
+marks.py                seconds of tasks, measured while a graph runs
+exchange.py             reduce-scatters that gloo runs become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
 agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
@@ -18,6 +22,7 @@ from fsdp_compile.passes.agree import agree
 from fsdp_compile.passes.exchange import exchange
 from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
+from fsdp_compile.passes.keep import decide_what_to_keep
 from fsdp_compile.passes.pack_grads import pack_in_place
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.reorder import pin, reorder
@@ -25,6 +30,7 @@ from fsdp_compile.passes.reshard import check_saved, reshard
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),
+    Pass("keep", "joint", decide_what_to_keep),
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),

@@ -1,4 +1,4 @@
-"""Reduce-scatters of CPU tensors become exchanges of slices, as in eager steps (collectives.py says why).
+"""Reduce-scatters that gloo runs become exchanges of slices, as in eager steps (collectives.py says why).
 
 reduce_scatter(packed)  ->  wait                                     this rank's slice of the mean
 all_to_all(packed)      ->  wait  ->  rows [ranks, part]  ->  mean   the same; in float16 the sum
@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fsdp_compile.collectives import ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from fsdp_compile.collectives import ALL_TO_ALL, GROUP_ARGUMENT, REDUCE_SCATTER, WAIT, copies
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.direct import wait_directly
 from fsdp_compile.passes.tags import get_tag, set_tag, tagged
 
 aten = torch.ops.aten
@@ -18,9 +19,10 @@ _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 
 
 def exchange(graph: fx.Graph, config: CompileConfig) -> None:
-    """Exchange and reduce rows in place of each of our reduce-scatters that runs on the CPU."""
+    """Exchange and reduce rows in place of each of our reduce-scatters that runs in gloo."""
     for reduce in tagged(graph, "reduce"):
-        if reduce.target is REDUCE_SCATTER and reduce.meta["val"].device.type == "cpu":
+        group: str = reduce.args[GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped
+        if reduce.target is REDUCE_SCATTER and copies(reduce.meta["val"], group):
             _exchange(graph, reduce)
 
 
@@ -41,3 +43,4 @@ def _exchange(graph: fx.Graph, reduce: fx.Node) -> None:
     rows.meta = {"val": received.view(ranks, part)}
     reduce.target, reduce.args = ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)  # type: ignore[operator]  # likewise
     reduce.meta["val"] = wait.meta["val"] = received
+    wait_directly(reduce)

@@ -5,7 +5,8 @@ that they finished last in one string without a lock, and only the coalesced all
 inside that string: two threads that finish together free its memory twice. Eager code never calls that form.
 
 Inductor keeps the input of an allocating collective alive until its wait, but not that of one with an `out`. Where the
-input is computed in the graph (the shard in a lower precision), our own form of the wait says so.
+input is computed in the graph (the shard in a lower precision, what a first stage brought), our own form of the wait
+(direct.py) says so.
 """
 
 from functools import cache
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.collectives import ALL_GATHER, ALL_GATHER_INTO, WAIT
+from fsdp_compile.collectives import ALL_GATHER, ALL_GATHER_INTO
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import CAST_SHARD, WAIT_GATHER
+from fsdp_compile.ops import CAST_SHARD
+from fsdp_compile.passes.direct import wait_directly
 from fsdp_compile.passes.tags import tagged
 from fsdp_compile.passes.views import CAST
 
@@ -26,7 +28,8 @@ def gather_into(graph: fx.Graph, config: CompileConfig) -> None:
     for gather in tagged(graph, "gather"):
         if gather.target is ALL_GATHER:
             _allocate(graph, gather)
-            _keep_input(gather)
+            _realize_input(gather)
+            wait_directly(gather)
 
 
 def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
@@ -44,23 +47,19 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
     gather.kwargs = {"out": buffer}
 
 
-def _keep_input(gather: fx.Node) -> None:
+def _realize_input(gather: fx.Node) -> None:
     shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    if shard.target is not CAST:
-        return
-    register_lowerings()
-    shard.target = CAST_SHARD
-    for wait in [user for user in gather.users if user.target is WAIT]:
-        wait.target, wait.args = WAIT_GATHER, (gather, shard)
+    if shard.target is CAST:
+        register_cast_lowering()
+        shard.target = CAST_SHARD
 
 
 @cache
-def register_lowerings() -> None:
-    """Teach Inductor to lower our cast and wait; once per process, when first needed."""
+def register_cast_lowering() -> None:
+    """Teach Inductor to lower our cast; once per process, when first needed."""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(CAST_SHARD, type_promotion_kind=None)(_lower_cast)
-    register_lowering(WAIT_GATHER, type_promotion_kind=None)(_lower_wait)
 
 
 def _lower_cast(shard: Any, dtype: torch.dtype) -> Any:  # Inductor IR in and out; checked on torch 2.11 and 2.13
@@ -70,14 +69,3 @@ def _lower_cast(shard: Any, dtype: torch.dtype) -> Any:  # Inductor IR in and ou
     low = lowerings[CAST](shard, dtype)
     low.realize()
     return low
-
-
-def _lower_wait(full: Any, shard: Any) -> Any:
-    from torch._inductor.lowering import lowerings
-    from torch._inductor.virtualized import V
-
-    before = len(V.graph.operations)
-    filled = lowerings[WAIT](full)
-    for operation in V.graph.operations[before:]:
-        V.graph.additional_star_deps[operation.get_operation_name()].add(shard.get_name())
-    return filled

@@ -1,13 +1,13 @@
 """Markers become functional collectives with separate waits, so that later passes can move start and wait apart.
 
-unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use
-reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor
+unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
+                                            two of the former if backward gathers again in a smaller group
+reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
 hand_over                               ->  stays, and is tagged
 the concatenation that both read        ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
 a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.merge_calls import merge_calls
-from fsdp_compile.passes.tags import Kind, Tag, set_tag
+from fsdp_compile.passes.tags import Kind, Tag, module_path, set_tag
 from fsdp_compile.passes.views import CAST
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 Emit = Callable[..., fx.Node]
-_Unit = tuple[int, str, bool]  # number, path, reshard: what a tag says beside its kind
+_Unit = tuple[int, str, bool | None]  # number, path, reshard: what a tag says beside its kind
 
 
 def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
@@ -47,18 +47,10 @@ def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
         if node.target is UNSHARD:
-            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), _path(node), node.args[6])
+            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), module_path(node), node.args[6])
         elif node.target in _EXPANSIONS:
             units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
     return units
-
-
-def _path(marker: fx.Node) -> str:
-    """Path of the module whose forward called the marker, from the trace; only for people."""
-    stack = marker.meta.get("nn_module_stack") or {}
-    source = next(reversed(stack.values()))[0] if stack else ""
-    words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))
-    return ".".join(word for word in words if word != "_modules")
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
@@ -67,13 +59,19 @@ def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     emit = _emitter(graph, marker, unit)
     compute_dtype = rest[1] if rest else None
     full = handle if compute_dtype is None else emit("cast", CAST, handle, compute_dtype)
+    if layout.world_size > 1 and len(rest) == 6:  # in two stages: what the first brings is kept for backward
+        full = _gather(_emitter(graph, marker, (*unit[:2], False)), full, group_size, group)
+        group, group_size = rest[4:]
     if layout.world_size > 1:
-        start = emit("gather", collectives.ALL_GATHER, full, group_size, group)
-        full = emit("wait", collectives.WAIT, start)
+        full = _gather(emit, full, group_size, group)
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         _slice_instead(graph, split, full, layout, emit)
     marker.replace_all_uses_with(full)  # type: ignore[arg-type]  # fx arguments are untyped
     graph.erase_node(marker)
+
+
+def _gather(emit: Emit, shard: Any, group_size: Any, group: Any) -> fx.Node:
+    return emit("wait", collectives.WAIT, emit("gather", collectives.ALL_GATHER, shard, group_size, group))
 
 
 def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParamLayout, emit: Emit) -> None:
@@ -88,17 +86,20 @@ def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParam
 
 
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    packed, text, group, group_size, *replicated = marker.args
-    replicas, replica_count = replicated or (None, 1)
+    packed, text, group, group_size, *rest = marker.args
+    replicas, replica_count, neighbours, neighbour_count = rest + [None, 1, None, 1][len(rest) :]
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     kept = packed.args[1] if packed.target is ADD_KEPT else None  # type: ignore[union-attr]  # fx arguments are untyped
-    how = averaging(packed.meta["val"].dtype, group_size * replica_count)  # type: ignore[operator,arg-type,union-attr]  # likewise
+    how = averaging(packed.meta["val"].dtype, group_size * replica_count * neighbour_count)  # type: ignore[operator,arg-type,union-attr]  # likewise
     if kept is None:
         packed = _pack_instead(packed, layout, how.before, emit)  # type: ignore[arg-type]  # likewise
     else:  # what was kept is divided too
         packed = emit("add_kept", ADD_KEPT, _pack_instead(packed.args[0], layout, 1.0, emit), kept)  # type: ignore[arg-type,union-attr]  # likewise
         packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
+    if neighbours:
+        start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, neighbour_count, neighbours)
+        packed = emit("wait_reduce", collectives.WAIT, start)
     if layout.world_size > 1:
         start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group_size, group)
     elif group_size > 1:  # type: ignore[operator]  # likewise

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -71,7 +72,7 @@ class Pipeline(CustomGraphPass):
                 graph_log.debug("--- %s graph after %s\n%s", self.stage, step.name, format_graph(graph))
 
     def uuid(self) -> Any | None:
-        """The caches' key: our sources, torch's version, the configuration, and what runs before us.
+        """The caches' key: our sources, torch's version, the backend, the configuration, and what runs before us.
 
         None, which switches the caches off, if the previous pass cannot be told apart from another.
         """
@@ -81,7 +82,8 @@ class Pipeline(CustomGraphPass):
             if not key:
                 return None
             others.append(key)
-        return (_hash_of_sources(), torch.__version__, self.stage, self.config, *others)
+        backend = dist.get_backend_config() if dist.is_initialized() else ""  # the pass `exchange` is for one of them
+        return (_hash_of_sources(), torch.__version__, backend, self.stage, self.config, self.config.files, *others)
 
 
 def _check_registered() -> None:

@@ -1,105 +1,111 @@
-"""Order: gather one unit ahead, reduce as soon as packed; then pin that order against Inductor's scheduler.
+"""Order: choose a plan, verify it, put the graph into its order; then pin that order against Inductor's scheduler."""
 
-    compute     | unit 0      | unit 1      | unit 2      |          forward, and backward in reverse
-    gathers      g0 g1          g2            g3                     unit i+1 starts where unit i is waited for
-    reduces                 r0            r1            r2           right after the last gradient of the unit
+from collections.abc import Callable, Mapping
+from itertools import chain, pairwise, zip_longest
 
-A unit counts from the first node that really reads its parameters, not from where its gather stood in the trace.
-"""
-
-from itertools import pairwise
-
-import torch
 from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
-from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import ADD_KEPT, AGREE, HAND_OVER, PACK_GRADS, WAIT_GATHER
-from fsdp_compile.passes.insert_collectives import SCALE
+from fsdp_compile.ops import AGREE, HAND_OVER, MARK, PACK_GRADS, WAIT_GATHER
+from fsdp_compile.passes.choose import choose, timed
+from fsdp_compile.passes.from_graph import Reading, is_product, read, with_preparation
+from fsdp_compile.passes.marks import mark_tasks
+from fsdp_compile.passes.plan import Plan, PlanError, Step
+from fsdp_compile.passes.pricing import costs_of
 from fsdp_compile.passes.tags import get_tag, tagged
-from fsdp_compile.passes.views import CAST, readers
+from fsdp_compile.passes.verify import verify
+from fsdp_compile.passes.views import readers
 
 
 def reorder(graph: fx.Graph, config: CompileConfig) -> None:
-    """Place gathers, packs, reduces and all waits."""
-    _place_gathers(graph)
-    _place_reduces(graph, config.reduces_in_flight)
+    """Put starts and waits of collectives where the plan wants them.
 
-
-def _place_gathers(graph: fx.Graph) -> None:
-    """Wait and views go before the first reader; each gather starts where the one before it is waited for."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    uses = []
-    for wait in tagged(graph, "wait"):
-        views, others = readers(wait)
-        first = min(others, key=lambda reader: place[reader])
-        uses.append((place[first], wait, sorted(views, key=lambda view: place[view]), first))
-    previous: fx.Node | None = None
-    for _, wait, views, first in sorted(uses, key=lambda use: use[0]):
-        for node in (wait, *views):
-            first.prepend(node)
-        anchor = previous if previous is not None else _first_compute(graph)
-        gather: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-        moved = [*_cast_of(gather), gather]
-        while anchor in moved:
-            anchor = anchor.next
-        for node in moved:
-            anchor.prepend(node)
-        previous = wait
-
-
-def _cast_of(gather: fx.Node) -> list[fx.Node]:
-    """The cast of the shard to the dtype in which it is gathered, if there is one."""
-    shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    return [shard] if shard.target is CAST else []
-
-
-def _first_compute(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
-
-
-def _place_reduces(graph: fx.Graph, in_flight: int | None) -> None:
-    """Pack and reduce right after the last gradient; wait `in_flight` reduces later, the rest at the end.
-
-    A reduce-scatter's input, a unit's full gradients, lives until the wait: waiting only at the end would keep the full
-    gradients of the whole model.
+    Raises:
+        PlanError: the plan is none for this graph.
     """
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    packs = sorted(tagged(graph, "pack"), key=lambda pack: _ready(pack, place))
-    started: list[fx.Node] = []
-    for pack in packs:
-        max(pack.all_input_nodes, key=lambda grad: place[grad]).append(pack)
-        sent = pack
-        for target in (ADD_KEPT, SCALE):
-            for following in [user for user in sent.users if user.target is target]:
-                sent.append(following)
-                sent = following
-        for start in [user for user in sent.users if user.target in (*STARTS, HAND_OVER)]:
-            sent.append(start)
-            started += [start] if start.target in STARTS else []
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for index, start in enumerate(started):
-        later = index + in_flight if in_flight is not None else len(started)
-        where = started[later] if later < len(started) else graph.output_node()
-        for wait in [user for user in start.users if user.target is WAIT]:
-            finishing = _finishing(wait)
-            others = [user for each in (wait, *finishing) for user in each.users if user not in finishing]
-            first = min(where, *others, key=lambda node: place[node])  # a sum of two reduces reads it earlier
-            for node in (wait, *finishing):
-                first.prepend(node)
+    _place_hand_overs(graph)
+    reading = read(graph, costs_of(graph, config))
+    workload = timed(reading.workload, config)
+    plan = choose(workload, config)
+    verify(workload, plan, config.budget)
+    apply(graph, reading, plan)
+    check_applied(graph, reading, plan)
+    if config.mark:
+        mark_tasks(graph, reading.tasks)
 
 
-def _finishing(wait: fx.Node) -> list[fx.Node]:
-    """What makes a reduced tensor the shard's gradient: the rest of a division, a cast to the shard's dtype."""
-    scales = [user for user in wait.users if user.target is SCALE]
-    return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
+def _place_hand_overs(graph: fx.Graph) -> None:
+    """What the eager runtime takes over is packed and handed over right after the last gradient."""
+    for hand_over in tagged(graph, "hand_over"):
+        moved = with_preparation(hand_over)
+        last = max(moved[0].all_input_nodes)
+        if last.op != "placeholder":
+            for node in reversed(moved):
+                last.append(node)
 
 
-def _ready(pack: fx.Node, place: dict[fx.Node, int]) -> int:
-    return max(place[grad] for grad in pack.all_input_nodes)
+def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
+    """Put the nodes of `graph` into the order of `plan`, which verify.py has passed.
+
+    The first stage of a gather in two stages goes one launch ahead of the second.
+    """
+    names = [name for step in plan.of("gather") for name in step.units]
+    leads = {one: reading.gathers[other].first for one, other in pairwise(names)}
+    order: dict[fx.Node, None] = {}
+    for nodes, steps in zip([*reading.tasks, reading.tail], _before_each_task(reading, plan), strict=True):
+        for step in steps:
+            order.update(dict.fromkeys(_nodes_of(step, reading, leads)))
+        order.update(dict.fromkeys(nodes))
+    order.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
+    output = graph.output_node()
+    for node in order:
+        output.prepend(node)
+
+
+def _before_each_task(reading: Reading, plan: Plan) -> list[list[Step]]:
+    """The steps before each task, and after the last one."""
+    steps: list[list[Step]] = [[] for _ in range(len(reading.tasks) + 1)]
+    for step in plan.steps:
+        steps[step.at].append(step)
+    return steps
+
+
+_NODES: dict[str, Callable[[Reading, str], list[fx.Node]]] = {
+    "gather": lambda reading, name: reading.gathers[name].start,
+    "wait": lambda reading, name: reading.gathers[name].wait,
+    "free": lambda reading, name: [],  # Inductor frees what nothing reads any more
+    "reduce": lambda reading, name: reading.reduces[name].start,
+    "wait_reduce": lambda reading, name: reading.reduces[name].wait,
+}
+
+
+def _nodes_of(step: Step, reading: Reading, leads: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
+    """What runs at a step; of several units first all that prepares the launch."""
+    parts = [part for name in step.units if (part := _NODES[step.kind](reading, name))]
+    stages = [reading.gathers[name].first + leads.get(name, []) for name in step.units if step.kind == "gather"]
+    return [*chain(*stages), *chain(*(part[:-1] for part in parts)), *(part[-1] for part in parts)]
+
+
+def check_applied(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
+    """Raise PlanError unless the order of `graph` is that of `plan`."""
+    kinds: dict[fx.Node, tuple[str, str]] = {}
+    for name, gather in reading.gathers.items():
+        kinds |= {gather.start[-1]: ("gather", name), gather.wait[0]: ("wait", name)}
+    for name, reduce in reading.reduces.items():
+        kinds |= {reduce.start[-1]: ("reduce", name), reduce.wait[0]: ("wait_reduce", name)}
+    tasks = {node: index for index, nodes in enumerate(reading.tasks) for node in nodes}
+    at, found = 0, []
+    for node in graph.nodes:
+        at = max(at, tasks.get(node, -1) + 1)
+        if node in kinds:
+            found.append((*kinds[node], at))
+    planned = [(step.kind, name, step.at) for step in plan.steps if step.kind != "free" for name in step.units]
+    if found != planned:
+        expected, seen = next((a, b) for a, b in zip_longest(planned, found) if a != b)
+        raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
 def pin(graph: fx.Graph, config: CompileConfig) -> None:
@@ -116,17 +122,12 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE) or _is_mean(node):
+    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE, MARK) or _is_mean(node):
         return True
-    return _is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
+    return is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 
 
 def _is_mean(node: fx.Node) -> bool:
     """Whether the node reduces what an exchange brought: fused with a later one, it would keep all that alive."""
     tag = get_tag(node)
     return tag is not None and tag.kind == "mean"
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether the node does the kind of work that hides communication: it is in torch's flop counter."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry

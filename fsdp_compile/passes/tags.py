@@ -1,5 +1,6 @@
 """Tags: what a graph node is to us. Passes match tags and our own operators, never node names or shapes of graphs."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -24,13 +25,13 @@ class Tag:
             wait_reduce, mean (of the rows that an exchange brought).
         unit: number of the unit in order of its first gather in the traced forward.
         path: where the unit's module is in the model, for people.
-        reshard: whether the unit's gathered buffer is freed between forward and backward.
+        reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
     """
 
     kind: Kind
     unit: int
     path: str
-    reshard: bool
+    reshard: bool | None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path or 'root'}"
@@ -56,3 +57,11 @@ def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:
     """Whether the graph has our markers or tags; all other graphs are left untouched."""
     targets = set(markers)
     return any(get_tag(node) or node.target in targets for node in graph.nodes)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module whose forward called `node`, or what it is the derivative of; only for people."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    source = next(reversed(stack.values()))[0] if stack else ""
+    words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))
+    return ".".join(word for word in words if word != "_modules")

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import sympy
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
@@ -13,7 +14,7 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
     """The outputs of a forward graph that only its backward reads; empty for every other graph."""
     context: Any = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    if metadata is None or not _is_forward():
+    if metadata is None or direction() != "forward":
         return []
     outputs = graph.output_node().args[0]
     return [out for out in outputs[metadata.num_forward_returns :] if isinstance(out, fx.Node)]  # type: ignore[index,union-attr]  # fx
@@ -24,11 +25,39 @@ def group_named(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
 
 
+def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
+    """Begin to all-gather `shard` into `full`; the public function spends as long again before it comes here."""
+    return group._allgather_base(full, shard)
+
+
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The store of `group` alone: its keys are seen by no other group."""
     return _get_process_group_store(group)
 
 
-def _is_forward() -> bool:
-    """Graph names read `model__<id>_<joint|forward|backward|inference>_<n>`."""
-    return "_forward_" in get_graph_being_compiled()
+def direction() -> str:
+    """What is being compiled: "forward", "backward" or "inference"."""
+    name = get_graph_being_compiled()  # model__<id>_<joint|forward|backward|inference>_<n>
+    return next((word for word in ("forward", "backward") if f"_{word}_" in name), "inference")
+
+
+def is_caller_owned(placeholder: fx.Node) -> bool:
+    """Whether an input of a graph is one of the model's too: in backward AOTAutograd names all others otherwise."""
+    return direction() != "backward" or placeholder.name.startswith("primals_")
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is the gradient of an output: what backward begins with."""
+    return node.op == "placeholder" and node.name.startswith("tangents_")  # as AOTAutograd names them
+
+
+def size_hint(size: Any) -> int:
+    """The number that a size has, or had when it was traced."""
+    return size if isinstance(size, int) else int(hint_of(size.node.expr))
+
+
+def hint_of(expression: sympy.Expr) -> sympy.Expr:
+    """`expression` with the sizes put in that its symbols had when they were traced."""
+    context = TracingContext.try_get()
+    shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    return expression.xreplace({symbol: shapes.backed_var_to_val[symbol] for symbol in expression.free_symbols})

@@ -58,15 +58,15 @@ class Step:
 
     @property
     def is_wait(self) -> bool:
-        return "wait_tensor" in self.function
+        return "wait_tensor" in self.function or self.function == "direct.wait"
 
     @property
     def is_gather(self) -> bool:
-        return "all_gather_into_tensor" in self.function
+        return "all_gather" in self.function
 
     @property
     def is_reduce(self) -> bool:
-        return any(name in self.function for name in ("all_to_all_single", "reduce_scatter_tensor", "all_reduce"))
+        return any(name in self.function for name in ("direct.exchange", "reduce_scatter_tensor", "all_reduce"))
 
 
 @dataclass

@@ -44,10 +44,25 @@ def test_reshard_after_forward_against_the_strategy_is_refused(strategy: str, ch
 
 
 def test_other_ways_to_reshard_are_refused() -> None:
-    """Numbers of ranks and "auto" are not supported yet and say so."""
-    for choice in (2, "auto"):
-        refused(mlp(), NotImplementedError, f"expected True or False, found {choice!r}", reshard_after_forward=choice)
-    refused(mlp(), TypeError, "reshard_after_forward: expected a bool, found str", reshard_after_forward="yes")
+    """Words other than "auto" are refused; numbers must divide the ranks to shard over, and free something."""
+    message = "reshard_after_forward: expected a bool, a number of ranks or 'auto', found 'yes'"
+    refused(mlp(), ValueError, message, reshard_after_forward="yes")
+    refused(mlp(), TypeError, "reshard_after_forward: expected", reshard_after_forward=2.0)
+    for choice in (3, 8, 0, -2):
+        message = f"reshard_after_forward: expected a bool or a divisor of the 4 ranks to shard over, found {choice}"
+        refused(mlp(), ValueError, message, reshard_after_forward=choice)
+    for strategy in ("SHARD_GRAD_OP", "NO_SHARD"):
+        message = f"reshard_after_forward: expected what sharding_strategy says, found 2 beside {strategy}"
+        refused(mlp(), ValueError, message, sharding_strategy=ShardingStrategy[strategy], reshard_after_forward=2)
+
+
+def test_numbers_of_ranks_that_say_true_or_false() -> None:
+    """As in torch, all ranks mean True, and 1 means False, with a warning: True may have been meant."""
+    model = fully_shard(mlp(), reshard_after_forward=WORLD_SIZE)
+    assert all(unit.reshard_after_forward and len(unit.stages) == 1 for unit in units(model))
+    with pytest.warns(UserWarning, match="reshard_after_forward: 1, a number of ranks, means False"):
+        model = fully_shard(mlp(), reshard_after_forward=1)
+    assert not any(unit.reshard_after_forward for unit in units(model))
 
 
 def test_mesh_and_group_together_are_refused() -> None:

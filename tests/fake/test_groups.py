@@ -9,7 +9,7 @@ from conftest import RANK, WORLD_SIZE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.eager.groups import Groups, Placement, place, resolve_groups
+from fsdp_compile.eager.groups import Groups, Placement, divide, place, resolve_groups
 
 FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID, HYBRID_KEEP = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -183,6 +183,22 @@ def test_places(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
     assert place(COPY, plain) == Placement(pair[0], 1, False, None)
     assert place(HYBRID, hybrid) == Placement(pair[0], 2, True, pair[1])
     assert place(HYBRID_KEEP, hybrid) == Placement(pair[0], 2, False, pair[1])
+
+
+def test_neighbours_and_peers(no_launcher: None) -> None:
+    """Runs of consecutive ranks gather again, equal places in them gather first; also in groups of some ranks, where
+    they are made once."""
+    halves = divide(Groups(dist.group.WORLD), 2).halves
+    assert [ranks(group) for group in halves] == [[1, 3], [0, 1]]
+    assert divide(Groups(dist.group.WORLD), 2).halves is halves
+    for choice in (None, True, False, 1, WORLD_SIZE):
+        assert divide(Groups(dist.group.WORLD), choice).halves is None
+    refused_by = pytest.raises(ValueError, match="a divisor of the 2 ranks to shard over, found 4")
+    with refused_by:
+        divide(resolve(HYBRID, devices_per_node=2), 4)
+    groups = divide(Groups(dist.group.WORLD), 2)
+    assert place(FULL, groups) == Placement(dist.group.WORLD, 4, True, None, halves)
+    assert place(KEEP, groups) == Placement(dist.group.WORLD, 4, False, None)
 
 
 def test_places_where_one_side_is_one_rank(no_launcher: None) -> None:

@@ -6,7 +6,7 @@
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def _train(row: Row, how: str) -> list[Step]:
     torch._dynamo.reset()
     model = _shard(row)
     dynamic = True if len(row.sizes) > 1 else None
-    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
+    run = model if how == "eager" else _compile(row, model, backend=how, fullgraph=True, dynamic=dynamic)
     optimizer, steps = OPTIMIZERS["momentum"](model.parameters()), []
     for step in range(STEPS):
         executor = model if row.switches and step % 2 else run
@@ -78,10 +78,26 @@ def _train(row: Row, how: str) -> list[Step]:
             grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
+            if row.replaces:
+                _replace(model)
             if row.evaluates:
                 losses.append(_evaluate(row, executor, model, step))
         steps.append(Step(losses, grads, [param.detach().clone() for param in model.parameters()]))
     return steps
+
+
+def _compile(row: Row, model: nn.Module, **options: Any) -> nn.Module:
+    if not row.regions:
+        return torch.compile(model, **options)
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def _replace(model: nn.Module) -> None:
+    """Give every parameter new data."""
+    for param in model.parameters():
+        param.data = 0.9 * param.data
 
 
 def _backward(row: Row, run: nn.Module, batch: Inputs) -> Tensor:
@@ -118,6 +134,8 @@ def _emulate(row: Row, like: nn.Module) -> list[Step]:
         grads = [_here(mine, p.grad) for mine, p in _pairs(like, reference) if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
+        if row.replaces:
+            _replace(reference)
         params = [_here(mine, p.detach()) for mine, p in _pairs(like, reference)]
         steps.append(Step([], [g for g in grads if g is not None], [mine for mine in params if mine is not None]))
     return steps

@@ -1,0 +1,340 @@
+"""An emulated link: one process plays rank 0 of W, and each collective takes `latency + bytes / bandwidth` seconds.
+
+    start(world=64, latency=20e-6, bandwidth=1e9)      a default process group; from then on any system may run
+    LINK.configure(bandwidth=...); LINK.reset(); step(); LINK.summary()
+
+    compute    | forward 0   | forward 1 |~~~| forward 2 |        ~~~ exposed: a wait sleeps until the end of a transfer
+    link       [gather 0][gather 1][ gather 2    ]                serial: one transfer at a time, in order of issue
+
+The link uses no CPU: a wait sleeps. Every other rank is taken to hold and to send what this one does, so that values
+stay finite; they are not those of a training on W ranks. What a network card would write into memory is written when
+the collective is issued, and the time that this takes is not counted: `LINK.clock()` leaves it out, and steps are timed
+by that clock. CUDA tensors: see link_cuda.py.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
+
+SPIN = 200e-6  # seconds before a deadline from which a wait spins: time.sleep returns late by up to about that much
+BACKEND = "emulated"
+
+
+@dataclass
+class Call:
+    """One collective on the link; times in seconds of `LINK.clock()`.
+
+    Attributes:
+        kind: all_gather, reduce_scatter, all_reduce, broadcast or barrier.
+        group: the process group's name: one for each mesh axis.
+        nbytes: bytes that this rank sends, by the ring algorithm; as many are received.
+        issued: when it was called; `begin` to `end`: when it has the link.
+        waits: when waits for it began and ended: its exposed part.
+    """
+
+    kind: str
+    group: str
+    nbytes: int
+    issued: float
+    begin: float
+    end: float
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that it held computation up."""
+        return sum(end - begin for begin, end in self.waits)
+
+
+class Link:
+    """What the link is like and what has gone over it."""
+
+    def __init__(self) -> None:
+        self.latency, self.bandwidth = 20e-6, 1e9
+        self.uncounted = 0.0  # seconds that this emulation itself has computed
+        self.reset()
+
+    def configure(self, latency: float | None = None, bandwidth: float | None = None) -> None:
+        """Set seconds per call and bytes per second, for calls from now on."""
+        self.latency = self.latency if latency is None else latency
+        self.bandwidth = self.bandwidth if bandwidth is None else bandwidth
+
+    def clock(self) -> float:
+        """Seconds as they pass on a machine whose network card writes into memory by itself."""
+        return time.perf_counter() - self.uncounted
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a call of `nbytes` has the link."""
+        return self.latency + nbytes / self.bandwidth
+
+    def reset(self) -> None:
+        """Forget all calls; transfers in flight end at once."""
+        self.calls: list[Call] = []
+        self.marks: list[Any] = []  # CUDA: events of calls whose times are not known yet (link_cuda.settle)
+        self.free_at = 0.0
+
+    def issue(self, kind: str, group: str, nbytes: int) -> Call:
+        """Put a call behind those before it."""
+        now = self.clock()
+        begin = max(now, self.free_at)
+        self.free_at = begin + self.seconds(nbytes)
+        self.calls.append(Call(kind, group, nbytes, now, begin, self.free_at))
+        return self.calls[-1]
+
+    def wait(self, call: Call) -> None:
+        """Sleep until the call's transfer has ended."""
+        start = now = self.clock()
+        while now < call.end:
+            if call.end - now > SPIN:
+                time.sleep(call.end - now - SPIN)
+            now = self.clock()
+        if now > start:
+            call.waits.append((start, now))
+
+    def summary(self) -> dict[str, Any]:
+        """Totals since the last reset: seconds busy and exposed, calls and bytes by group and kind."""
+        count: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        sent: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for call in self.calls:
+            count[call.group][call.kind] += 1
+            sent[call.group][call.kind] += call.nbytes
+        return {
+            "busy": sum(call.end - call.begin for call in self.calls),
+            "exposed": sum(call.waited for call in self.calls),
+            "calls": {group: dict(kinds) for group, kinds in count.items()},
+            "bytes": {group: dict(kinds) for group, kinds in sent.items()},
+        }
+
+
+LINK = Link()
+"""The one that all groups of this process use: a rank has one network card."""
+
+
+class LinkWork(dist._Work):
+    """A collective on CPU tensors that was issued."""
+
+    def __init__(self, call: Call, result: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.call, self.tensors = call, list(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Sleep until it has ended."""
+        LINK.wait(self.call)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return LINK.clock() >= self.call.end
+
+    def is_success(self) -> bool:
+        """It never fails."""
+        return True
+
+    def result(self) -> list[Tensor]:
+        """What it has written."""
+        return self.tensors
+
+    def get_future(self) -> "Future[list[Tensor]]":
+        """Completes at the end of the transfer; DDP waits for it in C++, so what it waits is not seen here."""
+        future: Future[list[Tensor]] = Future()
+        threading.Thread(target=self._complete, args=(future,), daemon=True).start()
+        return future
+
+    def _complete(self, future: "Future[list[Tensor]]") -> None:
+        while (late := self.call.end - LINK.clock()) > 0:
+            time.sleep(late)
+        future.set_result(self.tensors)
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """Rank 0 of `size` ranks, whose collectives go over `LINK`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.ranks = size
+        self.alive: list[Any] = []  # C++ holds works, but not the Python halves that know how to wait
+
+    def size(self) -> int:
+        """How many ranks it plays."""
+        return self.ranks
+
+    def getBackendName(self) -> str:
+        """For messages."""
+        return BACKEND
+
+    @property
+    def pg_name(self) -> str:
+        """The name under which torch knows the group."""
+        return dist.distributed_c10d._world.pg_names.get(self, "0")
+
+    @property
+    def group_name(self) -> str:
+        """The same, for functional collectives."""
+        return self.pg_name
+
+    def _set_group_name(self, name: str) -> None: ...
+
+    def _set_group_desc(self, desc: str) -> None: ...
+
+    # --- collectives, under the names that torch 2.11 and 2.13 call ---------------------------------------------------
+
+    def _allgather_base(self, out: Tensor, shard: Tensor, opts: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([out], [shard])
+
+    def _reduce_scatter_base(self, out: Tensor, full: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced([out], [full], opts)
+
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+
+    def allgather_into_tensor_coalesced(self, outs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
+        """Each of `outs` receives its shard once from every rank."""
+
+        def move() -> None:
+            for out, shard in zip(outs, shards, strict=True):
+                out.view(self.ranks, -1).copy_(shard.reshape(1, -1).expand(self.ranks, -1))
+
+        return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs)
+
+    def allgather(self, outs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> Any:
+        """The same, into a tensor for each rank."""
+
+        def move() -> None:
+            for copies, shard in zip(outs, shards, strict=True):
+                for copy in copies:
+                    copy.copy_(shard)
+
+        return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs[0])
+
+    def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
+        """Each of `outs` is this rank's part of the sum or mean of equal tensors."""
+
+        def move() -> None:
+            for out, full in zip(outs, fulls, strict=True):
+                torch.mul(full.reshape(-1)[: out.numel()], self._factor(opts), out=out.view(-1))
+
+        return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Each of `tensors` becomes the sum, mean or extreme of equal tensors."""
+
+        def move() -> None:
+            for tensor in tensors:
+                tensor.mul_(int(self._factor(opts)))
+
+        return self._issue("all_reduce", 2 * (self.ranks - 1) * _nbytes(tensors) // self.ranks, move, tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Equal tensors stay as they are."""
+        return self._issue("broadcast", _nbytes(tensors), lambda: None, tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """A call of no bytes."""
+        return self._issue("barrier", 0, lambda: None, [])
+
+    def _factor(self, opts: Any) -> int:
+        """What a reduction multiplies by when all ranks have the same."""
+        return self.ranks if opts is None or opts.reduceOp == dist.ReduceOp.SUM else 1
+
+    def _issue(self, kind: str, nbytes: int, move: Callable[[], None], result: Sequence[Tensor]) -> Any:
+        if result and result[0].is_cuda:
+            from bench.link_cuda import issue
+
+            return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, result))
+        begin = time.perf_counter()
+        with torch.no_grad(), _disable_current_modes():  # who counts copies must not count these
+            move()
+        LINK.uncounted += time.perf_counter() - begin
+        return self._keep(LinkWork(LINK.issue(kind, self.pg_name, nbytes), result))
+
+    def _keep(self, work: Any) -> Any:
+        self.alive = [each for each in self.alive if not each.is_completed()]
+        self.alive.append(work)
+        return work
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class EchoStore(dist.Store):
+    """A store in which every other rank does what this one does: what is added is added by all."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.world, self.values = world, dict[str, bytes]()
+
+    def set(self, key: str, value: Any) -> None:
+        """Overwrite a value."""
+        self.values[key] = value if isinstance(value, bytes) else str(value).encode()
+
+    def get(self, key: str) -> bytes:
+        """Read a value."""
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` once for each rank."""
+        total = int(self.values.get(key, b"0")) + amount * self.world
+        self.values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: Any, value: Any) -> bytes:
+        """Set a value that is not there yet or is as expected; return what is there then."""
+        if self.values.get(key, b"") in (b"", _bytes(expected)):
+            self.values[key] = _bytes(value)
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """What this rank has not set, nobody sets."""
+        if not self.check(keys):
+            raise RuntimeError(f"keys: expected some that were set, found {keys}")
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _all_gather_out(shard: Tensor, group_size: int, group: str, *, out: Tensor) -> Tensor:
+    """The functional all-gather with an `out`: the one collective that torch does not pass on to groups in Python."""
+    emulated: Any = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    torch._C._distributed_c10d._register_work(out, emulated._allgather_base(out, shard))
+    return out
+
+
+_kernels: list[torch.library.Library] = []  # registered as long as this lives
+
+
+def _register() -> None:
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(
+        BACKEND, lambda store, rank, size, timeout: EmulatedGroup(rank, size), devices=["cpu", "cuda"]
+    )
+    _kernels.append(torch.library.Library("_c10d_functional", "IMPL"))
+    for key in ("CPU", "CUDA"):  # torch's own kernel is for no device in particular, and stays for all others
+        _kernels[0].impl("all_gather_into_tensor_out", _all_gather_out, key)
+
+
+def start(world: int, latency: float = 20e-6, bandwidth: float = 1e9) -> dist.ProcessGroup:
+    """Initialise the default process group as rank 0 of `world` on the emulated link."""
+    _register()
+    LINK.configure(latency, bandwidth)
+    LINK.reset()
+    store = EchoStore(world)
+    dist.init_process_group(BACKEND, rank=0, world_size=world, store=store)
+    group: Any = dist.group.WORLD
+    group.alive_store = store  # torch keeps the C++ half of it, which cannot do without the Python half
+    return group

@@ -1,0 +1,211 @@
+"""The models that systems train, and what they are fed."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, GPTConfig
+from train_gpt import load_text
+
+Inputs = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, what it is fed and how much of it a step is."""
+
+    build: Callable[[], nn.Module]  # returns its loss when called with a batch
+    blocks: Callable[[nn.Module], Sequence[nn.Module]]  # that become units, besides the root
+    batch: Callable[[int, int], Inputs]  # (step, rank) -> this rank's part
+    unit: str
+    per_step: int  # units that a rank trains on in one step
+    ends: tuple[str, list[str]] = ("tokens", ["norm", "head"])  # modules before and after the blocks
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The repeated part of every model here."""
+    return list(model.blocks)  # type: ignore[arg-type]
+
+
+# --- a GPT ------------------------------------------------------------------------------------------------------------
+
+
+def gpt(batch: int = 4, context: int = 128, **shape: int) -> Workload:
+    """The example's GPT, 10.9 M parameters, on the example's text. Untied: SimpleFSDP unties weights silently."""
+    config = replace(GPTConfig(tied=False, context=context), **shape)
+    text = load_text(None, config.context)
+
+    def draw(step: int, rank: int) -> Inputs:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        at = torch.randint(len(text) - config.context, (batch, 1), generator=generator)
+        window = text[at + torch.arange(config.context + 1)].long()
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    return Workload(lambda: GPT(config), blocks_of, draw, "tokens", batch * config.context)
+
+
+def tiny_gpt(layers: int = 12) -> Workload:
+    """A GPT of width 16 and one sequence of 4 tokens: nearly all of a step is host work."""
+    config = GPTConfig(vocab=16, context=4, layers=layers, heads=1, dim=16, tied=False)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    return Workload(lambda: GPT(config), blocks_of, lambda *_: (tokens, tokens), "steps", 1)
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer and a trained product of rank 8 beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def lora() -> Workload:
+    """The same GPT, frozen, with adapters at every linear layer of its blocks."""
+    plain = gpt()
+
+    def build() -> nn.Module:
+        model = plain.build().requires_grad_(False)
+        for block in blocks_of(model):
+            for parent in list(block.children()):
+                for name, layer in list(parent.named_children()):
+                    if isinstance(layer, nn.Linear):
+                        setattr(parent, name, Adapter(layer))
+        return model
+
+    return replace(plain, build=build)
+
+
+# --- many small parameters --------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Ten small linear layers: 20 parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Regression(nn.Module):
+    """Blocks one after the other, squared error inside; only the blocks have parameters."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layers(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.layer_norm(block(x), x.shape[-1:])
+        return F.mse_loss(x, y)
+
+
+def many_small(blocks: int = 100, width: int = 16, batch: int = 4) -> Workload:
+    """2,000 parameters of at most 256 elements in 100 units."""
+
+    def draw(step: int, rank: int) -> Inputs:
+        x, y = torch.randn(2, batch, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+        return x, y
+
+    return Workload(lambda: Regression(blocks, width), blocks_of, draw, "steps", 1)
+
+
+# --- Llama-3-8B, fewer blocks -----------------------------------------------------------------------------------------
+
+
+class LlamaBlock(nn.Module):
+    """Grouped-query attention and a gated MLP in the shapes of Llama 3 8B: 218 M parameters."""
+
+    def __init__(self, dim: int = 4096, heads: int = 32, kv_heads: int = 8, hidden: int = 14336) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q = rotate(self.wq(h).unflatten(-1, (self.heads, -1)).transpose(1, 2), cos, sin)  # (batch, heads, time, d)
+        k = rotate(self.wk(h).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2), cos, sin)
+        v = self.wv(h).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(y.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: `cos`, `sin` are (time, d / 2)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).type_as(x)
+
+
+class Llama(nn.Module):
+    """Tokens and targets to the mean cross-entropy."""
+
+    def __init__(self, layers: int, vocab: int, context: int, **shape: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LlamaBlock(**shape) for _ in range(layers))
+        first = self.blocks[0]
+        dim = first.wq.in_features  # type: ignore[union-attr]
+        self.tokens, self.norm = nn.Embedding(vocab, dim), nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        head_dim: int = first.head_dim  # type: ignore[assignment]
+        angles = torch.outer(
+            torch.arange(context), 500_000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        )  # (context, head_dim / 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def llama(layers: int = 4, context: int = 4096, batch: int = 1, vocab: int = 128_256, **shape: int) -> Workload:
+    """Llama 3 8B with fewer blocks, on random tokens: four blocks and both ends are 1.9 G parameters."""
+
+    def draw(step: int, rank: int) -> Inputs:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        window = torch.randint(vocab, (batch, context + 1), generator=generator)
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    return Workload(lambda: Llama(layers, vocab, context, **shape), blocks_of, draw, "tokens", batch * context)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "gpt": gpt,
+    "gpt_few_tokens": lambda: gpt(batch=1, context=8),  # activations are nothing beside parameters
+    "gpt_small": lambda: gpt(batch=2, context=32, layers=2, heads=2, dim=64),
+    "tiny_gpt": tiny_gpt,
+    "lora": lora,
+    "many_small": many_small,
+    "llama": llama,
+    "llama_small": lambda: llama(2, 32, 1, vocab=64, dim=64, heads=4, kv_heads=2, hidden=128),
+}

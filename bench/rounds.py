@@ -1,0 +1,164 @@
+"""Systems side by side: a process for each rank of each, which take turns."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.worker import Spec
+
+
+class Failed(Exception):
+    """A system that cannot run; what it said."""
+
+
+class Bar:
+    """A bar on standard error: how far a part has come."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total, self.done = title, total, 0
+
+    def step(self, text: str) -> None:
+        """One more thing is about to be done."""
+        filled = 30 * self.done // max(self.total, 1)
+        line = f"{self.title:12} [{'#' * filled}{'.' * (30 - filled)}] {text}"
+        self.done += 1
+        print(f"{line:110}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+
+class Running:
+    """All ranks of a system, up to a step's beginning."""
+
+    def __init__(self, spec: Spec, folder: Path) -> None:
+        self.system, self.folder = spec.system, folder
+        ranks = spec.world if spec.mode in ("gloo", "nccl") else 1
+        self.ranks = [Rank(Spec(**{**asdict(spec), "rank": rank}), folder) for rank in range(ranks)]
+        self.parameters = [rank.answer() for rank in self.ranks][0]["parameters"]
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Let every rank do something; what rank 0 answers."""
+        for rank in self.ranks:
+            rank.tell(do, **arguments)
+        return [rank.answer() for rank in self.ranks][0]
+
+    def stop(self) -> None:
+        """Let the processes end."""
+        for rank in self.ranks:
+            rank.stop()
+
+
+class Rank:
+    """One process."""
+
+    def __init__(self, spec: Spec, folder: Path) -> None:
+        self.spec, self.errors = spec, folder / f"{spec.rank}.err"
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "bench.worker", str(writing), json.dumps(asdict(spec))]
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[writing],
+                env=_environment(folder),
+            )
+        os.close(writing)
+        self.answers = os.fdopen(reading)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Send one line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Read one line."""
+        line = self.answers.readline()
+        if not line:
+            raise Failed(f"{self.spec.system}, rank {self.spec.rank}: {self.errors.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """Close its input, at which it ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """One thread a rank, and compile caches of the system's own, empty at first."""
+    root = str(Path(__file__).parents[1])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+class Side:
+    """Systems that run side by side; those that fail are left out, with the reason."""
+
+    def __init__(self, title: str, specs: Iterable[Spec], steps: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.running: dict[str, Running] = {}
+        self.failed: dict[str, str] = {}
+        self.first: dict[str, dict[str, float]] = {}
+        specs = list(specs)
+        self.bar = Bar(title, len(specs) + steps)
+        for spec in specs:
+            self._start(spec)
+
+    def _start(self, spec: Spec) -> None:
+        self.bar.step(f"{spec.system}: compile" if spec.mode else spec.system)
+        folder = Path(self.folder.name) / spec.system.replace(":", "_")
+        folder.mkdir()
+        try:
+            running = Running(Spec(**{**asdict(spec), "rendezvous": str(folder / "meeting")}), folder)
+            self.first[spec.system] = running.ask("first")
+            self.running[spec.system] = running
+        except (Failed, BrokenPipeError) as error:
+            self.failed[spec.system] = str(error)
+            print(f"\n{error}", file=sys.stderr)
+            if spec.system.startswith("ours"):
+                raise
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One after the other; answers by system."""
+        return {name: running.ask(do, **arguments) for name, running in self.running.items()}
+
+    def rounds(self, number: int, steps: int) -> dict[str, list[list[dict[str, float]]]]:
+        """Each system has a turn of `steps` steps in every round, in changing order; answers by system and round."""
+        found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in self.running}
+        names = list(self.running)
+        for index in range(number):
+            self.bar.step(f"round {index + 1} of {number}")
+            for name in rotated(names, index):
+                found[name].append(self.running[name].ask("train", steps=steps))
+        return found
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for running in self.running.values():
+            running.stop()
+        self.folder.cleanup()
+
+
+def rotated(names: Sequence[str], index: int) -> list[str]:
+    """`names`, begun at another one each time, every other time backwards: nobody always follows the same one."""
+    at = index % len(names) if names else 0
+    turned = [*names[at:], *names[:at]]
+    return turned[::-1] if index % 2 else turned

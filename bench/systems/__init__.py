@@ -1,0 +1,102 @@
+"""The systems that are compared, one file each; each has `prepare(model, blocks, setup) -> Prepared`.
+
+bench/README.md says how each is configured and why that is fair to it.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a system is told.
+
+    Attributes:
+        device: where it trains.
+        mesh: all ranks, one dimension.
+        bf16: compute in bfloat16 and reduce in float32; parameters and the optimizer stay in float32.
+        blocking: collectives block the host unless they are asked not to: the emulated link on the CPU.
+        ends: names of the modules before the blocks and after them.
+        block_names: names of the blocks.
+        option: what stands behind ":" in the system's name.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    bf16: bool = False
+    blocking: bool = False
+    ends: tuple[str, list[str]] = ("", [])
+    block_names: list[str] = field(default_factory=list)
+    option: str = ""
+
+
+@dataclass
+class Prepared:
+    """A model that is ready to train.
+
+    Attributes:
+        model: whose parameters the optimizer takes.
+        forward: a batch to the loss.
+        after_backward: what has to be called between backward and the optimizer's step.
+        scale: by what the loss is multiplied before backward, so that gradients are the mean over ranks.
+    """
+
+    model: nn.Module
+    forward: Callable[..., Tensor]
+    after_backward: Callable[[], None] = lambda: None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class System:
+    """A row of the tables.
+
+    Attributes:
+        label: its name for readers.
+        module: its file.
+        colour: in pictures.
+        graphs: what is compiled: "", "blocks" or "whole".
+        cuda_only: whether it does not run on the CPU.
+    """
+
+    label: str
+    module: str
+    colour: str
+    graphs: str = ""
+    cuda_only: bool = False
+
+
+SYSTEMS = {
+    "unsharded": System("unsharded, torch.compile", "unsharded", "#9aa5b1", "whole"),
+    "ddp": System("DDP, torch.compile", "ddp", "#c8b6a6", "whole"),
+    "fsdp1": System("FSDP1", "fsdp1", "#d9c589", cuda_only=True),
+    "fsdp2": System("FSDP2", "fsdp2", "#e3a857"),
+    "fsdp2_compile": System("FSDP2, blocks compiled", "fsdp2_compile", "#d97b4f", "blocks"),
+    "simple_fsdp": System("SimpleFSDP", "simple_fsdp", "#b5648b", "whole"),
+    "ours": System("ours, eager", "ours", "#7fb3a8"),
+    "ours_blocks": System("ours, blocks compiled", "ours_blocks", "#4f9d96", "blocks"),
+    "ours_compiled": System("ours, compiled", "ours_compiled", "#17766e", "whole"),
+}
+
+
+def find(name: str) -> System:
+    """The system `name`, which may carry an option: `ours_compiled:reorder` is without the pass `reorder`."""
+    return SYSTEMS[name.partition(":")[0]]
+
+
+def label(name: str) -> str:
+    """What a system is called in tables."""
+    option = name.partition(":")[2]
+    return f"{find(name).label} without {option}" if option else find(name).label
+
+
+def prepare(name: str, model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """Let a system take `model` over."""
+    adapter: Any = importlib.import_module(f"bench.systems.{find(name).module}")
+    return adapter.prepare(model, blocks, setup)

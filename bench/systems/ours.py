@@ -1,0 +1,22 @@
+"""Ours, eager: the default policy has to find the same units that the others are told."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import fsdp_compile
+from bench.systems import Prepared, Setup
+
+
+def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    return Prepared(sharded := shard(model, blocks, setup), sharded)
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> nn.Module:
+    precision = fsdp_compile.MixedPrecision(torch.bfloat16, torch.float32) if setup.bf16 else None
+    fsdp_compile.fully_shard(model, mesh=setup.mesh, mixed_precision=precision)
+    missed = [block for block in blocks if not isinstance(block, fsdp_compile.FSDPModule)]
+    if missed:
+        raise RuntimeError(f"expected each block to be a unit, found {len(missed)} that are not; compare equal units")
+    return model

@@ -1,0 +1,227 @@
+"""One rank of one system, in a process of its own, which does what it is told line by line (rounds.py tells it).
+
+A process for each system keeps compile caches, memory and Inductor's settings apart: SimpleFSDP replaces a hook that
+ours uses. It waits in a read while the others have their turns.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench import link, systems
+from bench.copies import GeneratedCode, copied, release
+from bench.link import LINK
+from bench.memory import curve, peak_rss, resident, thinned
+from bench.models import WORKLOADS
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker is.
+
+    Attributes:
+        system: a name of `systems.SYSTEMS`, maybe with an option.
+        model: a name of `models.WORKLOADS`.
+        mode: gloo or nccl: real ranks; link: the emulated one; fake: collectives that do nothing.
+        device: cpu or cuda.
+        bf16: whether to compute in bfloat16.
+        rank, world: this rank and how many there are, or are played.
+        rendezvous: a file that real ranks meet at.
+    """
+
+    system: str
+    model: str
+    mode: str
+    device: str
+    bf16: bool
+    rank: int
+    world: int
+    rendezvous: str
+
+
+class Worker:
+    """A system that trains a model."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.number = spec, 0
+        self.device = torch.device(spec.device, spec.rank) if spec.mode == "nccl" else torch.device(spec.device)
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # what is never really received must not slow kernels
+        self._start_group()
+        self.generated = GeneratedCode()
+        self.workload = WORKLOADS[spec.model]()
+        torch.manual_seed(0)
+        model = self.workload.build().to(self.device)
+        self.prepared = systems.prepare(spec.system, model, self.workload.blocks(model), self._setup(model))
+        self.trained = [p for p in self.prepared.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, betas=(0.9, 0.95), foreach=True)
+
+    def _start_group(self) -> None:
+        spec = self.spec
+        if spec.mode == "link":
+            link.start(spec.world)
+        elif spec.mode == "fake":
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=0, world_size=spec.world, store=FakeStore())
+        else:
+            meeting = f"file://{spec.rendezvous}"
+            dist.init_process_group(spec.mode, init_method=meeting, rank=spec.rank, world_size=spec.world)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _setup(self, model: torch.nn.Module) -> systems.Setup:
+        names = {module: name for name, module in model.named_modules()}
+        return systems.Setup(
+            self.device,
+            init_device_mesh(self.device.type, (self.spec.world,)),
+            self.spec.bf16,
+            self.spec.mode == "link" and self.device.type == "cpu",
+            self.workload.ends,
+            [names[block] for block in self.workload.blocks(model)],
+            self.spec.system.partition(":")[2],
+        )
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        """Seconds; after all that the device was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return LINK.clock()
+
+    def accumulate(self) -> dict[str, float]:
+        """Forward and backward: the loss, seconds of forward, of both, and calls issued before backward."""
+        batch = [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
+        begin = self.clock()
+        loss = self.prepared.forward(*batch)
+        forward, calls = self.clock() - begin, len(LINK.calls)
+        (loss * self.prepared.scale if self.prepared.scale != 1 else loss).backward()
+        self.prepared.after_backward()
+        return {"forward": forward, "backward": self.clock() - begin, "calls": calls, "loss": loss.item()}
+
+    def step(self) -> dict[str, float]:
+        """A whole step, by the clock."""
+        LINK.reset()
+        origin = self._origin()
+        begin = self.clock()
+        done = self.accumulate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        done["step"] = self.clock() - begin
+        self._settle(origin)
+        self.number += 1
+        return {**done, "begin": begin, "exposed": LINK.summary()["exposed"]}
+
+    def _origin(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        origin = torch.cuda.Event(enable_timing=True)
+        origin.record()
+        return origin
+
+    def _settle(self, origin: Any) -> None:
+        if LINK.marks:
+            from bench.link_cuda import settle
+
+            settle(LINK, origin)
+
+    # --- what it can be told ------------------------------------------------------------------------------------------
+
+    def first(self) -> dict[str, float]:
+        """The step that compiles: seconds and CPU seconds, of the compilers that it starts too."""
+        begin, before = time.perf_counter(), _cpu_seconds()
+        done = self.step()
+        return {**done, "seconds": time.perf_counter() - begin, "cpu": _cpu_seconds() - before}
+
+    def train(self, steps: int) -> list[dict[str, float]]:
+        """`steps` steps, each timed, after the other ranks have come."""
+        if self.spec.mode in ("gloo", "nccl"):
+            dist.barrier()
+        return [self.step() for _ in range(steps)]
+
+    def configure(self, latency: float, bandwidth: float) -> None:
+        """Set the emulated link."""
+        LINK.configure(latency, bandwidth)
+
+    def calls(self) -> dict[str, Any]:
+        """One step's calls, as the link saw them, with totals."""
+        done = self.step()
+        origin = done["begin"] if self.device.type == "cpu" else 0.0
+        kept = [{**asdict(call), "origin": origin} for call in LINK.calls]
+        return {**done, "summary": LINK.summary(), "list": kept}
+
+    def host(self, steps: int) -> dict[str, float]:
+        """CPU microseconds of a forward and backward, and of a whole step."""
+        begin = time.process_time()
+        for _ in range(steps):
+            self.accumulate()
+            release(self.trained)
+        between = time.process_time()
+        for _ in range(steps):
+            self.step()
+        end = time.process_time()
+        return {"backward": (between - begin) / steps * 1e6, "step": (end - between) / steps * 1e6}
+
+    def copies(self) -> int:
+        """Bytes of parameters and gradients that a forward and backward copy outside of collectives."""
+        if systems.find(self.spec.system).graphs == "whole":
+            return self.generated.moved()
+        plain = self.workload.build().to(self.device, torch.bfloat16 if self.spec.bf16 else None)
+        batch = [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
+        found = copied(self.accumulate) - copied(lambda: plain(*batch).backward())
+        release(self.trained)
+        return found
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes resident between steps, the most beside them in a forward and backward, its curve, the RSS."""
+        states = [
+            value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+        ]
+        model = self.prepared.model
+        there = resident([*model.parameters(), *model.buffers(), *states])
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        points = curve(self.accumulate, self.device)
+        release(self.trained)
+        return {
+            "resident": there,
+            "optimizer": resident(states),
+            "above": max((total for _, total in points), default=0),
+            "curve": thinned(points),
+            "rss": peak_rss(),
+            "allocator": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
+        }
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def main() -> None:
+    """Read `{"do": name, ...}` lines, answer each by a line, until the input ends."""
+    answers = os.fdopen(int(sys.argv[1]), "w")
+
+    def answer(make: Callable[[], Any]) -> None:
+        print(json.dumps(make()), file=answers, flush=True)
+
+    worker = Worker(Spec(**json.loads(sys.argv[2])))
+    answer(lambda: {"parameters": sum(p.numel() for p in worker.trained)})
+    for line in sys.stdin:
+        told = json.loads(line)
+        answer(lambda told=told: getattr(worker, told.pop("do"))(**told))  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

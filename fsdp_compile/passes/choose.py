@@ -1,0 +1,50 @@
+"""Which plan a graph gets: the one in a file, the best one for its costs, or one unit ahead."""
+
+import logging
+import pathlib
+import re
+from dataclasses import replace
+
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.ahead import one_ahead
+from fsdp_compile.passes.plan import Plan, PlanError
+from fsdp_compile.passes.pricing import measured_seconds
+from fsdp_compile.passes.schedule import schedule
+from fsdp_compile.passes.torch_private import direction
+from fsdp_compile.passes.workload import Workload
+
+plan_log = logging.getLogger("fsdp_compile.plans")
+
+
+def choose(workload: Workload, config: CompileConfig) -> Plan:
+    """A plan for the graph that is being compiled, not verified yet.
+
+    Raises:
+        PlanError: the file has no plan for this direction, or the budget is too small for any plan.
+    """
+    if config.plan is not None:
+        plan = plan_in(config.plan, direction())
+    elif config.link is not None:
+        plan = schedule(workload, config.budget).plan
+    else:
+        plan = one_ahead(workload, config.reduces_in_flight)
+    plan_log.debug("%s:\n%s", direction(), plan)
+    return plan
+
+
+def timed(workload: Workload, config: CompileConfig) -> Workload:
+    """`workload` with the seconds that were measured, if there are any."""
+    seconds = measured_seconds(config, len(workload.tasks))
+    if seconds is None:
+        return workload
+    tasks = (replace(task, seconds=measured) for task, measured in zip(workload.tasks, seconds, strict=True))
+    return replace(workload, tasks=tuple(tasks))
+
+
+def plan_in(path: str, heading: str) -> Plan:
+    """The plan under `heading:` in a file. PlanError if there is none, or if it cannot be read."""
+    parts = re.split(r"^(\w+):[ \t]*$", pathlib.Path(path).read_text(), flags=re.MULTILINE)
+    plans = dict(zip(parts[1::2], parts[2::2], strict=True))
+    if heading not in plans:
+        raise PlanError(f"{path}: expected a plan under '{heading}:', found {', '.join(plans) or 'no heading'}")
+    return Plan.parse(plans[heading])

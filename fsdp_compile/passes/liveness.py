@@ -1,0 +1,108 @@
+"""Bytes that live beside each node of a graph, collectives aside.
+
+A buffer lives from the node that computes it to the last one that reads it or a view of it. Inputs live throughout in a
+forward graph, whose caller holds them; in backward what was saved goes with its last reader. A pointwise result that
+only other pointwise or reducing nodes read has no memory: Inductor computes it in its readers, which then read what it
+was computed from.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor, fx
+
+from fsdp_compile.passes.torch_private import is_caller_owned, size_hint
+from fsdp_compile.passes.views import is_view
+
+
+def size_of(node: fx.Node) -> int:
+    """Bytes of what `node` computes; of sizes that are symbolic, their hints. 0 if it is no tensor."""
+    value = node.meta.get("val")
+    return size_hint(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def live_bytes(
+    graph: fx.Graph, place: Mapping[fx.Node, int], without: Iterable[fx.Node], added: Iterable[tuple[int, int]]
+) -> list[int]:
+    """Bytes that live at each position.
+
+    Args:
+        graph: the graph.
+        place: positions of the nodes that compute; all others are counted by somebody else.
+        without: nodes with no memory of their own, as they write into memory that is counted elsewhere.
+        added: `(position, bytes)` that live from there to the end.
+    """
+    end = len(place)
+    changes = [0] * (end + 1)
+    elsewhere = set(without)
+    last_use = cache(lambda node: _last_use(node, place, last_use))
+    for node in graph.nodes:
+        size = 0 if node in elsewhere else _own_size(node, place)
+        if size:
+            begin = place.get(_producer(node), 0)
+            until = end - 1 if node.op == "placeholder" and is_caller_owned(node) else max(begin, last_use(node))
+            changes[begin] += size
+            changes[until + 1] -= size
+    for begin, size in added:
+        changes[min(begin, end)] += size
+    total, live = 0, []
+    for change in changes[:end]:
+        total += change
+        live.append(total)
+    return live
+
+
+def _last_use(node: fx.Node, place, last_use) -> int:  # type: ignore[no-untyped-def]  # a recursion through a cache
+    """Position of the last node that reads what `node` computes, also through what has no memory of its own."""
+    last = 0
+    for user in node.users:
+        if user.op == "output":
+            return len(place) - 1
+        if user in place:
+            last = max(last, place[user] if _own_size(user, place) else last_use(user), place[user])
+    return last
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """The node that runs: an element of a tuple comes with the tuple."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]  # fx arguments are untyped
+
+
+def _own_size(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
+    if node.op == "placeholder":
+        return size_of(node)
+    if node not in place or is_view(node) or _is_mutation(node) or _is_fused_away(node):
+        return 0
+    return size_of(node)
+
+
+def _is_mutation(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_fused_away(node: fx.Node) -> bool:
+    """Whether all readers are computed by loops that can compute this too."""
+    return _is_pointwise(node) and all(_is_loop(reader) for reader in _readers(node))
+
+
+def _readers(node: fx.Node) -> Iterable[fx.Node]:
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return _is_pointwise(node) or _has(node, torch.Tag.reduction)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return _has(node, torch.Tag.pointwise) or (node.op == "call_function" and not node.all_input_nodes)  # a constant
+
+
+def _has(node: fx.Node, tag: torch.Tag) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags

@@ -1,0 +1,81 @@
+"""What the nodes and collectives of one graph cost, by the configuration; planning asks nobody else."""
+
+import json
+import pathlib
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fsdp_compile.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.cost import all_reduce_seconds, launch_seconds, node_seconds, transfer_seconds
+from fsdp_compile.passes.from_graph import Costs
+from fsdp_compile.passes.liveness import size_of
+from fsdp_compile.passes.machines import DEVICES, Device, device, link
+from fsdp_compile.passes.plan import PlanError
+from fsdp_compile.passes.tags import tagged
+from fsdp_compile.passes.torch_private import direction, group_named, hint_of
+
+
+def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
+    """Costs by `config.link` and `config.device`; None without a link.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    starts = tagged(graph, "gather", "reduce")
+    if config.link is None or not starts:
+        return None
+    wire = link(config.link)
+    computer = device(config.device) if config.device else _device_of(starts[0].meta["val"].device)
+
+    def of_node(node: fx.Node) -> float:
+        return _number(node_seconds(node, computer))
+
+    def of_collective(start: fx.Node) -> float:
+        world = group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx
+        if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
+            return float(all_reduce_seconds(size_of(start), world, wire)) - wire.latency
+        full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
+        return float(transfer_seconds(full, world, wire))
+
+    world = max(group_named(start.args[GROUP_ARGUMENT[start.target]]).size() for start in starts)  # type: ignore[arg-type,index]  # fx
+    return Costs(of_node, of_collective, float(launch_seconds(world, wire)))
+
+
+def measured_seconds(config: CompileConfig, tasks: int) -> list[float] | None:
+    """Seconds of each of this graph's tasks, in order, from the file `config.times`; None without a file.
+
+    Raises:
+        PlanError: the file has none for a graph of this direction and so many tasks.
+    """
+    if config.times is None:
+        return None
+    table = json.loads(pathlib.Path(config.times).read_text())
+    name = graph_name(tasks)
+    if name not in table:
+        raise PlanError(f"times: expected {config.times} to have {name!r}, found {', '.join(table) or 'nothing'}; "
+                        "measure this model with these inputs again")  # fmt: skip
+    return [float(seconds) for seconds in table[name]]
+
+
+def graph_name(tasks: int) -> str:
+    """What files of times call the graph that is being compiled: its direction and number of tasks."""
+    return f"{direction()} of {tasks} tasks"
+
+
+def _device_of(where: torch.device) -> Device:
+    if where.type == "cpu":
+        return DEVICES["cpu"]
+    name = torch.cuda.get_device_name(where).lower()
+    found = [each for key, each in DEVICES.items() if key in name]
+    if not found:
+        raise ValueError(f"device: expected one of {', '.join(DEVICES)} to be named, found none that {name!r} is")
+    return found[0]
+
+
+def _number(seconds: Any) -> float:
+    """A number for an expression in symbols: that of the sizes it was traced with."""
+    return float(hint_of(seconds)) if isinstance(seconds, sympy.Basic) else float(seconds)

@@ -1,0 +1,81 @@
+"""Gathers in two stages: how shards are numbered, and what the generated code sends to whom (rank 1 of 4, n = 2)."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from compiling import BACKENDS
+from generated import Program, programs
+from models import MODELS, mlp
+from torch import nn
+
+from fsdp_compile import fully_shard
+from fsdp_compile.stages import Stage, shard_number
+
+MLP = MODELS["mlp"]
+BLOCKS = 4
+
+
+@pytest.mark.parametrize(("peers", "neighbours"), [(2, 2), (2, 4), (3, 2), (4, 1), (1, 4)])
+def test_numbers_of_shards(peers: int, neighbours: int) -> None:
+    """What all ranks gather, stage by stage, is the shards in order; in one stage rank r stores shard r."""
+    stages = {
+        (run, place): (Stage("peers", peers, run), Stage("neighbours", neighbours, place))
+        for run in range(peers)
+        for place in range(neighbours)
+    }
+    numbers = {where: shard_number(stage) for where, stage in stages.items()}
+    parts = [[numbers[run, place] for run in range(peers)] for place in range(neighbours)]
+    assert [number for part in parts for number in part] == list(range(peers * neighbours))
+    assert [shard_number([Stage("all", 4, rank)]) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:
+    model = fully_shard(mlp(blocks=BLOCKS), reshard_after_forward=2)
+    run = torch.compile(model, fullgraph=True, backend=BACKENDS[backend])
+    inputs = MLP.batch(1, 4)
+    return model, *programs(lambda: MLP.loss(run, inputs))
+
+
+def _sent(program: Program) -> list[tuple[str, str, int, str]]:
+    """What the graph says that it sends: kind, unit, elements, name of the group."""
+    said = next(step.text for step in program.steps if "fsdp_flat.agree" in step.function)
+    groups = re.findall(r"'(\w{40})'", said)
+    found = re.findall(r"(gather|reduce) ([\w.]+), (\d+) bytes of float32, group (\d)", said)
+    return [(kind, unit, int(nbytes) // 4, groups[int(group)]) for kind, unit, nbytes, group in found]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bytes_on_each_axis(backend: str) -> None:
+    """Forward sends each shard to the peers and a half to the neighbours; backward asks the neighbours alone, and
+    reduces the whole among them and its half among the peers."""
+    model, forward, backward = _compiled(backend)
+    peers, neighbours = (stage.name for stage in model._fsdp_scope[0].stages)
+    expected: list[set[tuple[str, str, int, str]]] = [set(), set()]
+    for name, module in (("root", model), *((f"blocks.{i}", block) for i, block in enumerate(model.blocks))):
+        numel = module._fsdp_scope[0].flats[0].layout.numel
+        again = ("gather", name, numel // 2, neighbours)
+        expected[0] |= {("gather", name, numel // 4, peers), again}
+        expected[1] |= {again, ("reduce", name, numel, neighbours), ("reduce", name, numel // 2, peers)}
+    for program, sent in zip((forward, backward), expected, strict=True):
+        assert set(_sent(program)) == sent and len(_sent(program)) == len(sent)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_stage_is_under_way_while_units_compute(backend: str) -> None:
+    """A second stage starts a unit ahead, its first stage another unit ahead; no collective is waited for at once."""
+    _, forward, backward = _compiled(backend)
+    for program in (forward, backward):
+        steps = program.steps
+        started = [step.out for step in steps if step.is_gather or step.is_reduce]
+        events = [step for step in steps if step.out in started or step.is_wait]
+        at_once = [
+            step.out
+            for step, following in pairwise(events)
+            if step.out in started and following.is_wait and following.names[0] == step.out
+        ]
+        assert at_once == []
+    gathers = [step for step in forward.steps if step.is_gather]
+    stage = ["second" if step.names[0] in forward.gathered() else "first" for step in gathers]
+    assert stage == ["first", "first", *["second", "first"] * (BLOCKS - 1), "second", "second"]

@@ -1,0 +1,113 @@
+"""The benchmark's emulated link: when transfers end, in which order, what is counted, what other ranks seem to hold."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.link import LINK, EchoStore, start
+from fsdp_compile import fully_shard
+
+WORLD = 8
+FUNCTIONAL = torch.ops._c10d_functional
+done = FUNCTIONAL.wait_tensor
+
+
+@pytest.fixture
+def link() -> Iterator[Any]:
+    group = start(WORLD, latency=2e-3, bandwidth=1e6)
+    yield group
+    dist.destroy_process_group()
+
+
+def gather(numel: int) -> Any:
+    return dist.group.WORLD._allgather_base(torch.empty(WORLD * numel), torch.ones(numel))
+
+
+def test_a_wait_lasts_until_the_deadline_and_uses_no_cpu(link: Any) -> None:
+    """`latency + bytes / bandwidth` after the call, within half a millisecond, and the process sleeps meanwhile."""
+    begin, cpu = LINK.clock(), time.process_time()
+    gather(1000).wait()  # 7 * 4,000 bytes at 1 MB/s
+    took, cpu = LINK.clock() - begin, time.process_time() - cpu
+    assert LINK.calls[-1].nbytes == 28_000
+    assert LINK.calls[-1].end - LINK.calls[-1].begin == pytest.approx(30e-3)
+    assert took >= 30e-3 and cpu < 15e-3
+    assert LINK.clock() >= LINK.calls[-1].end
+
+
+def test_only_what_a_wait_sleeps_is_exposed(link: Any) -> None:
+    """A transfer that has ended before its wait exposes nothing, a later one what was left of it."""
+    hidden = gather(1)
+    time.sleep(5e-3)
+    hidden.wait()
+    gather(1).wait()
+    first, second = LINK.calls[-2:]
+    assert first.waited < 1e-3 < second.waited
+    assert LINK.summary()["exposed"] == first.waited + second.waited
+
+
+def test_the_link_is_serial(link: Any) -> None:
+    """Each transfer begins where the one before it ends, across groups too."""
+    LINK.reset()
+    for _ in range(4):
+        gather(10)
+    for before, after in zip(LINK.calls, LINK.calls[1:], strict=False):
+        assert after.begin == before.end
+    assert LINK.summary()["busy"] == pytest.approx(4 * (2e-3 + 280e-6))
+
+
+def test_writing_the_result_is_not_counted(link: Any) -> None:
+    """The clock stands still while the emulation fills a buffer, as if a network card did."""
+    before, uncounted = time.perf_counter() - LINK.clock(), LINK.uncounted
+    gather(2_000_000)
+    assert LINK.uncounted > uncounted
+    assert time.perf_counter() - LINK.clock() == pytest.approx(before + LINK.uncounted - uncounted, abs=1e-3)
+
+
+def test_every_rank_seems_to_hold_the_same(link: Any) -> None:
+    """Gathers repeat, means keep, sums multiply; with an `out` as well; objects and stores agree."""
+    LINK.configure(latency=0.0, bandwidth=1e12)
+    shard, full = torch.arange(3.0), torch.arange(24.0)
+    assert torch.equal(done(FUNCTIONAL.all_gather_into_tensor(shard, WORLD, "0")), shard.repeat(WORLD))
+    out = torch.empty(24)
+    assert torch.equal(done(FUNCTIONAL.all_gather_into_tensor_out(shard, WORLD, "0", out=out)), shard.repeat(WORLD))
+    assert torch.equal(done(FUNCTIONAL.reduce_scatter_tensor(full, "avg", WORLD, "0")), shard)
+    assert torch.equal(done(FUNCTIONAL.reduce_scatter_tensor(full, "sum", WORLD, "0")), WORLD * shard)
+    assert torch.equal(done(FUNCTIONAL.all_reduce(shard, "sum", "0")), WORLD * shard)
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, "here")
+    assert found == ["here"] * WORLD
+    assert EchoStore(WORLD).add("came", 1) == WORLD
+
+
+def test_counts_are_of_one_group_each(link: Any) -> None:
+    """Calls and bytes are told apart by group and kind."""
+    half = dist.new_group(list(range(WORLD // 2)))
+    LINK.reset()
+    done(FUNCTIONAL.all_reduce(torch.ones(8), "sum", half.group_name))
+    gather(5)
+    counted = LINK.summary()
+    assert counted["calls"] == {half.group_name: {"all_reduce": 1}, "0": {"all_gather": 1}}
+    assert counted["bytes"] == {half.group_name: {"all_reduce": 2 * 3 * 32 // 4}, "0": {"all_gather": 7 * 20}}
+
+
+def test_ours_gathers_and_scatters_there(link: Any) -> None:
+    """Our eager runtime goes around copies in gloo alone: here a unit is one gather and one reduce-scatter."""
+    LINK.configure(latency=1e-5, bandwidth=1e9)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap_policy=None)
+    LINK.reset()
+    model(torch.ones(2, 4)).sum().backward()
+    assert LINK.summary()["calls"] == {"0": {"all_gather": 1, "reduce_scatter": 1}}
+    assert any(p.grad is not None and p.grad.count_nonzero() for p in model.parameters())
+
+
+def test_data_parallel_waits_for_the_link_too(link: Any) -> None:
+    """DDP waits for futures in C++: they complete when the transfer has ended."""
+    LINK.configure(latency=0.05)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    assert LINK.calls[-1].kind == "all_reduce" and LINK.clock() >= LINK.calls[-1].end
