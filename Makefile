@@ -25,7 +25,7 @@ endif
 %.tier:
 	$(PY) -m pytest $*
 
-bench: compiler .venv/stamp
+bench: compiler .venv/bench
 	$(PY) -m bench $(ARGS)
 
 size:
@@ -53,6 +53,11 @@ clean:
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	touch $@
+
+# torchtitan for SimpleFSDP, whose files need torch alone: its trainer's dependencies stay out.
+.venv/bench: .venv/stamp
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchtitan
 	touch $@
 
 compiler:

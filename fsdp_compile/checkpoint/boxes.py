@@ -75,21 +75,19 @@ def _in_row(index: int, rest: tuple[int, ...], start: int, stop: int) -> Iterato
 class Cut:
     """How one tensor, flattened, is cut among ranks: it lies at `origin` of a buffer of equal shards.
 
-    What a `FlatParamLayout` says of one of its parameters, and equally of optimizer state with its shape. Ranks store
-    shards in their order, unless gathers go through peers and then neighbours (stages.py).
+    What a `FlatParamLayout` says of one of its parameters, and equally of optimizer state with its shape.
     """
 
     shape: tuple[int, ...]  # of the full tensor
     origin: int  # where it starts in the buffer
     shard_numel: int  # of each rank's part of the buffer
-    peers: int = 0
-    neighbours: int = 1
+    order: tuple[int, ...] = ()  # for each rank which part it stores; empty: rank r stores part r
 
     def run(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` stores; (0, 0) if none."""
-        number = rank // self.neighbours + self.peers * (rank % self.neighbours)  # of the shard
-        low = max(number * self.shard_numel, self.origin)
-        high = min((number + 1) * self.shard_numel, self.origin + math.prod(self.shape))
+        part = self.order[rank] if self.order else rank
+        low = max(part * self.shard_numel, self.origin)
+        high = min((part + 1) * self.shard_numel, self.origin + math.prod(self.shape))
         return (low - self.origin, high - low) if low < high else (0, 0)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:

@@ -135,11 +135,11 @@ class PieceTensor(DTensor):
         sent = self.local.new_zeros(max(sizes), device=self._compute_device())
         sent[: self.local.numel()] = self.local
         rows = collectives.all_gather(sent, mesh.size(), mesh.get_group().group_name).view(mesh.size(), -1)
-        in_order = sorted(range(mesh.size()), key=self.cut.run)
-        parts = [rows[rank][: sizes[rank]] for rank in in_order]
+        parts = [row[:size] for row, size in zip(rows, sizes, strict=True)]
         if self.is_number:
             return torch.cat(parts)[0]
-        return torch.cat(parts).view(self.shape)
+        in_order = sorted(range(mesh.size()), key=lambda rank: self.cut.run(rank)[0])
+        return torch.cat([parts[rank] for rank in in_order]).view(self.shape)
 
     def _compute_device(self) -> torch.device:
         kind = self.device_mesh.device_type

@@ -1,15 +1,32 @@
 """Private torch names that checkpoints need. Checked on torch 2.11 and 2.13."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensorMode as no_memory
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.serialization import skip_data
 
-__all__ = ["asks_only", "make_spec", "new_dtensor", "run_plainly", "strides_of"]
+__all__ = [
+    "StorageInfo",
+    "asks_only",
+    "flatten_state_dict",
+    "make_spec",
+    "new_dtensor",
+    "no_memory",
+    "offset_in_file",
+    "run_plainly",
+    "save_holes",
+    "strides_of",
+    "unflatten_state_dict",
+]
 
 _ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndimension", "is_floating_point"}
 _ASKS |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
@@ -40,3 +57,16 @@ def run_plainly(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
 def new_dtensor(kind: type, local: Tensor, spec: DTensorSpec) -> Any:
     """A DTensor of the subclass `kind`."""
     return DTensor.__new__(kind, local, spec, requires_grad=False)
+
+
+def save_holes(state: Any, path: Path) -> None:
+    """`torch.save` of tensors that were made under `no_memory`: the file has room for their values."""
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+
+
+def offset_in_file(tensor: Tensor) -> int:
+    """Where the values of a tensor that was loaded under `no_memory` begin in its file."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None, "expected a tensor from a file"
+    return offset
