@@ -7,10 +7,8 @@ memory    four ranks save and load a model of 1 GiB: what a rank needs at most b
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,14 +22,16 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.eager_peers import machine, progress
-from bench.peers import SYSTEMS
+from bench.report import machine, today, versions
+from bench.systems import Setup, fsdp2, ours
 from fsdp_compile import fully_shard
 
 MIB = 2**20
+SYSTEMS: dict[str, Any] = {"ours": ours, "fsdp2": fsdp2}
 WIDTH, LAYERS, RANKS = 1024, 12, 2  # 48 MiB of parameters, three times that with Adam's state
 BIG_WIDTH, BIG_LAYERS, BIG_RANKS = 4096, 16, 4  # 1 GiB
 LIMIT = 64  # MiB beside the shard
@@ -56,7 +56,7 @@ def trained(system: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A sharded model whose optimizer has state."""
     torch.manual_seed(0)
     model = build(WIDTH, LAYERS)
-    SYSTEMS[system](model, list(model))
+    SYSTEMS[system].prepare(model, list(model), Setup(torch.device("cpu"), init_device_mesh("cpu", (RANKS,))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -91,7 +91,6 @@ def time_on_rank(rank: int, folder: str, rounds: int) -> None:
     systems = {system: trained(system) for system in SYSTEMS}
     seconds: dict[str, dict[str, list[tuple[float, float]]]] = {s: {"save": [], "load": []} for s in systems}
     for number in range(rounds + 1):
-        progress(rank, f"speed: round {number} of {rounds}")
         for system in list(systems)[:: 1 if number % 2 else -1]:
             for what, call in (("save", save), ("load", load)):
                 found = timed(call, *systems[system], f"{folder}/{system}")
@@ -196,11 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each system (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="3 rounds; nothing is written")
     args = parser.parse_args()
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+    report: dict[str, Any] = {"date": today(), "machine": machine(), "versions": versions()}
     if args.only != "memory":
         report["speed"] = measure_speed(3 if args.quick else args.rounds)
         print(f"{'':16}{'ours':>10}{'fsdp2':>10}{'ratio':>8}")
