@@ -7,7 +7,7 @@ keep.py                 which units stay gathered, where that is left open
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 from_graph.py           tasks and units of a graph; liveness.py: bytes that live; pricing.py: what nodes cost
-choose.py               which plan: from a file, the best by cost, or ahead.py: one unit ahead
+choose.py               which plan: from a file, the best by cost, or by rules.py: one unit ahead
 reorder.py              the order of the plan; pin it
 marks.py                seconds of tasks, measured while a graph runs
 exchange.py             reduce-scatters that gloo runs become exchanges of slices

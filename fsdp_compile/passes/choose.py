@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.ahead import one_ahead
 from fsdp_compile.passes.plan import Plan, PlanError
 from fsdp_compile.passes.pricing import measured_seconds
+from fsdp_compile.passes.rules import prefetch
 from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.torch_private import direction
 from fsdp_compile.passes.workload import Workload
@@ -25,9 +25,10 @@ def choose(workload: Workload, config: CompileConfig) -> Plan:
     if config.plan is not None:
         plan = plan_in(config.plan, direction())
     elif config.link is not None:
-        plan = schedule(workload, config.budget).plan
+        plan = schedule(workload, config.budget, merge=1).plan  # graphs launch each collective by itself
     else:
-        plan = one_ahead(workload, config.reduces_in_flight)
+        in_flight = config.reduces_in_flight or len(workload.units)
+        plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
     plan_log.debug("%s:\n%s", direction(), plan)
     return plan
 

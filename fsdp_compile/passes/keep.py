@@ -26,7 +26,7 @@ def decide_what_to_keep(graph: fx.Graph, config: CompileConfig) -> None:
         return
     costs = costs_of(graph, config)
     reading = read(graph, costs, joint=True)
-    kept = schedule(reading.workload, config.budget).kept if costs else _first_in_backward(reading.workload)
+    kept = schedule(reading.workload, config.budget, merge=1).kept if costs else _first_in_backward(reading.workload)
     numbers = {tag.unit for name in kept if (tag := get_tag(reading.gathers[name].start[-1]))}
     for node in graph.nodes:
         tag = get_tag(node)

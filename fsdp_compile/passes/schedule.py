@@ -61,7 +61,7 @@ def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, w
     Args:
         workload: what the step computes.
         budget: bytes that may live at most; None: no limit.
-        merge: of up to 8 units, how many one launch may gather or reduce.
+        merge: of up to 8 units, how many one launch may gather or reduce; 1: of many units too each has its own.
         width: states that the search keeps from task to task; None: all of up to 8 units, fewer of many.
 
     Raises:
@@ -128,7 +128,7 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
     """
     width = width or max(2, 800 // len(workload.tasks))
     best = min((found for found in _by_rule(workload) if budget is None or found.peak <= budget), key=_rank)
-    merges = sorted({_together(workload), 0.0}, reverse=True)
+    merges = sorted({_together(workload) if merge > 1 else 0.0, 0.0}, reverse=True)
     for kept in _last_ones(workload):
         if lower_bound(workload, kept) >= best.seconds:
             continue
