@@ -8,8 +8,8 @@
 
 The link uses no CPU: a wait sleeps. Every other rank is taken to hold and to send what this one does, so that values
 stay finite; they are not those of a training on W ranks. What a network card would write into memory is written when
-the collective is issued, and the time that this takes is not counted: `LINK.clock()` leaves it out, and steps are timed
-by that clock. CUDA tensors: see link_cuda.py.
+the collective is issued. The time that this takes is not counted, nor what a sleep lasts too long: steps are timed by
+`LINK.clock()`, which leaves both out. CUDA tensors: see link_cuda.py.
 """
 
 import threading
@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
-SPIN = 200e-6  # seconds before a deadline from which a wait spins: time.sleep returns late by up to about that much
 BACKEND = "emulated"
 
 untraced: Any = torch.compiler.disable  # a compiled DDP calls these from C++ while Dynamo watches
@@ -63,7 +62,7 @@ class Link:
 
     def __init__(self) -> None:
         self.latency, self.bandwidth = 20e-6, 1e9
-        self.uncounted = 0.0  # seconds that this emulation itself has computed
+        self.uncounted = 0.0  # seconds that this emulation itself has computed or overslept
         self.reset()
 
     def configure(self, latency: float | None = None, bandwidth: float | None = None) -> None:
@@ -72,7 +71,7 @@ class Link:
         self.bandwidth = self.bandwidth if bandwidth is None else bandwidth
 
     def clock(self) -> float:
-        """Seconds as they pass on a machine whose network card writes into memory by itself."""
+        """Seconds as they pass where a network card writes into memory by itself and wakes who waits in time."""
         return time.perf_counter() - self.uncounted
 
     def seconds(self, nbytes: int) -> float:
@@ -94,14 +93,12 @@ class Link:
         return self.calls[-1]
 
     def wait(self, call: Call) -> None:
-        """Sleep until the call's transfer has ended."""
-        start = now = self.clock()
-        while now < call.end:
-            if call.end - now > SPIN:
-                time.sleep(call.end - now - SPIN)
-            now = self.clock()
-        if now > start:
-            call.waits.append((start, now))
+        """Sleep until the call's transfer has ended. That a sleep returns late is not counted."""
+        now = self.clock()
+        if now < call.end:
+            time.sleep(call.end - now)
+            self.uncounted += self.clock() - call.end
+            call.waits.append((now, call.end))
 
     def summary(self) -> dict[str, Any]:
         """Totals since the last reset: seconds busy and exposed, calls and bytes by group and kind."""

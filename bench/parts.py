@@ -152,20 +152,28 @@ def link_for(ratio: float, compute: float, sent: dict[str, Any]) -> tuple[float,
 def least(seen: dict[str, Any], free: dict[str, float]) -> dict[str, float]:
     """What no order of gathers before their use and reduces after it can beat.
 
+    That is "step", of which "unavoidable" is exposed: the first gather, the last reduce, and what computing is too
+    short for. "dependent" is what is exposed at least where the root unit (embedding, head) computes next to nothing
+    and all are gathered again: the first two gathers of each pass and the last two reduces have nothing to hide behind.
+
     Args:
         seen: a step's calls on the link, and how many of them forward issued (`Worker.calls`).
         free: seconds of a step, of forward, and of both passes where the link takes no time.
     """
     took = [(call["kind"], call["end"] - call["begin"]) for call in seen["list"]]
-    gathers = [(seconds, at < seen["calls"]) for at, (kind, seconds) in enumerate(took) if kind == "all_gather"]
+    ahead = [seconds for kind, seconds in took[: seen["calls"]] if kind == "all_gather"]
+    again = [seconds for kind, seconds in took[seen["calls"] :] if kind == "all_gather"]
     reduces = [seconds for kind, seconds in took if kind != "all_gather"]
-    first, last = gathers[0][0], reduces[-1]
-    forward = sum(seconds for seconds, ahead in gathers if ahead)
-    backward = sum(seconds for seconds, ahead in gathers if not ahead) + sum(reduces)
+    first, last, forward, backward = ahead[0], reduces[-1], sum(ahead), sum(again) + sum(reduces)
     computing = free["forward"], free["backward"] - free["forward"]
     bound = first + max(computing[0], forward - first) + max(computing[1], backward - last) + last
     rest = free["step"] - free["backward"]
-    return {"step": bound + rest, "unavoidable": bound - sum(computing), "communication": forward + backward}
+    return {
+        "step": bound + rest,
+        "unavoidable": bound - sum(computing),
+        "dependent": sum((*ahead[:2], *again[:2], *reduces[-2:])),
+        "communication": forward + backward,
+    }
 
 
 def summarise(rounds: list[list[dict[str, float]]]) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def _memory(name: str, part: Found) -> Path:
                 color=find(system).colour,
                 label=label(system),
                 linewidth=1.4,
+                drawstyle="steps-post",
             )
     axes.set_xlabel("forward and backward, as a part of their time")
     axes.set_ylabel("MB alive")

@@ -99,7 +99,8 @@ def _bound_line(part: Found, setting: Found) -> str:
     least = setting["bound"]
     return (
         f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): no order beats "
-        f"{1e3 * least['step']:,.1f} ms a step, {1e3 * least['unavoidable']:,.1f} ms of it exposed."
+        f"{1e3 * least['step']:,.1f} ms a step, {1e3 * least['unavoidable']:,.1f} ms of it exposed; with these units, "
+        f"all gathered again in backward, {1e3 * least['dependent']:,.1f} ms."
     )
 
 

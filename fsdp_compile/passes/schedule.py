@@ -13,6 +13,7 @@ from statistics import median
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.compact import compact
 from fsdp_compile.passes.plan import Plan, PlanError, Step
+from fsdp_compile.passes.rules import kept_by_rule, prefetch
 from fsdp_compile.passes.search import Found, search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
@@ -20,7 +21,10 @@ from fsdp_compile.passes.workload import Workload
 MANY = 64  # units beyond which less is tried, to plan within a second
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
 SLACK = 2.0  # of many units, how much earlier than they have to be gathers are launched: see search
-_ROOMS = (6, 4, 3, 2, 1.5, 1, 0.5, 0.25, 0)  # buffers of units beside what a plan needs at least
+_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
+# Buffers of units beside what a plan needs at least: a little below whole and half ones, since activations differ.
+_ROOMS = (5.8, 3.8, 2.8, 2.4, 1.9, 1.4, 0.9, 0.45, 0.2, 0)
+_ROOMS_OF_MANY = (2.8, 1.9, 1.4, 0.9, 0.45, 0)
 _MERGES = (0.0, 2.0, 8.0, 32.0)  # of many units: neighbours are launched together up to so many latencies of transfer
 
 
@@ -70,7 +74,7 @@ def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, w
     few = len(workload.units) <= FEW
     attempts = _all(workload, budget, merge, width) if few else _some(workload, budget, merge, width)
     attempts = attempts or [lean(workload)]
-    best = _compacted(workload, min(attempts, key=lambda found: (found.seconds, found.peak)))
+    best = _compacted(workload, min(attempts, key=_rank))
     bound = lower_bound(workload, None, budget)
     exact = few and all(found.exact for found in attempts)
     names = tuple(workload.units[unit].name for unit in sorted(best.kept))
@@ -123,7 +127,7 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
     For each choice of what to keep, plans are searched for within what that needs at least, and somewhat more.
     """
     width = width or max(2, 800 // len(workload.tasks))
-    best = lean(workload)
+    best = min((found for found in _by_rule(workload) if budget is None or found.peak <= budget), key=_rank)
     merges = sorted({_together(workload), 0.0}, reverse=True)
     for kept in _last_ones(workload):
         if lower_bound(workload, kept) >= best.seconds:
@@ -135,8 +139,22 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
             )  # fmt: skip
             found = found and _compacted(workload, found)
             if found and (budget is None or found.peak <= budget):
-                best = min(best, found, key=lambda each: (each.seconds, each.peak))
+                best = min(best, found, key=_rank)
     return [best]
+
+
+def _rank(found: Found) -> tuple[float, int]:
+    return found.seconds, found.peak
+
+
+def _by_rule(workload: Workload) -> Iterator[Found]:
+    """Plans that need no search: without any prefetch, and as other systems make them; ours is never slower."""
+    yield lean(workload)
+    for forward, backward, before_wait, in_flight in _RULES:
+        plan = prefetch(workload, forward, backward, before_wait, in_flight)
+        timeline = simulate(workload, plan)
+        found = Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
+        yield _compacted(workload, found)
 
 
 def _limits(workload: Workload, kept: frozenset[int], budget: int | None) -> Iterator[int | None]:
@@ -145,7 +163,7 @@ def _limits(workload: Workload, kept: frozenset[int], budget: int | None) -> Ite
     typical = median(unit.gathered for unit in workload.units)
     if budget is None or least <= budget:
         yield None  # launches nothing early without need, and may fit
-    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS[3:]:
+    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS_OF_MANY:
         limit = least + int(room * typical)
         if budget is None or limit <= budget:
             yield limit
