@@ -33,13 +33,13 @@ from fsdp_compile import fully_shard
 MIB = 2**20
 SYSTEMS: dict[str, Any] = {"ours": ours, "fsdp2": fsdp2}
 WIDTH, LAYERS, RANKS = 1024, 12, 2  # 48 MiB of parameters, three times that with Adam's state
-BIG_WIDTH, BIG_LAYERS, BIG_RANKS = 4096, 16, 4  # 1 GiB
+BIG_WIDTH, BIG_LAYERS, BIG_RANKS = 2048, 64, 4  # 1 GiB
 LIMIT = 64  # MiB beside the shard
 
 
 def build(width: int, layers: int) -> nn.Sequential:
     """Linear layers, of which each is a unit."""
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)])
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
 def join_group(rank: int, folder: str, world_size: int) -> None:

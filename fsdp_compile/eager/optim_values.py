@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fsdp_compile.checkpoint.sharded import PieceTensor
 from fsdp_compile.eager.pieces import Managed, managed
 from fsdp_compile.eager.state_types import settings_of
+from fsdp_compile.flat_param import FlatParam
 
 State = dict[str, Any]
 
@@ -83,6 +84,7 @@ def sharded_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any
     """
     states: dict[Any, State] = {}
     pairs = [(key, param, managed(param)) for key, param in numbered(optimizer, state_dict["param_groups"])]
+    present = _present(pairs, state_dict["state"])
     for key, param, found in pairs:
         state = state_dict["state"].get(key)
         if found is None or settings_of(found.unit).state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -90,7 +92,7 @@ def sharded_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any
                 states[key] = state
         elif found.is_here and state is not None:
             states[key] = {name: _piece(found, param, name, value) for name, value in state.items()}
-        elif not found.is_here and (like := state or _neighbour(found, pairs, state_dict["state"])):
+        elif not found.is_here and (like := state or _neighbour(found, present)):
             states[key] = {name: empty(found, value) for name, value in like.items() if isinstance(value, Tensor)}
     return states
 
@@ -116,18 +118,26 @@ def empty(found: Managed, like: Tensor) -> Tensor:
     return found.number(local) if is_number else found.piece(local)
 
 
-def _neighbour(found: Managed, pairs: list[tuple[Any, nn.Parameter, Managed | None]], states: Mapping) -> State | None:
+def _present(pairs: list[tuple[Any, nn.Parameter, Managed | None]], states: Mapping) -> dict[FlatParam, State]:
+    """State of some parameter on this rank, by flat parameter; empty if those that are here have none."""
+    present: dict[FlatParam, State] = {}
+    for key, _, found in pairs:
+        if found is not None and found.is_here and found.trains:
+            flat = found.unit.flat_of(found.index)
+            present[flat] = present.get(flat) or states.get(key, {})
+    return present
+
+
+def _neighbour(found: Managed, present: dict[FlatParam, State]) -> State | None:
     """State of a parameter beside an absent one, from which to learn what state it has elsewhere.
 
     Parameters of a flat parameter get gradients together. If none of its other parameters is on this rank, any other
     parameter has to do.
     """
-    flat = found.unit.flat_of(found.index)
-    here = [(key, other) for key, _, other in pairs if other is not None and other.is_here and other.trains]
-    beside = [key for key, other in here if other.unit.flat_of(other.index) is flat]
     if not found.trains:
         return None
-    return next((states[key] for key in beside or [key for key, _ in here] if key in states), None)
+    flat = found.unit.flat_of(found.index)
+    return present[flat] if flat in present else next(filter(None, present.values()), None)
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------

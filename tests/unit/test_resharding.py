@@ -40,10 +40,10 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def assert_all_there(model: nn.Module, optim: torch.optim.Optimizer, keys: list[str]) -> None:
-    """This rank has all state of the parameters that it stores some of."""
+    """This rank has all state of the trained parameters that it stores some of; torch drops that of frozen ones."""
     for param, name in clean_names(model).items():
         found = managed(param)
-        if found is None or found.is_here:
+        if param.requires_grad and (found is None or found.is_here):
             prefix = f"optim.state.{name}."
             saved = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
             assert saved == optim.state.get(param, {}).keys(), name
