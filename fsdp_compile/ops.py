@@ -40,9 +40,9 @@ _OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, bool reshard_after_forward, "
-    "str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, int replica_count=1, "
-    "str neighbours='', int neighbour_count=1) -> Tensor",
+    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, "
+    "bool? reshard_after_forward, str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, "
+    "int replica_count=1, str neighbours='', int neighbour_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
@@ -112,7 +112,7 @@ def _unshard(
     layout: str,
     group: str,
     group_size: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -135,7 +135,7 @@ def _unshard_fake(
     layout: str,
     group: str,
     group_size: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     *_: Any,

@@ -13,12 +13,14 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.layout import ShardRecord
@@ -51,6 +53,7 @@ class Unit:
         reshard_after_forward: whether gathered buffers are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
         halves: peers and neighbours in `group`, through which gathers go (stages.py): backward asks neighbours only.
+        may_stay: whether a compiled graph may keep gathered buffers although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
         device: where the unit computes; None: where its parameters are.
@@ -71,6 +74,7 @@ class Unit:
         delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
             kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
         switches: what the environment asked for when the unit was made.
+        state_settings: the kind of state dicts (eager/state_types.py), or None.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Unit:
         *,
         replicas: dist.ProcessGroup | None = None,
         halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        may_stay: bool = False,
         precision: MixedPrecision | None = None,
         offload: bool = False,
         device: torch.device | None = None,
@@ -94,6 +99,7 @@ class Unit:
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
+        self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
         number = shard_number(self.stages) if shards > 1 else 0
@@ -112,6 +118,7 @@ class Unit:
         self.switches = Switches.from_environment()
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
+        self.state_settings: StateDictSettings | None = None
         self.places = Places(len(self.params))
         self.note_dtypes()
         self.mark()
@@ -119,7 +126,8 @@ class Unit:
     def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
         first, *then = self.stages
-        where = (flat.layout.text, first.name, first.size, self.reshard_after_forward)
+        frees = None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward
+        where = (flat.layout.text, first.name, first.size, frees)
         if compute == reduce == flat.shard.dtype and self.replicas is None and not then:
             return where
         replicas, copies = ("", 1) if self.replicas is None else (self.replicas.group_name, self.replicas.size())
@@ -166,6 +174,11 @@ class Unit:
     def is_sharded(self) -> bool:
         """Whether ranks store different parts of the parameters; False under NO_SHARD."""
         return self.flats[0].layout.world_size > 1
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of `group`, as a 1-D mesh."""
+        return DeviceMesh.from_group(self.group, self.device.type)
 
     @property
     def has_frozen(self) -> bool:
