@@ -3,7 +3,7 @@
 python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)
 python -m bench report               tables and pictures of the newest results, README's table too
-python -m bench host_overhead        where host time goes, ours beside the unsharded model
+python -m bench host_overhead        where host time goes, ours beside the unsharded model; others alike: ALONE
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 
 from bench import parts, pictures, report
 
-ALONE = ("host_overhead", "compile_time", "regional")  # files of their own, about ours and the unsharded model
+ALONE = ("host_overhead", "compile_time", "regional", "planner", "checkpoint")  # files of their own
 
 
 def main() -> None:

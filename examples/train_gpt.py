@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
     python examples/train_gpt.py --steps 20            # one process
+    torchrun ... examples/train_gpt.py --save checkpoints            # and after a crash, the same with --resume
 
 Both runs start from the same weights and see the same batches. Rank 0 prints a table and writes a picture of both loss
 curves; the exit status is 1 if the curves disagree.
@@ -15,10 +16,10 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from gpt import GPT, GPTConfig
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_compile import fully_shard
+from fsdp_compile import checkpoint, fully_shard
 
 TOLERANCE = {False: (1e-3, 2e-2), True: (2e-2, 5e-2)}  # bf16 -> relative, over the first 20 steps and at the end
 WARM_UP = 3  # steps left out of the median
@@ -50,6 +52,10 @@ def parse_arguments() -> argparse.Namespace:
     option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where each rank has a GPU")
     option("--bf16", action="store_true", help=bf16_help())
     option("--checkpointing", action="store_true", help="recompute each block's activations in backward")
+    option("--warmup", type=int, default=0, help="steps over which the learning rate rises (default: %(default)s)")
+    option("--save", type=Path, metavar="FOLDER", help="save checkpoints there, the last two of each run")
+    option("--every", type=int, default=20, help="steps from one checkpoint to the next (default: %(default)s)")
+    option("--resume", action="store_true", help="go on from the newest checkpoints in --save, if there are any")
     option("--out", type=Path, default=Path("train_gpt.png"), metavar="PNG", help="picture (default: %(default)s)")
     args = parser.parse_args()
     check(args)
@@ -70,6 +76,10 @@ def check(args: argparse.Namespace) -> None:
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if args.steps < 1 or args.batch < 1:
         refuse(f"--steps and --batch must be at least 1, got --steps {args.steps} --batch {args.batch}")
+    if args.every < 1 or args.warmup < 0:
+        refuse(f"--every must be at least 1 and --warmup at least 0, got --every {args.every} --warmup {args.warmup}")
+    if args.resume and not args.save:
+        refuse("--resume needs --save FOLDER, to know from where")
     if args.eager_only and args.compile_only:
         refuse("--eager-only with --compile-only leaves nothing to run; give at most one of them")
     if args.data and not args.data.is_file():
@@ -117,14 +127,31 @@ def load_text(path: Path | None, context: int) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)  # (bytes,)
 
 
-def batches(text: Tensor, context: int, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's part of each step's batch; all ranks draw the same positions and take their own."""
-    generator = torch.Generator().manual_seed(args.seed)
-    mine = slice(dist.get_rank() * args.batch, (dist.get_rank() + 1) * args.batch)
-    for _ in range(args.steps):
-        at = torch.randint(len(text) - context, (dist.get_world_size() * args.batch, 1), generator=generator)
-        window = text[at[mine] + torch.arange(context + 1)].long()  # (batch, context + 1)
-        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+class Batches:
+    """This rank's part of each step's batch; all ranks draw the same positions and take their own.
+
+    Its state is how far it has come: the generator's.
+    """
+
+    def __init__(self, text: Tensor, context: int, args: argparse.Namespace) -> None:
+        self.text, self.context, self.size = text, context, args.batch
+        self.generator = torch.Generator().manual_seed(args.seed)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Tokens and the tokens that follow them, each (batch, context)."""
+        mine = slice(dist.get_rank() * self.size, (dist.get_rank() + 1) * self.size)
+        drawn = (dist.get_world_size() * self.size, 1)
+        at = torch.randint(len(self.text) - self.context, drawn, generator=self.generator)
+        window = self.text[at[mine] + torch.arange(self.context + 1)].long()  # (batch, context + 1)
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        self.generator.set_state(state["generator"])
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -151,31 +178,87 @@ class Run:
 
 
 def train(compiled: bool, text: Tensor, args: argparse.Namespace, device: torch.device) -> Run:
-    """One run from fresh weights. Only the step is timed: not the batch, the loss over ranks or the progress line."""
+    """One run, from fresh weights or a checkpoint. Only the step is timed: no batch, mean, progress line or saving."""
     memory, label = PeakMemory(device), "compiled" if compiled else "eager"
     config = GPTConfig(checkpointing=args.checkpointing)
-    step = training_step(*build(config, args, device, compiled), args.bf16, device)
+    model, optimizer, scheduler = build(config, args, device)
+    step = training_step(
+        torch.compile(model, backend=args.backend) if compiled else model, optimizer, args.bf16, device
+    )
+    batches = Batches(text, config.context, args)
     run = Run([], [], dist.get_world_size() * args.batch * config.context, 0.0)
+    states = Checkpoints(model, optimizer, scheduler, batches, run, args.save and args.save / label)
+    if args.resume:
+        states.load()
+    begun = len(run.losses)
     progress(label, run, args.steps)
-    for x, y in batches(text, config.context, args):
+    while len(run.losses) < args.steps:
+        x, y = batches.next()
         loss, seconds = timed(step, x.to(device), y.to(device))
+        scheduler.step()
         run.seconds.append(seconds)
         run.losses.append(mean_over_ranks(loss))
         progress(label, run, args.steps)
-        if len(run.losses) == 1:
+        if len(run.losses) == begun + 1:
             memory.forget()
+        if len(run.losses) % args.every == 0 or len(run.losses) == args.steps:
+            states.save()
     run.peak = memory.stop()
     return run
 
 
 def build(
-    config: GPTConfig, args: argparse.Namespace, device: torch.device, compiled: bool
-) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
-    """The model, sharded in place and perhaps compiled, and its optimizer: all that sharding asks of a script."""
+    config: GPTConfig, args: argparse.Namespace, device: torch.device
+) -> tuple[GPT, torch.optim.Optimizer, LambdaLR]:
+    """The model, sharded in place, its optimizer and the schedule of its learning rate: all that sharding asks for."""
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model = fully_shard(GPT(config).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    return torch.compile(model, backend=args.backend) if compiled else model, optimizer
+    return model, optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, args.warmup)))
+
+
+class Checkpoints:
+    """All that a run needs to go on as if it had not been stopped, and the folder where it is saved; None: nowhere."""
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+        batches: Batches,
+        run: Run,
+        folder: Path | None,
+    ) -> None:
+        self.run, self.folder = run, folder
+        self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
+
+    def state(self) -> dict[str, Any]:
+        """What is saved, and what is loaded into."""
+        random = {f"rank{dist.get_rank()}": torch.get_rng_state()}  # each rank its own
+        if torch.cuda.is_available():
+            random[f"cuda{dist.get_rank()}"] = torch.cuda.get_rng_state()
+        figures = {"losses": self.run.losses, "seconds": self.run.seconds, "ranks": dist.get_world_size()}
+        return {**self.parts, "random": random, "run": figures}
+
+    def save(self) -> None:
+        """Save the state after this step; a killed save leaves the last checkpoint as it is."""
+        if self.folder is not None:
+            checkpoint.save(self.state(), self.folder, len(self.run.losses), keep=2)
+
+    def load(self) -> None:
+        """Go on from the newest checkpoint; from the start if there is none."""
+        if self.folder is None or checkpoint.latest(self.folder) is None:
+            return
+        saved = {"run": {"ranks": 0}}
+        checkpoint.load(saved, self.folder)
+        if saved["run"]["ranks"] != dist.get_world_size():
+            refuse(f"--resume: {self.folder} was saved by {saved['run']['ranks']} ranks, found {dist.get_world_size()}")
+        state = self.state()
+        checkpoint.load(state, self.folder)
+        self.run.losses, self.run.seconds = state["run"]["losses"], state["run"]["seconds"]
+        torch.set_rng_state(state["random"][f"rank{dist.get_rank()}"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["random"][f"cuda{dist.get_rank()}"])
 
 
 def training_step(

@@ -3,14 +3,32 @@
 fully_shard                  shard a model's parameters in place
 FullyShardedDataParallel     the same as a wrapper, for scripts written for torch.distributed.fsdp
 summon_full_params           a context in which parameters have their full shape
+state_dict_type              a context in which `state_dict()` gives full, sharded or local values
+optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
 """
 
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.eager.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
+from fsdp_compile.eager.state_types import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.module import FSDPModule
 from fsdp_compile.wrapper import FullyShardedDataParallel
@@ -21,11 +39,26 @@ __all__ = [
     "CompileConfig",
     "CustomPolicy",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictSettings",
+    "StateDictType",
     "fully_shard",
+    "get_state_dict_type",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "rekey_optim_state_dict",
+    "set_state_dict_type",
     "size_based_auto_wrap_policy",
+    "state_dict_type",
     "summon_full_params",
 ]

@@ -2,11 +2,12 @@
 
 Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, and a step that
 runs eagerly and one that is compiled put the same calls on the wire, but for gathers on the CPU: there eager code goes
-around what gloo copies.
+around what gloo copies. Code that Inductor generates calls the process group itself (passes/direct.py).
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -126,3 +127,17 @@ def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
 def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:
     """Overwrite `message`, contiguous, of any shape and dtype, with what the group's first rank has in it."""
     dist.broadcast(message, group=group, group_src=0)
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank has for `mine`, anything that can be pickled, in the order of ranks."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def broadcast_object(mine: Any, group: dist.ProcessGroup) -> Any:
+    """What the group's first rank has for `mine`, anything that can be pickled."""
+    found = [mine]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]

@@ -33,17 +33,20 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_fsdp_original", type(module))
 
 
-def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]]) -> None:
-    """Let `module` find the named parameters in the given units at the given indices."""
+def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]], mixin: type) -> None:
+    """Let `module` find the named parameters in the given units at the given indices.
+
+    It becomes an instance of `mixin`, unless it is one of another mixin already.
+    """
     units = list(module.__dict__.get("_fsdp_units", ()))
     lookups = list(getattr(type(module), "_fsdp_lookups", ()))
     for name, (unit, index) in found.items():
         if unit not in units:
             units.append(unit)
         lookups.append(Lookup(name, units.index(unit), index))
-        unit.add_place(index, module._parameters, name)
+        unit.places.add(index, module._parameters, name)
     module.__dict__["_fsdp_units"] = tuple(units)
-    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", None))
+    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin))
 
 
 def units_used_below(module: nn.Module) -> list[Unit]:
@@ -71,11 +74,11 @@ def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def add_mixin(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of `mixin` as well; the mixin's `forward` wraps the original one."""
+    """Make `module` an instance of `mixin` as well; if it has a `wrap_forward`, that wraps the original forward."""
     _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin)
 
 
-def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type | None) -> None:
+def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type) -> None:
     module.__class__ = _swapped_class(original_class(module), lookups, mixin)  # type: ignore[arg-type]  # classes do hash
 
 
@@ -84,8 +87,8 @@ def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin
     namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    if mixin is None:
-        return type(original.__name__, (original,), namespace)
+    if not hasattr(mixin, "wrap_forward"):
+        return type(original.__name__, (mixin, original), namespace)
     namespace["forward"] = mixin.wrap_forward(original.forward)
     return type("FSDP" + original.__name__, (mixin, original), namespace)
 

@@ -12,6 +12,7 @@ from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.hooks import compresses
 from fsdp_compile.eager.inputs import cast_buffers, computes_in_full_precision
+from fsdp_compile.eager.model_state import KeepsState
 from fsdp_compile.eager.prologue import Prologue
 from fsdp_compile.eager.reduce import set_sync
 from fsdp_compile.eager.state import check_idle
@@ -20,7 +21,7 @@ from fsdp_compile.eager.unshard import UnshardHandle, reshard
 from fsdp_compile.unit import Unit
 
 
-class FSDPModule(Prologue):
+class FSDPModule(KeepsState, Prologue):
     """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
 
     _fsdp_is_root: bool

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 
 from fsdp_compile.api import fully_shard
+from fsdp_compile.eager import optim_state
 from fsdp_compile.eager.groups import GroupArgument
 from fsdp_compile.eager.prologue import Prologue
+from fsdp_compile.eager.state_types import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compile.eager.summon import summon_full_params
+from fsdp_compile.lookup import units_used_below
+from fsdp_compile.names import WRAPPED
 from fsdp_compile.wrap import AutoWrapPolicy
-
-WRAPPED = "_fsdp_wrapped_module"
 
 
 class FullyShardedDataParallel(Prologue, nn.Module):
@@ -33,6 +35,17 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     """
 
     summon_full_params = staticmethod(summon_full_params)
+    state_dict_type = staticmethod(state_dict_type)
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
     def __init__(
         self,
@@ -80,6 +93,8 @@ class FullyShardedDataParallel(Prologue, nn.Module):
                 limit_all_gathers=limit_all_gathers,
             ),
         )
+        for unit in units_used_below(module):
+            unit.state_settings = unit.state_settings or default_settings(StateDictType.FULL_STATE_DICT)
         self.register_state_dict_post_hook(_drop_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compile.eager.optim_values import watch_state
 from fsdp_compile.engine import set_grad
 from fsdp_compile.flat_param import FlatParam
 from fsdp_compile.ops import view_parameters
@@ -124,7 +125,8 @@ def drop_cleared(flat: FlatParam) -> None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on look at every optimizer before it steps: `_check_step`, `_note_fused_step`; once per process."""
+    """From now on look at every optimizer before it steps; once per process."""
+    register_optimizer_step_pre_hook(watch_state)
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_pre_hook(_note_fused_step)
 

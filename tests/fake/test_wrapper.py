@@ -6,7 +6,7 @@ from models import Residual, Stack, mlp
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard
+from fsdp_compile import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard, set_state_dict_type
 from fsdp_compile.wrapper import WRAPPED
 
 
@@ -31,6 +31,7 @@ def test_state_dict_keys_are_the_plain_module_s() -> None:
     model = mlp()
     model.blocks[0] = FullyShardedDataParallel(model.blocks[0])
     wrapped = FullyShardedDataParallel(model)
+    set_state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT)
     state = {key: value.clone() for key, value in wrapped.state_dict().items()}
     assert sorted(state) == sorted(plain)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from models import MODELS, Residual, vectors
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile import fully_shard
+from fsdp_compile import StateDictType, fully_shard, state_dict_type
 
 from .ranks import Ranks
 from .training import (
@@ -132,7 +132,8 @@ def _stale(rank: int, strategy: str, change: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         elif change == "load_state_dict":
-            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+            with state_dict_type(model, StateDictType.FULL_STATE_DICT):
+                model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
             reference.load_state_dict({name: 0.5 * value for name, value in reference.state_dict().items()})
         else:
             with torch.no_grad():

@@ -1,0 +1,74 @@
+"""Between a parameter's part of the shard and the values in state dicts; for parameters and optimizer state alike."""
+
+import math
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.checkpoint.boxes import Cut
+from fsdp_compile.checkpoint.sharded import PieceTensor
+from fsdp_compile.stages import shard_order
+from fsdp_compile.unit import Unit, unit_of
+
+
+class Managed:
+    """A parameter that is sharded, and its place.
+
+    Attributes:
+        cut: how it is cut among the ranks.
+        is_here: whether this rank stores some of it.
+    """
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        self.unit, self.index = unit, index
+        flat = unit.flat_of(index)
+        in_flat = index - sum(len(other.params) for other in unit.flats[: unit.flats.index(flat)])
+        shape, origin = flat.layout.shapes[in_flat], flat.layout.offsets[in_flat]
+        self.cut = Cut(shape, origin, flat.layout.shard_numel, shard_order(unit.stages))
+        self.first, self.numel = self.cut.run(unit.rank)
+
+    @property
+    def name(self) -> str:
+        """Its name in the unit."""
+        return self.unit.names[self.index]
+
+    @property
+    def trains(self) -> bool:
+        """Whether it requires a gradient."""
+        return self.unit.params[self.index].requires_grad
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank stores some of it."""
+        return self.numel > 0
+
+    def piece(self, local: Tensor) -> Tensor:
+        """`local`, this rank's part `[n]`, as a tensor of the original shape; not a copy.
+
+        A plain tensor if it has no elements: no rank stores any of it, yet it has to be in a checkpoint.
+        """
+        if not math.prod(self.cut.shape):
+            return local.view(self.cut.shape)
+        return PieceTensor(local, self.cut, self.unit.mesh)
+
+    def number(self, local: Tensor) -> PieceTensor:
+        """A number that belongs to the parameter; not a copy. `local` has shape `()`, or `[0]` where it is absent."""
+        return PieceTensor(local.view(-1), self.cut, self.unit.mesh, ())
+
+    def part_of(self, value: Tensor) -> Tensor | None:
+        """This rank's part, 1-D `[n]`, of a value of the original shape; None if it has another shape.
+
+        A part of memory that is the value's. Of values that are distributed otherwise all ranks gather the whole.
+        """
+        if isinstance(value, PieceTensor) and value.cut == self.cut and not value.is_number:
+            return value.local
+        if tuple(value.shape) != self.cut.shape:
+            return None
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        return full.reshape(-1)[self.first : self.first + self.numel]
+
+
+def managed(param: nn.Parameter) -> Managed | None:
+    """`param` as a parameter of which ranks store different parts; None if it is whole on every rank, or summoned."""
+    found = unit_of(param)
+    return Managed(*found) if found and found[0].is_sharded and found[0].summoned is None else None

@@ -1,0 +1,138 @@
+"""Which kind of state dict is set: `state_dict_type` and its two functions."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from models import mlp
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_compile import (
+    FullyShardedDataParallel,
+    collectives,
+    fully_shard,
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+    summon_full_params,
+)
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+DEFAULTS = {
+    FULL: StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig()),
+    SHARDED: StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
+    LOCAL: StateDictSettings(LOCAL, LocalStateDictConfig(), LocalOptimStateDictConfig()),
+}
+
+
+def test_defaults() -> None:
+    """Until set, the wrapper gives full state dicts, as torch's wrapper, `fully_shard` sharded ones, as torch's
+    function; a module without units has none (E-SD-1, E-SD-5)."""
+    assert get_state_dict_type(FullyShardedDataParallel(mlp())) == DEFAULTS[FULL]
+    assert get_state_dict_type(fully_shard(mlp())) == DEFAULTS[SHARDED]
+    assert get_state_dict_type(nn.Linear(2, 2)) is None
+
+
+def test_setting_affects_all_units_below() -> None:
+    """It returns what was set before, fills in default configs, on modules that are not sharded too, without a warning.
+
+    E-SD-2, E-ERR-38.
+    """
+    model = nn.Sequential(fully_shard(mlp()), nn.Linear(2, 2))
+    before = DEFAULTS[SHARDED]
+    for kind in (FULL, LOCAL, SHARDED):
+        assert set_state_dict_type(model, kind) == before
+        assert get_state_dict_type(model) == get_state_dict_type(model[0].blocks[1]) == DEFAULTS[kind]
+        before = DEFAULTS[kind]
+    offload = FullStateDictConfig(offload_to_cpu=True)
+    set_state_dict_type(model, FULL, offload)
+    assert get_state_dict_type(model) == StateDictSettings(FULL, offload, FullOptimStateDictConfig())
+    assert set_state_dict_type(nn.Linear(2, 2), FULL) == StateDictSettings(None, None, None)
+
+
+def test_config_of_another_kind() -> None:
+    """A config of any class but the one that belongs to the kind is refused, and nothing changes (E-SD-3, E-ERR-39)."""
+    model = fully_shard(mlp())
+    for config in (ShardedStateDictConfig(), StateDictConfig()):
+        with pytest.raises(RuntimeError, match="state_dict_config: expected a FullStateDictConfig, found a"):
+            set_state_dict_type(model, FULL, config)
+    with pytest.raises(RuntimeError, match="expected a FullOptimStateDictConfig, found a Local"):
+        set_state_dict_type(model, FULL, None, LocalOptimStateDictConfig())
+    assert get_state_dict_type(model) == DEFAULTS[SHARDED]
+
+
+def test_units_that_disagree() -> None:
+    """Setting needs equal kinds before, getting equal settings (E-SD-4, E-SD-5, E-ERR-40)."""
+    model = fully_shard(mlp())
+    set_state_dict_type(model.blocks[0], FULL)
+    for call in (lambda: set_state_dict_type(model, LOCAL), lambda: get_state_dict_type(model)):
+        with pytest.raises(AssertionError, match=r"expected .*SHARDED.*as of the first unit, found .*FULL"):
+            call()
+    model = fully_shard(mlp())
+    set_state_dict_type(model.blocks[0], SHARDED, ShardedStateDictConfig(offload_to_cpu=True))
+    with pytest.raises(AssertionError, match="state_dict_type: expected"):
+        get_state_dict_type(model)
+    assert set_state_dict_type(model, FULL).state_dict_type is SHARDED
+    assert get_state_dict_type(model) == DEFAULTS[FULL]
+
+
+def test_context() -> None:
+    """As a context it restores what was set before, for each unit, after an exception too (E-SD-6)."""
+    model = fully_shard(mlp())
+    set_state_dict_type(model, FULL)
+    with pytest.raises(KeyError), state_dict_type(model, LOCAL):
+        assert get_state_dict_type(model) == DEFAULTS[LOCAL]
+        raise KeyError
+    assert get_state_dict_type(model) == DEFAULTS[FULL]
+
+
+def test_config_fields() -> None:
+    """Offloading is off for models and local optimizer state, else on; rank-0-only is off (E-SD-10)."""
+    configs = [(each.state_dict_config, each.optim_state_dict_config) for each in DEFAULTS.values()]
+    assert [config.offload_to_cpu for config, _ in configs] == [False] * 3
+    assert [config.offload_to_cpu for _, config in configs] == [True, True, False]
+    assert not FullStateDictConfig().rank0_only and not FullOptimStateDictConfig().rank0_only
+
+
+def test_full_values_are_gathered_unit_by_unit() -> None:
+    """While a full state dict is made, one gathered unit exists at a time beside what is returned (E-SD-7)."""
+    model = fully_shard(mlp(blocks=4))
+    gathered: list[StorageWeakRef] = []
+    alive: list[int] = []
+    all_gather = collectives.all_gather
+
+    def watch(*args: object) -> torch.Tensor:
+        alive.append(sum(not each.expired() for each in gathered))
+        full = all_gather(*args)
+        gathered.append(StorageWeakRef(full.untyped_storage()))
+        return full
+
+    with mock.patch.object(collectives, "all_gather", watch), state_dict_type(model, FULL):
+        found = model.state_dict()
+    assert alive == [0] * 5
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+
+
+def test_deepcopy_keeps_what_is_set() -> None:
+    """A copied model gives state dicts of the same kind, of its own shards."""
+    model = fully_shard(mlp())
+    set_state_dict_type(model, LOCAL)
+    twin = copy.deepcopy(model)
+    assert get_state_dict_type(twin) == DEFAULTS[LOCAL]
+    set_state_dict_type(twin, FULL)
+    assert get_state_dict_type(model) == DEFAULTS[LOCAL]
+    with summon_full_params(model):
+        assert model.state_dict()["stem.weight"].shape == (11, 7)

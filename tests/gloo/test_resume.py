@@ -1,0 +1,169 @@
+"""Saving and loading between real ranks: models with optimizers, the example that goes on, ranks that fail or die."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS
+from torch import nn
+
+from fsdp_compile import checkpoint, fully_shard
+from fsdp_compile.checkpoint import storage
+from fsdp_compile.checkpoint.sources import open_source
+
+from .ranks import Ranks, RanksFailed
+from .training import OPTIMIZERS, assert_bitwise, backward, build, mine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MLP = MODELS["mlp"]
+
+
+def trained(steps: int, first: int = 0, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model and AdamW after some steps."""
+    model = fully_shard(build(MLP, seed))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(first, first + steps))
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    """A step on the batch of each seed."""
+    for seed in seeds:
+        optimizer.zero_grad()
+        backward(model, MLP, mine(MLP, seed))
+        optimizer.step()
+
+
+# --- models and optimizers --------------------------------------------------------------------------------------------
+
+
+def _goes_on(rank: int, root: Path) -> None:
+    model, optimizer = trained(2)
+    checkpoint.save({"model": model, "optimizer": optimizer, "note": "here"}, root, 2)
+    other, other_optimizer = trained(1, first=50, seed=1)
+    state = {"model": other, "optimizer": other_optimizer, "note": None}
+    assert checkpoint.load(state, root) == 2 and state["note"] == "here"
+    assert state["model"] is other
+    for each, opt in ((model, optimizer), (other, other_optimizer)):
+        train(each, opt, range(2, 5))
+    assert_bitwise(model, other, "after a resume")
+    with pytest.raises(ValueError, match=r"state\['optimizer'\]: expected a model in state"):
+        checkpoint.save({"optimizer": optimizer}, root, 3)
+
+
+def test_training_goes_on_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
+    """A model and its AdamW, named in one dict, train on as if nothing had happened; names are the original ones."""
+    two.run(_goes_on, tmp_path)
+    source = open_source(tmp_path)
+    shapes = {name: tuple(param.shape) for name, param in build(MLP).named_parameters()}
+    assert {name: source.tensors[f"model.{name}"].shape for name in shapes} == shapes
+    assert {name: source.tensors[f"optimizer.state.{name}.exp_avg"].shape for name in shapes} == shapes
+
+
+def _loads_into(rank: int, root: Path) -> None:
+    model, optimizer = trained(1, seed=1)
+    checkpoint.load({"model": model, "optimizer": optimizer}, root)
+    train(model, optimizer, range(2, 3))
+
+
+def test_another_number_of_ranks(two: Ranks, four: Ranks, tmp_path: Path) -> None:
+    """What two ranks saved four load."""
+    two.run(_goes_on, tmp_path)
+    four.run(_loads_into, tmp_path)
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+def _example(rank: int, folder: Path, steps: int, resume: bool, compiled: bool) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    import gpt
+    import train_gpt
+
+    args = argparse.Namespace(
+        steps=steps, batch=2, lr=1e-3, seed=0, backend="aot_eager", bf16=False, checkpointing=False,
+        warmup=4, save=folder, every=2, resume=resume,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        small = gpt.GPTConfig(context=8, layers=2, heads=2, dim=20)
+        patch.setattr(train_gpt, "GPTConfig", lambda checkpointing: small)
+        text = torch.arange(4096).to(torch.uint8)
+        mean = train_gpt.mean_over_ranks
+        patch.setattr(train_gpt, "mean_over_ranks", lambda loss: mean(loss + 0 * torch.rand(1 + rank)[0]))  # draws
+        run = train_gpt.train(compiled, text, args, torch.device("cpu"))
+    return run.losses
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: bool) -> None:
+    """Stopped after 4 of 7 steps, the example goes on with the losses, weights, moments, schedule, batches and random
+    numbers that it would have had, bit for bit."""
+    whole = two.run(_example, tmp_path / "whole", 7, False, compiled)
+    two.run(_example, tmp_path / "parts", 4, False, compiled)
+    parts = two.run(_example, tmp_path / "parts", 7, True, compiled)
+    assert parts == whole and len(whole[0]) == 7
+    label = "compiled" if compiled else "eager"
+    a, b = (open_source(tmp_path / name / label) for name in ("whole", "parts"))
+    assert a.step == b.step == 7 and a.keys.keys() == b.keys.keys()
+    for name in a.tensors:
+        assert torch.equal(a.read(name), b.read(name)), name
+    assert not torch.equal(a.read("random.rank0"), a.read("random.rank1"))
+    same = [name for name in a.values if name != "run.seconds"]
+    assert {name: a.value(name) for name in same} == {name: b.value(name) for name in same}
+    assert {"optimizer.state.tokens.weight.exp_avg", "batches.generator", "random.rank1"} <= a.tensors.keys()
+    assert "scheduler.last_epoch" in same and "run.losses" in same
+
+
+# --- ranks that fail or die -------------------------------------------------------------------------------------------
+
+
+def _fails_on_one(rank: int, root: Path) -> None:
+    model, _ = trained(0)
+    checkpoint.save({"model": model}, root, 1)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(storage, "_alone", fail)
+        with pytest.raises(checkpoint.CheckpointError, match=r"saving step 2 in .*: rank 1: .*No space left"):
+            checkpoint.save({"model": model}, root, 2)
+    dist.barrier()
+    assert [path.name for path in root.iterdir()] == ["step-00000001"]
+    with open(root / "step-00000001" / "__1_0.distcp", "r+b") as file:
+        file.seek(700)
+        file.write(bytes([1 + rank]))
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*__1_0.distcp, with model\..*: its bytes are not"):
+        checkpoint.load({"model": model}, root)
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint of step 9, found steps: 1"):
+        checkpoint.load({"model": model}, root, 9)
+
+
+def test_an_error_of_one_rank_is_an_error_of_all(two: Ranks, tmp_path: Path) -> None:
+    """Saving: nothing is left of it. Loading: all know the file and the tensor, also where the file was not read."""
+    two.run(_fails_on_one, tmp_path)
+
+
+def _dies(rank: int, root: Path) -> None:
+    model, _ = trained(0)
+    checkpoint.save({"model": model}, root, 1)
+    if rank == 1:
+        storage._alone = lambda _: os._exit(9)  # type: ignore[assignment]
+    checkpoint.save({"model": model}, root, 2)
+
+
+def test_a_rank_that_dies(two: Ranks, tmp_path: Path) -> None:
+    """The other raises soon; the checkpoint that was being written is never seen, and the next save removes it."""
+    with pytest.raises(RanksFailed, match="the process died with exit code 9") as failed:
+        two.run(_dies, tmp_path)
+    assert "rank 0 in _dies:\nTraceback" in str(failed.value), "expected rank 0 to raise"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+    two.run(_goes_on, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

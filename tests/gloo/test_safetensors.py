@@ -1,0 +1,183 @@
+"""Sharded models to and from Hugging Face folders: each rank writes what it holds and reads what it needs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, Case, squared_error, vectors
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard, summon_full_params
+
+from .ranks import Ranks
+from .training import backward, build, full_parameters, mine, units
+
+
+class Normed(nn.Module):
+    """Buffers, a parameter that stays unsharded, one that is frozen, one in bfloat16, one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.alone = nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)
+        self.inner.bias.requires_grad_(False)
+        self.low, self.none = nn.Parameter(torch.randn(3, 3).bfloat16()), nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alone(self.norm(self.inner(x)))
+
+
+CASES = {"tied": MODELS["tied"], "conv": MODELS["conv"], "normed": Case(Normed, vectors, squared_error)}
+
+
+@contextmanager
+def counted(name: str) -> Iterator[list[int]]:
+    """The bytes that each call of `os.preadv` or `os.pwrite` moved."""
+    moved: list[int] = []
+    original = getattr(os, name)
+
+    def call(*args: Any) -> int:
+        moved.append(original(*args))
+        return moved[-1]
+
+    setattr(os, name, call)
+    try:
+        yield moved
+    finally:
+        setattr(os, name, original)
+
+
+def _sharded(name: str, strategy: str, seed: int) -> nn.Module:
+    model = build(CASES[name], seed)
+    ignored = [model.alone] if name == "normed" else []
+    return fully_shard(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        ignored_states=ignored or None,
+        **({"devices_per_node": 2} if "HYBRID" in strategy else {}),
+    )
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Full parameters and saved buffers."""
+    return full_parameters(model) | dict(model.named_buffers())
+
+
+def _stored(model: nn.Module) -> int:
+    """Bytes that this rank stores of parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _there_and_back(rank: int, folder: Path, name: str, strategies: list[str]) -> None:
+    for source in strategies:
+        root = folder / f"{name}_{source}"
+        model = _sharded(name, source, 0)
+        with counted("pwrite") as written:
+            checkpoint.save_safetensors(model, root, max_shard_size=3000)
+        total = torch.tensor(sum(written))
+        dist.all_reduce(total)
+        found = {n: t for file in sorted(root.glob("*.safetensors")) for n, t in load_file(file).items()}
+        expected = build(CASES[name]).state_dict()
+        assert sum(written) <= _stored(model)
+        assert total == sum(tensor.nbytes for tensor in found.values()), "each byte is written once"
+        assert set(expected) - set(found) == ({"head.weight"} if name == "tied" else set())
+        for key, tensor in found.items():
+            assert tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key]), key
+    for target in strategies:
+        model = _sharded(name, target, 1)
+        with counted("preadv") as read:
+            checkpoint.load_safetensors(model, folder / f"{name}_{strategies[0]}")
+        assert sum(read) == _stored(model), "each rank reads what it stores, and no other byte"
+        for key, tensor in _values(model).items():
+            assert torch.equal(tensor, expected[key]), (target, key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_there_and_back(name: str, two: Ranks, tmp_path: Path) -> None:
+    """From any strategy to any other, bit for bit; every byte is written by one rank and read by those who store it."""
+    two.run(_there_and_back, tmp_path, name, ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+def test_replicas_write_once(four: Ranks, tmp_path: Path) -> None:
+    """Hybrid sharding: of the ranks that store the same part one writes it."""
+    four.run(_there_and_back, tmp_path, "tied", ["HYBRID_SHARD", "FULL_SHARD"])
+
+
+def _from_meta(rank: int, folder: Path) -> None:
+    checkpoint.save_safetensors(_sharded("tied", "FULL_SHARD", 0), folder)
+    with torch.device("meta"):
+        model = CASES["tied"].build()
+    fully_shard(model, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False))
+    checkpoint.load_safetensors(model, folder)
+    expected = build(CASES["tied"]).state_dict()
+    for name, tensor in full_parameters(model).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_start_on_the_meta_device(two: Ranks, tmp_path: Path) -> None:
+    """A model that never had values gets them from the files, tied parameters too."""
+    two.run(_from_meta, tmp_path)
+
+
+def _wrapped(rank: int, folder: Path) -> None:
+    model = FullyShardedDataParallel(build(MODELS["mlp"]))
+    checkpoint.save_safetensors(model, folder)
+    assert set(load_file(folder / "model.safetensors")) == set(build(MODELS["mlp"]).state_dict())
+    other = torch.compile(FullyShardedDataParallel(build(MODELS["mlp"], 1)))
+    checkpoint.load_safetensors(other, folder)
+    assert torch.equal(units(other)[0].flats[0].shard, units(model)[0].flats[0].shard)
+
+
+def test_original_names_from_wrappers(two: Ranks, tmp_path: Path) -> None:
+    """Names in the files are those of the model without the wrapper, also of a compiled one."""
+    two.run(_wrapped, tmp_path)
+
+
+def _loaded_between_steps(rank: int, folder: Path) -> None:
+    case = MODELS["mlp"]
+    checkpoint.save_safetensors(fully_shard(build(case)), folder)
+    model = fully_shard(build(case, 1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    with torch.no_grad():
+        case.loss(model, mine(case, 0))
+    checkpoint.load_safetensors(model, folder)
+    assert backward(model, case, mine(case, 0)) == backward(build(case), case, mine(case, 0))
+    with summon_full_params(model), pytest.raises(ValueError, match="leave summon_full_params"):
+        checkpoint.load_safetensors(model, folder)
+
+
+def test_loaded_between_steps(two: Ranks, tmp_path: Path) -> None:
+    """The next forward computes with what was loaded, also where full parameters were kept from the last one."""
+    two.run(_loaded_between_steps, tmp_path)
+
+
+def _one_rank_fails(rank: int, folder: Path) -> None:
+    model = fully_shard(build(MODELS["mlp"]))
+    checkpoint.save_safetensors(model, folder)
+
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "pwrite", fail)
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*No space left"):
+            checkpoint.save_safetensors(fully_shard(build(MODELS["mlp"], 1)), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "preadv", fail)
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*No space left"):
+            checkpoint.load_safetensors(model, folder)
+    checkpoint.load_safetensors(model, folder)
+    for name, tensor in full_parameters(model).items():
+        assert torch.equal(tensor, build(MODELS["mlp"]).state_dict()[name])
+
+
+def test_one_rank_fails(two: Ranks, tmp_path: Path) -> None:
+    """All ranks raise and name the rank that failed; what was exported before is whole."""
+    two.run(_one_rank_fails, tmp_path)

@@ -1,0 +1,627 @@
+"""State dicts on real ranks: what they hold, what they communicate, and what is said of wrong ones."""
+
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import MODELS, Residual, Stack
+from states import OPTIMIZERS, assert_known, fill, start
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compile import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    rekey_optim_state_dict,
+    state_dict_type,
+)
+from fsdp_compile.checkpoint.sharded import PieceTensor
+
+from .ranks import Ranks
+from .training import backward, build, executor, full_parameters, mine, shard
+
+MLP = MODELS["mlp"]
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives that this thread starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of(call: Callable[[], Any]) -> list[str]:
+    """The collectives that `call` starts on this rank."""
+    with Collectives() as found:
+        call()
+    return found.names
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal keys, in this order, shapes, dtypes and values."""
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert type(found[key]) is Tensor and found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Blocks, tied weights, buffers of two kinds, an ignored module and an ignored parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(7, 9) for _ in range(2))
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.norm = nn.BatchNorm1d(7)
+        self.left_alone = nn.Linear(7, 7)
+        self.register_buffer("scale", torch.full((3,), 1.1))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.bias = nn.Parameter(torch.randn(7))
+        self.free = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.left_alone(self.norm(x)) + self.bias
+
+
+def _mixed(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    model = Mixed()
+    return fully_shard(model, ignored_states=[model.free, *model.left_alone.parameters()], **options)
+
+
+def _kinds(rank: int, strategy: str, offload: bool) -> None:
+    options: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=offload)}
+    model = _mixed(sharding_strategy=ShardingStrategy[strategy], **options)
+    torch.manual_seed(0)
+    reference = Mixed()
+    plain = reference.state_dict()
+    with state_dict_type(model, FULL):
+        full = model.state_dict()
+        same(full, plain)
+        same(model.blocks[0].state_dict(), reference.blocks[0].state_dict())
+    sharded = model.state_dict()
+    assert list(sharded) == list(plain) and all(sharded[k].shape == plain[k].shape for k in plain)
+    split = {key for key, value in sharded.items() if isinstance(value, PieceTensor)}
+    unsplit = {key for key in plain if key.startswith(("free", "left_alone", "scale", "norm.run", "norm.num"))}
+    assert split == (set() if strategy == "NO_SHARD" else set(plain) - unsplit)
+    same({key: value.full_tensor() if key in split else value for key, value in sharded.items()}, plain)
+    with state_dict_type(model, LOCAL):
+        local = {key: value.clone() for key, value in model.state_dict().items()}
+    assert all(local[name].shape == param.shape for name, param in model.named_parameters())
+    for kind, state in ((FULL, plain), (SHARDED, _mixed(**options).state_dict()), (LOCAL, local)):
+        other = _mixed(seed=1, sharding_strategy=ShardingStrategy[strategy], **options)
+        with state_dict_type(other, kind):
+            if kind is SHARDED and strategy == "NO_SHARD":
+                continue
+            assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+        with state_dict_type(other, FULL):
+            same(other.state_dict(), plain)
+        assert other.blocks[0].up.weight is other.blocks[1].up.weight
+    if strategy != "NO_SHARD":  # copies: they outlive what was gathered, and changes of the parameters
+        with torch.no_grad():
+            model.bias.add_(1.0)
+        same(full, plain)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_three_kinds(two: Ranks, strategy: str, offload: bool) -> None:
+    """Full, sharded and local: names, shapes, dtypes and values are the unsharded model's, each loads back.
+
+    Tied names are all there, ignored parameters and buffers unchanged, other buffers left out as ever; full values are
+    copies. Local parts are loaded under LOCAL alone. E-SD-1, E-SD-7, E-SD-8, E-SD-9, E-SD-12.
+    """
+    two.run(_kinds, strategy, offload)
+
+
+def _rank0_only(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = Mixed().state_dict()
+    model = _mixed()
+    for config in (FullStateDictConfig(offload_to_cpu=True, rank0_only=True), FullStateDictConfig(rank0_only=True)):
+        with state_dict_type(model, FULL, config):
+            found = model.state_dict()
+        same(found, plain if rank == 0 else {})
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    with state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
+        saved = optim_state_dict(model, optimizer)
+        assert bool(saved) == (rank == 0)
+        fresh = OPTIMIZERS["adamw"](model.parameters())
+        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, saved))
+    assert equal_states(fresh, optimizer)
+
+
+def equal_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Both optimizers, over the same parameters, have the same state, bit for bit."""
+    params = [param for group in one.param_groups for param in group["params"]]
+    pairs = [(one.state.get(param, {}), other.state.get(param, {})) for param in params]
+    return all(
+        a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
+        for a, b in pairs
+    )
+
+
+def test_on_the_first_rank_alone(two: Ranks) -> None:
+    """Rank-0-only leaves the other ranks' dicts empty, on a CPU too (E-SD-7, E-SD-10, E-SD-11); loaded so, the first
+    rank sends the optimizer's state."""
+    two.run(_rank0_only)
+
+
+def _mixed_precision(rank: int) -> None:
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    model = _mixed(mixed_precision=precision)
+    assert model.scale.dtype == torch.bfloat16
+    torch.manual_seed(0)
+    plain = Mixed().state_dict()
+    for kind in (FULL, SHARDED):
+        with state_dict_type(model, kind):
+            found = model.state_dict()
+        assert {key: value.dtype for key, value in found.items()} == {key: value.dtype for key, value in plain.items()}
+    with state_dict_type(model, FULL):
+        found = model.state_dict()
+    assert all(torch.equal(found[name], plain[name]) for name, _ in model.named_parameters())
+    torch.testing.assert_close(found["scale"], plain["scale"], rtol=1e-2, atol=0)
+
+
+def test_mixed_precision_is_saved_in_the_storage_dtype(two: Ranks) -> None:
+    """Parameters have the dtype that they are stored in, buffers their own, whatever is computed in (E-SD-7)."""
+    two.run(_mixed_precision)
+
+
+def _wrapped(rank: int) -> None:
+    plain = build(MLP)
+    wrapped = FullyShardedDataParallel(build(MLP), auto_wrap_policy={Residual})
+    same(wrapped.state_dict(), plain.state_dict())
+    other = build(MLP, seed=1)
+    other.blocks[0] = FullyShardedDataParallel(other.blocks[0])
+    other = FullyShardedDataParallel(other)
+    other.load_state_dict(plain.state_dict())
+    same(dict(sorted(other.state_dict().items())), dict(sorted(plain.state_dict().items())))
+    optimizer = start(wrapped, OPTIMIZERS["adamw"])
+    names = [name for name, _ in plain.named_parameters()]
+    found = FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)
+    assert list(found["state"]) == names and found["param_groups"][0]["params"] == names
+    with FullyShardedDataParallel.state_dict_type(wrapped, SHARDED):
+        assert isinstance(wrapped.state_dict()["stem.weight"], PieceTensor)
+    assert type(wrapped.state_dict()["stem.weight"]) is Tensor
+    model, _ = get_state_dict(wrapped.module, optimizer)
+    assert isinstance(model["stem.weight"], PieceTensor)
+
+
+def test_wrapper(two: Ranks) -> None:
+    """The wrapper's state dict is full unless set otherwise, under clean names (E-SD-1, E-OSD-1); torch's own functions
+    get sharded values, as they do of torch's wrapper."""
+    two.run(_wrapped)
+
+
+def _loading(rank: int) -> None:
+    model, plain = shard(MLP), build(MLP, seed=1).state_dict()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    wrong = {**plain, "stem.weight": torch.zeros(7, 11), "head.bias": "text"}
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(wrong)
+    assert "size mismatch for stem.weight: expected shape (11, 7), found shape (7, 11)" in str(error.value)
+    assert "size mismatch for head.bias: expected shape (5,), found a str" in str(error.value)
+    assert torch.equal(model.stem.weight, before["stem.weight"])
+    missing = {key: value for key, value in plain.items() if key != "blocks.0.up.bias"} | {"extra": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match=r'Missing key.*"blocks.0.up.bias"[\s\S]*Unexpected key.*"extra"'):
+        model.load_state_dict(missing)
+    found = model.load_state_dict(missing, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["blocks.0.up.bias"], ["extra"])
+    parameters = dict(model.named_parameters())
+    model.load_state_dict(plain, assign=True)
+    assert all(param is parameters[name] for name, param in model.named_parameters())
+    assert all(torch.equal(value, plain[name]) for name, value in full_parameters(model).items())
+    with state_dict_type(model, LOCAL), pytest.raises(RuntimeError, match="LOCAL_STATE_DICT by the same rank"):
+        model.load_state_dict({**plain, "stem.weight": torch.zeros(5)})
+    foreign = fully_shard(build(MLP, seed=2), auto_wrap_policy=None)
+    model.load_state_dict(foreign.state_dict())  # other units: gathered on the way
+    assert all(torch.equal(value, full_parameters(foreign)[name]) for name, value in full_parameters(model).items())
+    model.stem.weight.data = torch.full_like(model.stem.weight, 3.0)
+    with state_dict_type(model, FULL):
+        assert model.state_dict()["stem.weight"].eq(3.0).all()  # replaced data is seen
+    with model.summon_full_params(model):
+        assert model.state_dict()["stem.weight"].eq(3.0).all()
+        model.load_state_dict(plain)
+    assert all(torch.equal(value, plain[name]) for name, value in full_parameters(model).items())
+
+
+def test_loading(two: Ranks) -> None:
+    """Shapes, missing and unexpected names are checked as ever; parameters keep their identity, also with `assign`."""
+    two.run(_loading)
+
+
+def _trains_on(rank: int, how: str, strategy: str) -> None:
+    model, resumed = shard(MLP, strategy), shard(MLP, strategy)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    run = executor(model, how)
+
+    def step(runs: nn.Module, optim: torch.optim.Optimizer, seed: int) -> Tensor:
+        loss = backward(runs, MLP, mine(MLP, seed))
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    for seed in range(2):
+        step(run, optimizer, seed)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    copied = torch.load(_through_file(state), weights_only=False)
+    losses = [step(run, optimizer, seed) for seed in range(2, 4)]
+    other = OPTIMIZERS["adamw"](resumed.parameters())
+    resumed.load_state_dict(copied["model"])
+    other.load_state_dict(copied["optim"])
+    run = executor(resumed, how)
+    assert [step(run, other, seed) for seed in range(2, 4)] == losses
+    assert equal_states(_over(resumed, model, other), optimizer)
+    with torch.no_grad():
+        resumed(mine(MLP, 9)[0])
+    resumed.load_state_dict(copied["model"])  # between forwards: nothing old is computed with
+    fresh = shard(MLP, strategy)
+    fresh.load_state_dict(copied["model"])
+    assert torch.equal(executor(resumed, how)(mine(MLP, 9)[0]), executor(fresh, how)(mine(MLP, 9)[0]))
+
+
+def _over(model: nn.Module, other: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer's state as if it were over the parameters of another, equal model."""
+    twin = torch.optim.SGD(other.parameters(), lr=0.1)
+    for mine_, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        if mine_ in optimizer.state:
+            twin.state[theirs] = optimizer.state[mine_]
+    return twin
+
+
+def _through_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_training_goes_on_bit_for_bit(two: Ranks, how: str) -> None:
+    """What each rank saved of sharded state dicts with `torch.save` continues the run, eager or compiled."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        two.run(_trains_on, how, strategy)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _in_groups(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, _: Any = None) -> Any:
+    """An optimizer with weights in one group and biases in another."""
+    named = list(model.named_parameters())
+    weights, biases = ([p for n, p in named if ("bias" in n) == is_bias] for is_bias in (False, True))
+    return make([{"params": weights, "lr": 0.2}, {"params": biases}])
+
+
+def _optimizers(rank: int) -> None:
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        plain = MLP.build()
+        model = shard(MLP)
+        reference, optimizer = (start(each, partial(_in_groups, make, each)) for each in (plain, model))
+        fill(plain, reference)
+        fill(model, optimizer)
+        expected = rekey_optim_state_dict(reference.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=reference)
+        with state_dict_type(model, FULL):
+            found = optim_state_dict(model, optimizer)
+        assert found["param_groups"] == expected["param_groups"], name
+        assert found["state"].keys() == expected["state"].keys(), name
+        for key, state in expected["state"].items():
+            same(found["state"][key], state)
+        sharded = optim_state_dict(model, optimizer)
+        assert all(list(state) == list(expected["state"][key]) for key, state in sharded["state"].items())
+        assert sharded["state"].keys() == expected["state"].keys()
+        for source in (expected, found, sharded):
+            fresh = _in_groups(make, model)
+            loaded = optim_state_dict_to_load(model, fresh, source)
+            fresh.load_state_dict(loaded)
+            assert equal_states(fresh, optimizer), name
+            assert fresh.param_groups[0]["lr"] == 0.2
+        back = rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, plain, optim=reference)
+        again = _in_groups(make, plain)
+        again.load_state_dict(back)
+        assert equal_states(again, reference), name
+
+
+def test_any_optimizer_to_the_unsharded_one_and_back(two: Ranks) -> None:
+    """Per-element tensors get names and original shapes, numbers stay 0-d, no state stays none, groups are kept.
+
+    Full state is the unsharded optimizer's; full, sharded and the unsharded one's load back bit for bit. E-OSD-1..4.
+    """
+    two.run(_optimizers)
+
+
+def _older(rank: int) -> None:
+    model = shard(MLP)
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    fill(model, optimizer)
+    cls = FullyShardedDataParallel
+    first = cls.full_optim_state_dict(model, optimizer)
+    assert bool(first) == (rank == 0)
+    everywhere = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+    loads = [
+        cls.scatter_full_optim_state_dict(first if rank == 0 else None, model, optim=optimizer),
+        cls.shard_full_optim_state_dict(everywhere, model, optim=optimizer),
+        cls.flatten_sharded_optim_state_dict(cls.sharded_optim_state_dict(model, optimizer), model, optimizer),
+    ]
+    for loaded in loads:
+        fresh = OPTIMIZERS["adamw"](model.parameters())
+        fresh.load_state_dict(loaded)
+        assert equal_states(fresh, optimizer)
+    with pytest.raises(ValueError, match="optim: expected the optimizer that is going to load the state, found None"):
+        cls.shard_full_optim_state_dict(everywhere, model)
+
+
+def test_older_functions(two: Ranks) -> None:
+    """Full, sharded, scattered and flattened states are what `optim_state_dict` says (E-OSD-3)."""
+    two.run(_older)
+
+
+def _wrong_state(rank: int) -> None:
+    model = shard(MLP)
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    with state_dict_type(model, FULL):
+        full = optim_state_dict(model, optimizer)
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    state, groups = full["state"], full["param_groups"]
+    names = groups[0]["params"]
+    cases = [
+        ({"state": state, "param_groups": [{**groups[0], "params": [*names[1:], "other"]}]},
+         rf"found missing \['{names[0]}'\] and unexpected \['other'\]"),
+        ({"state": state, "param_groups": [{"params": names[:1]}, {"params": names[1:]}]}, "in one group with"),
+    ]  # fmt: skip
+    for wrong, message in cases:
+        with pytest.raises(ValueError, match=message):
+            optim_state_dict_to_load(model, fresh, wrong)
+    here = next(name for name, param in model.named_parameters() if param.numel())
+    wrong = {**full, "state": {**state, here: {**state[here], "exp_avg": torch.zeros(2, 1)}}}
+    with pytest.raises(ValueError, match=r"optimizer state exp_avg of parameter .*found shape \(2, 1\)"):
+        optim_state_dict_to_load(model, fresh, wrong)
+    optimizer.state[dict(model.named_parameters())[here]]["odd"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"optimizer state odd .* found shape \(3, 3\), which cannot be cut"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="expected keys among"):
+        rekey_optim_state_dict({"state": {"x": {}}, "param_groups": []}, OptimStateKeyType.PARAM_ID, model)
+
+
+def _ranks_disagree(rank: int) -> None:
+    model = shard(MLP, auto_wrap_policy=None)  # one unit: a parameter lies on both ranks
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    if rank == 1:
+        for state in optimizer.state.values():
+            state["extra"] = torch.zeros(())
+    with state_dict_type(model, FULL), pytest.raises(RuntimeError, match="expected the same on all ranks that store"):
+        optim_state_dict(model, optimizer)
+    params = list(model.parameters())
+    other = torch.optim.SGD(params if rank == 0 else params[::-1], lr=0.1)
+    with (
+        state_dict_type(model, FULL),
+        pytest.raises(RuntimeError, match="same parameters in the same order"),
+    ):
+        optim_state_dict(model, other)
+
+
+def test_wrong_optimizer_state(two: Ranks) -> None:
+    """Missing, unexpected and misshapen state is named; ranks that disagree raise on all ranks before they gather."""
+    two.run(_wrong_state)
+    two.run(_ranks_disagree)
+
+
+# --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def _fsdp2(seed: int) -> nn.Module:
+    model = build(MLP, seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        torch_fully_shard(block, mesh=mesh)
+    return torch_fully_shard(model, mesh=mesh)
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    found, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": found, "optim": optim}, checkpoint_id=folder)
+
+
+def _load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    found, optim = get_state_dict(model, optimizer)
+    state = {"model": found, "optim": optim}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def _round_trip(rank: int, folder: str) -> None:
+    theirs = _fsdp2(0)
+    optimizer = OPTIMIZERS["adamw"](theirs.parameters())
+    for seed in range(2):
+        backward(theirs, MLP, mine(MLP, seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    _save(theirs, optimizer, f"{folder}/1")
+    ours = shard(MLP)
+    ours_optimizer = OPTIMIZERS["adamw"](ours.parameters())
+    _load(ours, ours_optimizer, f"{folder}/1")
+    _save(ours, ours_optimizer, f"{folder}/2")
+    back = _fsdp2(1)
+    back_optimizer = OPTIMIZERS["adamw"](back.parameters())
+    _load(back, back_optimizer, f"{folder}/2")
+    options = StateDictOptions(full_state_dict=True)
+    expected, found = (get_state_dict(m, o, options=options) for m, o in ((theirs, optimizer), (back, back_optimizer)))
+    ours_full = get_state_dict(ours, ours_optimizer, options=options)
+    for other in (found, ours_full):
+        same(other[0], expected[0])
+        assert other[1]["param_groups"] == expected[1]["param_groups"]
+        for name, state in expected[1]["state"].items():
+            same(other[1]["state"][name], state)
+    if rank == 0:
+        plain = build(MLP, seed=2)
+        plain_optimizer = OPTIMIZERS["adamw"](plain.parameters())
+        found_model, optim = get_state_dict(plain, plain_optimizer)
+        state = {"model": found_model, "optim": optim}
+        dcp.load(state, checkpoint_id=f"{folder}/2", no_dist=True)
+        set_state_dict(plain, plain_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        same(plain.state_dict(), expected[0])
+        for name, param in plain.named_parameters():
+            same(plain_optimizer.state[param], expected[1]["state"][name])
+
+
+def test_fsdp2_to_ours_to_fsdp2_to_unsharded(two: Ranks, tmp_path: Path) -> None:
+    """Trained under FSDP2 with Adam, saved, loaded, saved, loaded by FSDP2 and by an unsharded model: bit for bit."""
+    two.run(_round_trip, str(tmp_path))
+
+
+def _no_collectives(rank: int, folder: str) -> None:
+    model = shard(MLP)
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    state: dict[str, Any] = {}
+    assert collectives_of(lambda: state.update(model=model.state_dict(), optim=optimizer.state_dict())) == []
+    assert collectives_of(lambda: state.update(named=optim_state_dict(model, optimizer))) == []
+    assert collectives_of(lambda: get_state_dict(model, optimizer)) == []
+    tiny = {"x": torch.zeros(1)}
+    planning = collectives_of(lambda: dcp.save(tiny, checkpoint_id=f"{folder}/tiny"))
+    assert collectives_of(lambda: dcp.save(state, checkpoint_id=f"{folder}/ours")) == planning != []
+    planning = collectives_of(lambda: dcp.load(tiny, checkpoint_id=f"{folder}/tiny"))
+    assert collectives_of(lambda: dcp.load(state, checkpoint_id=f"{folder}/ours")) == planning != []
+    loads = [lambda: model.load_state_dict(state["model"]), lambda: optimizer.load_state_dict(state["optim"])]
+    loads.append(lambda: optim_state_dict_to_load(model, optimizer, state["named"], load_directly=True))
+    assert [collectives_of(load) for load in loads] == [[], [], []]
+
+
+def test_no_collectives_beyond_planning(two: Ranks, tmp_path: Path) -> None:
+    """Sharded state dicts are made and loaded without a collective; saving and loading them starts exactly the
+    collectives that a checkpoint of one number starts: DCP's own."""
+    two.run(_no_collectives, str(tmp_path))
+
+
+def _modules_and_async(rank: int, folder: str) -> None:
+    """Other ways into DCP: modules and optimizers as they are, in the background, staged by the writer."""
+    model = shard(MLP)
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    fill(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=f"{folder}/stateful")
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    futures = [dcp.async_save(state, checkpoint_id=f"{folder}/async")]
+    futures[0].result()
+    futures.append(dcp.async_save(state, storage_writer=dcp.FileSystemWriter(f"{folder}/staged")))
+    fill(model, optimizer, seed=1)  # training goes on; what was staged does not change
+    futures[1].result()
+    fill(model, optimizer, seed=2)
+    dcp.load({"model": model, "optim": optimizer}, checkpoint_id=f"{folder}/stateful")
+    assert_known(model, optimizer)
+    for name in ("async", "staged"):
+        other = shard(MLP)
+        fresh = OPTIMIZERS["adamw"](other.parameters())
+        _load(other, fresh, f"{folder}/{name}")
+        assert_known(other, fresh)
+    with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
+        dcp.load({"model": Stack([], width=3)}, checkpoint_id=f"{folder}/stateful")
+
+
+def test_other_ways_into_dcp(two: Ranks, tmp_path: Path) -> None:
+    """`dcp.save({"model": model, "optim": optimizer})`, `async_save` with either stager: what was staged is saved."""
+    two.run(_modules_and_async, str(tmp_path))
+
+
+def _options(rank: int) -> None:
+    model = shard(MLP)
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    fill(model, optimizer)
+    whole = StateDictOptions(full_state_dict=True)
+    full = get_state_dict(model, optimizer, options=whole)
+    first = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert bool(first[0]) == bool(first[1].get("state")) == (rank == 0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = get_optimizer_state_dict(model, optimizer, options=flat)
+    assert isinstance(flattened["state.stem.weight.exp_avg"], PieceTensor)
+    sends = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    empty: Any = ({}, {})
+    for options, state in ((whole, full), (sends, full if rank == 0 else empty)):
+        other = shard(MLP)
+        fresh = OPTIMIZERS["adamw"](other.parameters())
+        set_model_state_dict(other, state[0], options=options)
+        set_optimizer_state_dict(other, fresh, state[1], options=options)
+        assert_known(other, fresh)
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    get_optimizer_state_dict(model, fresh)
+    set_optimizer_state_dict(model, fresh, flattened, options=flat)
+    assert equal_states(fresh, optimizer)
+    mine_ = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, mine_)  # of a trained optimizer, into itself
+    assert_known(model, optimizer)
+
+
+def test_options_of_torch_s_functions(two: Ranks) -> None:
+    """`get_state_dict` and `set_state_dict` in full, on the first rank, flattened, sent by the first rank."""
+    two.run(_options)
+
+
+def _four(rank: int, folder: str, saving: bool) -> None:
+    if dist.get_world_size() == 4:
+        model = shard(MLP, "HYBRID_SHARD", devices_per_node=2)
+        near = fully_shard(build(MLP), reshard_after_forward=2)  # shards are not in the order of ranks
+        same({key: value.full_tensor() for key, value in near.state_dict().items()}, build(MLP).state_dict())
+    else:
+        model = shard(MLP)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if saving:
+        optimizer = start(model, OPTIMIZERS["adamw"])
+        fill(model, optimizer)
+        _save(model, optimizer, folder)
+        with state_dict_type(
+            model, FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+        ):
+            assert bool(model.state_dict()) == (rank == 0)
+            saved = optim_state_dict(model, optimizer)
+            assert bool(saved) == (rank == 0)
+            fresh = OPTIMIZERS["adamw"](model.parameters())
+            optim_state_dict_to_load(model, fresh, saved, load_directly=True)
+        assert equal_states(fresh, optimizer)
+    else:
+        _load(model, optimizer, folder)
+        assert_known(model, optimizer)
+
+
+def test_four_hybrid_ranks_to_two(four: Ranks, two: Ranks, tmp_path: Path) -> None:
+    """Replicas write once; two ranks read what four in two replicas wrote, and the other way (E-SD-9)."""
+    four.run(_four, str(tmp_path / "four"), True)
+    two.run(_four, str(tmp_path / "four"), False)
+    two.run(_four, str(tmp_path / "two"), True)
+    four.run(_four, str(tmp_path / "two"), False)

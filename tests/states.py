@@ -1,0 +1,104 @@
+"""Models and optimizers with known values, as any rank of any number sees them.
+
+with as_rank(1, 3):
+    model, optimizer = known(case, strategy)      every element of parameters and of state is known by its name
+    assert_known(model, optimizer)                whatever the sharding
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Case
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compile import fully_shard
+from fsdp_compile.eager.pieces import managed
+from fsdp_compile.names import clean_names
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+}
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Play one rank of a group in which nothing is communicated."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def known_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The known full tensor that belongs to a name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+    return torch.rand(shape, generator=generator)
+
+
+def shard(case: Case, strategy: str | None, **options: Any) -> nn.Module:
+    """The case's model, sharded over all ranks; None: not at all."""
+    torch.manual_seed(0)
+    model = case.build()
+    if strategy is None:
+        return model
+    if strategy == "neighbours":
+        return fully_shard(model, reshard_after_forward=2)
+    if "HYBRID" in strategy:
+        options["devices_per_node"] = dist.get_world_size() // 2
+    return fully_shard(model, sharding_strategy=ShardingStrategy[strategy], **options)
+
+
+def start(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """An optimizer that has stepped once, so that it has state."""
+    optimizer = make(model.parameters())
+    for param in model.parameters():
+        found = managed(param)
+        if param.requires_grad and (found is None or found.is_here):
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    """Give every element of parameters and state its known value."""
+    for key, value, expected in _values(model, optimizer, seed):
+        assert value.shape == expected.shape, key
+        value.copy_(expected)
+
+
+def assert_known(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    """Every element of parameters and state has its known value, bit for bit, and there is state wherever it is due."""
+    for key, value, expected in _values(model, optimizer, seed):
+        apart = (value != expected).sum()
+        assert torch.equal(value, expected), f"{key}: {apart} of {value.numel()} elements differ"
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for param, name in clean_names(model).items():
+        found = managed(param)
+        shape = found.cut.shape if found else tuple(param.shape)
+        yield name, param.detach(), _mine(param, known_tensor(name, shape, seed))
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                full = known_tensor(f"{name} {key}", () if value.dim() == 0 else shape, seed)
+                yield f"{name} {key}", value, full if value.dim() == 0 else _mine(param, full)
+
+
+def _mine(param: nn.Parameter, full: Tensor) -> Tensor:
+    found = managed(param)
+    return full if found is None else full.reshape(-1)[found.first : found.first + found.numel]

@@ -1,0 +1,255 @@
+"""A folder of checkpoints in one process: complete or invisible, checked when read, cleaned of leftovers."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fsdp_compile import checkpoint
+from fsdp_compile.checkpoint import directory, storage
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Tensors that are views, of several dtypes, empty and 0-d, beside values that are no tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randn(100, generator=generator)
+    tensors = {
+        "view": flat[7:31].view(4, 6),
+        "strided": flat[:60].view(6, 10).t(),
+        "bf16": flat.bfloat16()[3:10],
+        "bytes": flat.to(torch.uint8),
+        "scalar": flat[5],
+        "empty": flat[:0].view(0, 3),
+    }
+    return {"model": tensors, "steps": [seed, {"name": "adam"}], "optimizer": {"momentum": flat[50:]}}
+
+
+def blank() -> dict[str, Any]:
+    """The same with other values."""
+    made = state()
+    for tensor in (*made["model"].values(), made["optimizer"]["momentum"]):
+        tensor.zero_()
+    return made | {"steps": [None, {"name": None}]}
+
+
+def assert_loads(root: Path, seed: int, step: int | None = None) -> None:
+    """What was saved with `seed` comes back bit for bit."""
+    found, expected = blank(), state(seed)
+    checkpoint.load(found, root, step)
+    assert found["steps"] == expected["steps"]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    assert torch.equal(found["optimizer"]["momentum"], expected["optimizer"]["momentum"])
+
+
+def names(root: Path) -> list[str]:
+    """What lies in a folder."""
+    return sorted(path.name for path in root.iterdir())
+
+
+def files(path: Path) -> list[Path]:
+    """Files of a checkpoint that hold something."""
+    return sorted(file for file in path.iterdir() if file.stat().st_size)
+
+
+def test_saved_is_loaded(tmp_path: Path) -> None:
+    """Values come back bit for bit, from the newest step or from the one asked for; nothing else lies in the folder."""
+    for step in (1, 2, 30):
+        checkpoint.save(state(step), tmp_path / "root", step)
+    assert names(tmp_path / "root") == ["step-00000001", "step-00000002", "step-00000030"]
+    assert checkpoint.latest(tmp_path / "root") == tmp_path / "root" / "step-00000030"
+    assert checkpoint.load(blank(), tmp_path / "root") == 30
+    assert_loads(tmp_path / "root", 30)
+    assert_loads(tmp_path / "root", 2, step=2)
+
+
+def test_plain_dcp_reads_it(tmp_path: Path) -> None:
+    """The files are those of `torch.distributed.checkpoint`, whose own `load` reads them."""
+    checkpoint.save(state(4), tmp_path, 4)
+    found = blank()
+    dcp.load(found, checkpoint_id=tmp_path / "step-00000004")
+    assert torch.equal(found["model"]["view"], state(4)["model"]["view"])
+    assert found["steps"] == state(4)["steps"]
+
+
+def test_async_save_through_the_writer(tmp_path: Path) -> None:
+    """`dcp.async_save` with our writer makes the same checkpoint."""
+    dcp.async_save(state(4), storage_writer=checkpoint.DirectoryWriter(tmp_path, 4)).result()
+    assert_loads(tmp_path, 4)
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    """A folder that does not exist or lacks the step is an error that names what is there."""
+    assert checkpoint.latest(tmp_path / "none") is None
+    with pytest.raises(FileNotFoundError, match="expected a whole checkpoint, found steps: none"):
+        checkpoint.load(blank(), tmp_path / "none")
+    checkpoint.save(state(), tmp_path, 3)
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint of step 4, found steps: 3"):
+        checkpoint.load(blank(), tmp_path, 4)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    """Nothing is made for a step or a number to keep that makes no sense."""
+    for step, keep in ((-1, None), (1, 0)):
+        with pytest.raises(ValueError, match="expected step of at least 0 and keep of at least 1"):
+            checkpoint.save(state(), tmp_path / "root", step, keep=keep)
+    assert not (tmp_path / "root").exists()
+
+
+def test_keep_the_newest(tmp_path: Path) -> None:
+    """With `keep` the oldest go, after the new one can be seen."""
+    for step in range(5):
+        checkpoint.save(state(step), tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    """It gets a name of its own, so that at no moment neither is there."""
+    for seed in (1, 2, 3):
+        checkpoint.save(state(seed), tmp_path, 10)
+        assert_loads(tmp_path, seed)
+        assert_loads(tmp_path, seed, step=10)
+    assert names(tmp_path) == ["step-00000010.2"]
+
+
+@pytest.mark.parametrize("cut", [1, 1000])
+def test_truncated_file(tmp_path: Path, cut: int) -> None:
+    """An error names the file and what was lost first; `latest` warns and passes over it."""
+    checkpoint.save(state(1), tmp_path, 1)
+    checkpoint.save(state(2), tmp_path, 2)
+    path = tmp_path / "step-00000002" / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size - cut)
+    with pytest.raises(checkpoint.CheckpointError, match=r"__0_0.distcp, with [a-z]+\.\w+: expected"):
+        checkpoint.load(blank(), tmp_path, 2)
+    with pytest.warns(UserWarning, match="passed over a damaged checkpoint"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+    with pytest.warns(UserWarning, match="passed over"):
+        assert_loads(tmp_path, 1)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    """So for each file that is gone."""
+    checkpoint.save(state(1), tmp_path, 1)
+    for path in files(tmp_path / "step-00000001"):
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(checkpoint.CheckpointError, match=re.escape(path.name)):
+            checkpoint.load(blank(), tmp_path, 1)
+        path.write_bytes(content)
+    assert_loads(tmp_path, 1)
+
+
+def test_altered_byte(tmp_path: Path) -> None:
+    """Whichever byte of whichever file is altered: an error names the file, and the tensor that the byte is part of.
+
+    All but those that say how an empty tensor was stored: nothing of it is read.
+    """
+    checkpoint.save(state(1), tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    pieces = json.loads((folder / "manifest.json").read_text())["manifest"]["files"]["__0_0.distcp"]
+    for path in files(folder):
+        content = path.read_bytes()
+        for at in range(0, len(content), 1 + len(content) // 40):
+            there = [name for name, start, size, _ in pieces if start <= at < start + size]
+            name = there[0] if path.suffix == ".distcp" else "(the list of )?all tensors"
+            if name != "model.empty":
+                path.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
+                with pytest.raises(checkpoint.CheckpointError, match=f"{re.escape(path.name)}, with {name}: "):
+                    checkpoint.load(blank(), tmp_path, 1)
+        path.write_bytes(content)
+
+
+def test_only_what_is_loaded_is_checked(tmp_path: Path) -> None:
+    """A model can be loaded although the optimizer's state beside it was altered."""
+    checkpoint.save(state(1), tmp_path, 1)
+    manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())["manifest"]
+    start = next(p[1] for p in manifest["files"]["__0_0.distcp"] if p[0] == "optimizer.momentum")
+    with open(tmp_path / "step-00000001" / "__0_0.distcp", "r+b") as file:
+        file.seek(start + 400)
+        file.write(b"?")
+    checkpoint.load({"model": blank()["model"]}, tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.momentum"):
+        checkpoint.load(blank(), tmp_path)
+
+
+@pytest.mark.parametrize("call", ["begin", "_alone", "checksum", "publish", "prune"])
+def test_failing_save(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails in a save, the last checkpoint stays, what was written goes, and the next save succeeds."""
+    checkpoint.save(state(1), tmp_path, 1)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, call, fail)
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank 0: .*No space left"):
+            checkpoint.save(state(2), tmp_path, 2, keep=1)
+    newest = 2 if call == "prune" else 1  # the last thing of all
+    assert_loads(tmp_path, newest)
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+    checkpoint.save(state(3), tmp_path, 3)
+    assert_loads(tmp_path, 3)
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    """A save removes what killed saves left behind, not what is being written, and nothing of anybody else's."""
+    (tmp_path / ".step-00000005.abc").mkdir()
+    (tmp_path / ".step-00000005.abc" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".step-00000001.removed").mkdir()
+    for name in ("step-last", "notes.txt", ".step-x", ".hidden"):
+        (tmp_path / name).mkdir()
+    busy = directory.begin(tmp_path, 7)
+    checkpoint.save(state(), tmp_path, 8)
+    kept = {".hidden", ".step-x", "notes.txt", "step-00000008", "step-last", busy.path.name}
+    assert set(names(tmp_path)) == kept
+    busy.lock.close()
+    checkpoint.save(state(), tmp_path, 9)
+    assert set(names(tmp_path)) == kept - {busy.path.name} | {"step-00000009"}
+
+
+def test_every_file_is_synced_before_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files, then their folder reach the disk before the rename, and the folder of checkpoints after it."""
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_sync(number: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        fsync(number)
+
+    def record_rename(path: Path, target: Path) -> Path:
+        events.append(f"-> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    checkpoint.save(state(), tmp_path / "root", 3)
+    hidden = events[-3]
+    assert hidden.startswith(".step-00000003.")
+    assert events[-3:] == [hidden, "-> step-00000003", "root"]
+    assert events[:-3] == ["__0_0.distcp", ".metadata.tmp", "-> .metadata", "manifest.json"]
+
+
+def test_no_copy_of_contiguous_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view into a large shard is written from where it lies; the rest of its storage is not written."""
+    seen: list[int] = []
+    write = storage._Checksummed.write
+
+    def record(stream: Any, data: Any) -> int:
+        if len(data) > 1000:
+            seen.append(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+        return write(stream, data)
+
+    monkeypatch.setattr(storage._Checksummed, "write", record)
+    shard = torch.randn(100_000)
+    parts = {"a": shard[1:1001].view(10, 100), "b": shard[1001:3001]}
+    checkpoint.save(parts, tmp_path, 0)
+    assert seen == [part.data_ptr() for part in parts.values()]
+    assert (tmp_path / "step-00000000" / "__0_0.distcp").stat().st_size < 20_000

@@ -1,0 +1,235 @@
+"""`fsdp-compile checkpoint`: from every format to every other, bit for bit, with bounded memory and clear errors."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import fsdp_compile
+from fsdp_compile import checkpoint
+from fsdp_compile.command_line import main
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def model() -> dict[str, Tensor]:
+    """Tensors of odd shapes and several dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(60, generator=generator)
+    return {
+        "block.weight": numbers.view(5, 12),
+        "block.turned": numbers.view(6, 10).t(),
+        "low": numbers.bfloat16()[:7],
+        "scalar": numbers[3].clone(),
+        "none": numbers[:0].view(0, 4),
+        "count": torch.arange(4),
+    }
+
+
+def state() -> dict[str, Any]:
+    """A model beside nested tensors, and values that are no tensors."""
+    return {
+        "model": model(),
+        "optimizer": {"state": {"block.weight": {"m": torch.ones(5, 12)}}, "param_groups": [{"lr": 0.1}, {"lr": 0.2}]},
+        "rng": [torch.arange(3), torch.arange(4)],
+        "epoch": 3,
+    }
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether nested states are the same, bit for bit."""
+    if isinstance(expected, Tensor):
+        return isinstance(found, Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    return found == expected
+
+
+def run(*arguments: Any) -> int:
+    """The command's exit status."""
+    return main(["checkpoint", *map(str, arguments)])
+
+
+def write(path: Path, what: str) -> None:
+    """Write `state()`, or the model for safetensors, in a format, without our code where that is possible."""
+    if what == "torch":
+        torch.save(state(), path)
+    elif what == "safetensors":
+        path.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in model().items()}, path / "model.safetensors")
+    elif what == "dcp":
+        dcp.save(state(), checkpoint_id=path)
+    else:
+        checkpoint.save(state(), path, 7)
+
+
+def load(path: Path, what: str, like: dict[str, Any]) -> dict[str, Any]:
+    """Read it back, without our code where that is possible."""
+    if what == "torch":
+        return torch.load(path)
+    if what == "safetensors":
+        return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    dcp.load(like, checkpoint_id=path)
+    checkpoint.load(like, path)
+    return like
+
+
+def blank(tree: Any) -> Any:
+    """The same nested state with zeros."""
+    if isinstance(tree, dict):
+        return {key: blank(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [blank(value) for value in tree]
+    return torch.zeros_like(tree) if isinstance(tree, Tensor) else None
+
+
+@pytest.mark.parametrize("files", [1, 2, 7])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+@pytest.mark.parametrize("source", ["ours", "dcp", "safetensors", "torch"])
+def test_every_format_to_every_other(tmp_path: Path, source: str, to: str, files: int) -> None:
+    """Nested states stay what they are; safetensors has the model alone, under the model's own names."""
+    write(tmp_path / "a", source)
+    spread = [] if to == "torch" else ["--world-size", files]
+    assert run("convert", tmp_path / "a", tmp_path / "b", "--format", to, *spread) == 0
+    expected: dict[str, Any] = model() if "safetensors" in (source, to) else state()
+    if source == "safetensors" and to == "torch":
+        assert equal(load(tmp_path / "b", to, {}), model())  # names with dots are names, not paths
+    else:
+        assert equal(load(tmp_path / "b", to, blank(expected)), expected)
+    if to == "dcp":
+        written = [file for file in (tmp_path / "b").glob("*.distcp") if file.stat().st_size]
+        assert len(written) == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_part(tmp_path: Path) -> None:
+    """`--part` takes what lies under one key, in any format; an unknown one is refused with those that exist."""
+    write(tmp_path / "a", "dcp")
+    assert run("convert", tmp_path / "a", tmp_path / "b", "--format", "torch", "--part", "optimizer") == 0
+    assert equal(torch.load(tmp_path / "b"), state()["optimizer"])
+
+
+def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, dtypes, shapes, bytes, the step, and what is no tensor."""
+    write(tmp_path / "a", "ours")
+    assert run("show", tmp_path / "a") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model.block.weight", "float32", "5", "x", "12", "240"] in lines
+    assert ["model.low", "bfloat16", "7", "14"] in lines
+    assert ["model.scalar", "float32", "()", "4"] in lines
+    assert ["other", "values:", *["optimizer.param_groups.0.lr,", "optimizer.param_groups.1.lr,", "epoch"]] in lines
+    last = "9 tensors, 826 bytes, step 7, torch.distributed.checkpoint in 1 file(s)"
+    assert lines[-1] == last.split()
+    for what, end in (("torch", "torch.save"), ("safetensors", "safetensors")):
+        write(tmp_path / what, what)
+        assert run("show", tmp_path / what) == 0
+        assert f"step not known, {end} in 1 file(s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["show", "missing"], 2, "found no such file"),
+        (["show", "text"], 1, "expected a header of safetensors"),
+        (["show", "empty"], 2, "found none of these"),
+        (["show", "list"], 1, "expected a torch.save of a dict, found list"),
+        (["convert", "a", "text", "--format", "torch"], 2, "text: expected a path that does not exist yet"),
+        (["convert", "a", "b", "--format", "torch", "--world-size", "2"], 2, "--format torch writes one file"),
+        (["convert", "a", "b", "--format", "dcp", "--part", "x"], 2, "part 'x': expected one of model, optimizer, rng"),
+        (["convert", "truncated", "b", "--format", "dcp"], 1, "truncated/__0_0.distcp, with .*: expected"),
+        (
+            ["convert", "altered", "b", "--format", "dcp"],
+            1,
+            r"altered/__0_0.distcp, with model\.block\.weight: ",
+        ),
+    ],
+)
+def test_errors(
+    tmp_path: Path, arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One line that says what was expected and found, status 2 for what was asked, 1 for files; nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("a"), "ours")
+    Path("text").write_text("text")
+    Path("empty").mkdir()
+    torch.save([1], "list")
+    for name in ("truncated", "altered"):
+        Path("a", "step-00000007").rename(name) if name == "truncated" else write(Path("c"), "ours")
+    os.rename("c/step-00000007", "altered")
+    os.truncate("truncated/__0_0.distcp", 1000)
+    pieces = json.loads(Path("altered/manifest.json").read_text())["manifest"]["files"]["__0_0.distcp"]
+    with open("altered/__0_0.distcp", "r+b") as file:
+        file.seek(next(start for name, start, *_ in pieces if name == "model.block.weight") + 700)
+        file.write(b"?")
+    write(Path("a"), "ours")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert run(*arguments) == status
+    error = capsys.readouterr().err
+    assert error.startswith("fsdp-compile: error: ") and error.count("\n") == 1
+    assert re.search(said, error), error
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+CONVERT = ["checkpoint", "convert", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["checkpoint"], CONVERT, [*CONVERT, "--format", "zip"], [*CONVERT, "--format", "dcp", "--world-size", "0"]],
+)
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Arguments that make no sense end with status 2 and a line on how to use it."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: fsdp-compile" in capsys.readouterr().err
+
+
+_MEASURE = """
+import ctypes, sys, torch
+import fsdp_compile
+from fsdp_compile import checkpoint
+from fsdp_compile.command_line import main
+
+def resident(what):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
+
+ctypes.CDLL(None).mallopt(-3, 65536)  # large blocks go back to the system at once: what is counted is what is held
+for name, count in ("small", 1), ("large", 1 << 22):
+    checkpoint.save({str(n): torch.full((count,), float(n)) for n in range(8)}, name, 0)
+    source = name
+    for number, to in enumerate((["safetensors"], ["dcp", "--world-size", "2"], ["torch"])):
+        open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
+        before = resident("VmRSS")
+        assert main(["checkpoint", "convert", source, f"{name}{number}", "--format", *to]) == 0
+        print("grew", to[0], resident("VmHWM") - before)
+        source = f"{name}{number}"
+"""
+
+
+def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
+    """Converting 8 tensors of 16 MiB takes one of them, and one of its pieces where it was saved in several.
+
+    From one piece each to safetensors, from there to DCP in two pieces, from there to torch.save. Resident memory.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", "-c", _MEASURE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    grew = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("grew")]
+    tensors = [(to, int(size) / (1 << 24)) for to, size in grew][3:]
+    assert [to for to, _ in tensors] == ["safetensors", "dcp", "torch"]
+    assert all(count <= most for (_, count), most in zip(tensors, (1.25, 1.25, 1.75), strict=True)), tensors
+    assert all(count >= 0.9 for _, count in tensors), tensors

@@ -1,0 +1,206 @@
+"""Files of safetensors: what we write the `safetensors` package reads, and the other way round."""
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fsdp_compile import checkpoint
+from fsdp_compile.checkpoint import safetensors_file
+from fsdp_compile.checkpoint.safetensors_file import DTYPES, Spec
+
+
+class Mixed(nn.Module):
+    """Tied, empty, 0-d, non-contiguous and half-precision parameters, buffers that are saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scale, self.none = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(0, 3))
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.low = nn.Parameter(torch.randn(9).bfloat16())
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+
+def build(seed: int) -> Mixed:
+    torch.manual_seed(seed)
+    return Mixed()
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, dtypes and bits."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def read_by_package(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's files."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("limit", [10**9, 100])
+def test_package_reads_what_we_write(tmp_path: Path, limit: int) -> None:
+    """One file or several with an index: values, and the names of tied parameters, which are written once."""
+    model = build(0)
+    checkpoint.save_safetensors(model, tmp_path, max_shard_size=limit)
+    expected = model.state_dict()
+    del expected["head.weight"]
+    assert_equal(read_by_package(tmp_path), expected)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    with safe_open(files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "tokens.weight"}
+    if limit > 100:
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {file.name for file in files} and len(files) > 2
+        assert all(name in load_file(tmp_path / file) for name, file in index["weight_map"].items())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize("limit", [10**9, 100])
+def test_we_read_what_we_write(tmp_path: Path, limit: int) -> None:
+    """Also into parameters that are not contiguous."""
+    checkpoint.save_safetensors(build(0), tmp_path, max_shard_size=limit)
+    model = build(1)
+    checkpoint.load_safetensors(model, tmp_path)
+    assert_equal(model.state_dict(), build(0).state_dict())
+
+
+def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
+    """Every dtype, in any order."""
+    tensors = {str(n): torch.arange(6).view(2, 3).to(dtype) for n, dtype in enumerate(DTYPES.values())}
+    save_file(tensors, tmp_path / "any.safetensors")
+    for name, place in safetensors_file.find(tmp_path).items():
+        read = torch.empty(6, dtype=tensors[name].dtype)
+        safetensors_file.read_run(place, read)
+        assert place.spec.shape == (2, 3)
+        assert torch.equal(read.view(torch.uint8), tensors[name].view(-1).view(torch.uint8))
+
+
+def test_values_are_converted(tmp_path: Path) -> None:
+    """To the model's dtype, in parts, so that a buffer stays small."""
+    tensors = {"weight": torch.randn(3000, 2000).bfloat16(), "bias": torch.arange(3000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = nn.Linear(2000, 3000)
+    checkpoint.load_safetensors(model, tmp_path)
+    assert torch.equal(model.weight, tensors["weight"].float())
+    assert torch.equal(model.bias, tensors["bias"].float())
+
+
+def test_one_name_of_tied_parameters_is_enough(tmp_path: Path) -> None:
+    """Whichever of them the file has."""
+    torch.manual_seed(0)
+    model = MODELS["tied"].build()
+    values = {name: torch.randn_like(tensor) for name, tensor in model.named_parameters()}
+    values["head.weight"] = values.pop("tokens.weight")
+    save_file(values, tmp_path / "model.safetensors")
+    checkpoint.load_safetensors(model, tmp_path)
+    assert torch.equal(model.tokens.weight, values["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": None}, "no weight"),
+        ({"more": torch.zeros(1)}, "more, which the model does not have"),
+        ({"bias": torch.zeros(4)}, r"bias of shape \(4,\), expected \(3,\)"),
+    ],
+)
+def test_wrong_names_and_shapes_change_nothing(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """An error says what differs; with `strict=False` names may differ, shapes may not."""
+    values = {"weight": torch.ones(3, 2), "bias": torch.ones(3)} | change
+    save_file({name: value for name, value in values.items() if value is not None}, tmp_path / "model.safetensors")
+    model = nn.Linear(2, 3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(checkpoint.CheckpointError, match=said):
+        checkpoint.load_safetensors(model, tmp_path)
+    assert_equal(model.state_dict(), before)
+    if "bias" in change:
+        with pytest.raises(checkpoint.CheckpointError, match=said):
+            checkpoint.load_safetensors(model, tmp_path, strict=False)
+    else:
+        checkpoint.load_safetensors(model, tmp_path, strict=False)
+        assert torch.equal(model.bias, torch.ones(3))
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """A truncated file, a header that is none, an index that is wrong: errors name the file and the tensor."""
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, path)
+    content = path.read_bytes()
+    for broken, said in (
+        (content[:-1], "with weight: expected .* it was truncated"),
+        (content[:50], "expected a header of safetensors"),
+        (content[:4], "expected a header of safetensors"),
+        (struct.pack("<Q", 1 << 60) + content[8:], "expected a header of safetensors"),
+        (content.replace(b"[3,2]", b"[3,9]"), "its shape and dtype say 108 bytes"),
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(checkpoint.CheckpointError, match=f"{path}.*{said}"):
+            checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
+    path.write_bytes(content)
+    for index in ("{", '{"weight_map": {"weight": "model.safetensors", "other": "model.safetensors"}}'):
+        (tmp_path / safetensors_file.INDEX).write_text(index)
+        with pytest.raises(checkpoint.CheckpointError, match=re.escape(safetensors_file.INDEX)):
+            checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"expected model.safetensors.index.json or one file"):
+        checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path / "none")
+
+
+def test_export_replaces_an_earlier_one(tmp_path: Path) -> None:
+    """Files of the earlier export go, others stay; while it is written the old one is whole."""
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint.save_safetensors(nn.Linear(20, 30), tmp_path, max_shard_size=100)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    new = nn.Linear(20, 30)
+    checkpoint.save_safetensors(new, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert_equal(load_file(tmp_path / "model.safetensors"), new.state_dict())
+
+
+def test_failing_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while values are written changes no file that was there."""
+    old = nn.Linear(2, 3)
+    checkpoint.save_safetensors(old, tmp_path)
+
+    def fail(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(checkpoint.CheckpointError, match=r"rank 0.*No space left"):
+            checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path)
+    assert_equal(load_file(tmp_path / "model.safetensors"), old.state_dict())
+    checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_dtype_that_the_format_lacks(tmp_path: Path) -> None:
+    """Nothing is written."""
+    model = nn.ParameterDict({"z": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(ValueError, match=r"z: expected a dtype that safetensors has, found torch.complex128"):
+        checkpoint.save_safetensors(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_groups_of_files() -> None:
+    """Filled up to a limit, or spread over a number of files, always in order."""
+    specs = [Spec(str(n), torch.uint8, (size,)) for n, size in enumerate((3, 3, 9, 1, 0, 4))]
+    sizes = [[spec.nbytes for spec in group] for group in safetensors_file.fill_up(specs, 7)]
+    assert sizes == [[3, 3], [9], [1, 0, 4]]
+    assert [[s.nbytes for s in group] for group in safetensors_file.spread(specs, 2)] == [[3, 3], [9, 1, 0, 4]]
+    assert len(safetensors_file.spread(specs, 100)) <= 6
+    assert safetensors_file.spread([], 3) == [[]] == safetensors_file.fill_up([], 3)
