@@ -18,8 +18,10 @@ ALONE = ("host_overhead", "compile_time", "regional", "planner", "checkpoint")  
 
 def main() -> None:
     """Measure and report."""
+    if sys.argv[1:2] and sys.argv[1] in ALONE:  # with options of its own
+        sys.exit(subprocess.run([sys.executable, "-m", f"bench.{sys.argv[1]}", *sys.argv[2:]]).returncode)
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("names", nargs="*", help=f"parts, `report`, {', '.join(ALONE)}")
+    arguments.add_argument("names", nargs="*", help=f"parts and `report`, or one of {', '.join(ALONE)}")
     arguments.add_argument("--list", action="store_true", help="name all parts")
     arguments.add_argument("--rounds", type=int, help="rounds of each setting")
     arguments.add_argument("--systems", nargs="+", help="only these systems")
@@ -29,13 +31,11 @@ def main() -> None:
         print("\n".join(f"{name:12} {part.about}" for name, part in parts.PARTS.items()))
         return
     names = args.names or [*parts.ON_THE_CPU, "cuda_link", "nccl", "report"]
-    if unknown := set(names) - {*parts.PARTS, *ALONE, "report"}:
+    if unknown := set(names) - {*parts.PARTS, "report"}:
         sys.exit(f"bench: error: expected parts named by --list, found {', '.join(sorted(unknown))}")
     for name in names:
         if name == "report":
             write_report()
-        elif name in ALONE:
-            subprocess.run([sys.executable, "-m", f"bench.{name}"], check=True)
         elif reason := parts.runnable(parts.PARTS[name]):
             print(f"{name}: left out, {reason}", file=sys.stderr)
         else:

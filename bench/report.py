@@ -89,7 +89,8 @@ def _section(name: str, part: Found) -> Iterator[str]:
     for system, row in zip(part["first"], rows, strict=True):
         yield "| " + " | ".join([label(system), *(row.get(column, "") for column in columns)]) + " |"
     for system, reason in part["failed"].items():
-        yield f"\n{label(system)} did not run: {reason.strip().splitlines()[-1]}"
+        lines = [line for line in reason.splitlines() if "Error" in line]
+        yield f"\n{label(system)} did not run: {(lines or ['see the log'])[-1]}"
     for setting in part["settings"]:
         if "bound" in setting:
             yield f"\n{_bound_line(part, setting)}"

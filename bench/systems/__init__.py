@@ -92,8 +92,10 @@ def find(name: str) -> System:
 
 def label(name: str) -> str:
     """What a system is called in tables."""
-    option = name.partition(":")[2]
-    return f"{find(name).label} without {option}" if option else find(name).label
+    system, _, option = name.partition(":")
+    if not option:
+        return find(name).label
+    return f"{find(name).label} without {option}" if system == "ours_compiled" else f"{find(name).label}, {option}"
 
 
 def prepare(name: str, model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:

@@ -1,7 +1,8 @@
 """torch's `fully_shard`: each block, then the root.
 
 Where collectives block the host (the emulated link on the CPU) it is helped to the overlap that it has on CUDA, by its
-own means: gathers ahead are asked for, and reduce-scatters are waited for where CUDA's streams would wait.
+own means: gathers ahead are asked for, and reduce-scatters are waited for where CUDA's streams would wait. The option
+`blocking` leaves it as it is.
 """
 
 from collections import deque
@@ -50,7 +51,8 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     for block in blocks:
         fully_shard(block, mesh=setup.mesh, mp_policy=precision)
     fully_shard(model, mesh=setup.mesh, mp_policy=precision)
-    return Prepared(model, model, overlap(model, blocks) if setup.blocking else lambda: None)
+    helped = setup.blocking and setup.option != "blocking"
+    return Prepared(model, model, overlap(model, blocks) if helped else lambda: None)
 
 
 def overlap(model: nn.Module, blocks: Sequence[nn.Module]) -> Any:
