@@ -103,6 +103,7 @@ def _example(rank: int, folder: Path, steps: int, resume: bool, compiled: bool) 
 def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: bool) -> None:
     """Stopped after 4 of 7 steps, the example goes on with the losses, weights, moments, schedule, batches and random
     numbers that it would have had, bit for bit."""
+    pytest.importorskip("matplotlib", reason="the example draws its curves with it")
     whole = two.run(_example, tmp_path / "whole", 7, False, compiled)
     two.run(_example, tmp_path / "parts", 4, False, compiled)
     parts = two.run(_example, tmp_path / "parts", 7, True, compiled)
