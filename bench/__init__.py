@@ -1,6 +1,12 @@
-"""Measurements that anyone can repeat. `python -m bench` runs them all, `python -m bench NAME ...` one of them:
+"""Every peer, the same work, one command: `python -m bench` (README.md beside this file says how, and why it is fair).
 
-host_overhead.py     CPU time of a compiled step outside kernels and collectives
-compile_time.py      what compiling takes, over the unsharded model
-eager_peers.py       our eager runtime against FSDP2, on two gloo ranks and by host time (peers.py: models, systems)
+models.py           what is trained
+systems/            who trains it: one adapter a file
+link.py             the emulated link; link_cuda.py: the same for CUDA tensors
+worker.py           one rank of one system, in a process of its own
+rounds.py           processes side by side, which take turns
+copies.py           bytes that are copied; memory.py: bytes that are alive
+parts.py            what is measured, and the bound on it
+report.py           JSON, tables, traces; pictures.py: pictures
+host_overhead.py    ours beside the unsharded model: where host time goes; compile_time.py, regional.py: compiling
 """

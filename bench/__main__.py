@@ -1,23 +1,68 @@
-"""`python -m bench`: run every measurement and write its figures to `bench/results/`.
+"""`python -m bench`: measure every part that this machine can, write JSON, tables and pictures to `bench/results/`.
 
-python -m bench eager_peers --quick    runs one, with its own options
+python -m bench                      all parts for this machine, then the report
+python -m bench link many_small      some of them (`--list` names them)
+python -m bench report               tables and pictures of the newest results, README's table too
+python -m bench host_overhead        where host time goes, ours beside the unsharded model; others alike: ALONE
 """
 
+import argparse
+import dataclasses
 import subprocess
 import sys
 
-MEASUREMENTS = ("host_overhead", "compile_time", "eager_peers", "regional")
+from bench import parts, pictures, report
+
+ALONE = ("host_overhead", "compile_time", "regional", "planner", "checkpoint")  # files of their own
 
 
 def main() -> None:
-    """Each in a process of its own: they start process groups."""
-    chosen, options = sys.argv[1:2] or list(MEASUREMENTS), sys.argv[2:]
-    if unknown := set(chosen) - set(MEASUREMENTS):
-        sys.exit(f"bench: error: expected one of {', '.join(MEASUREMENTS)}, found {', '.join(unknown)}")
-    for name in chosen:
-        status = subprocess.run([sys.executable, "-m", f"bench.{name}", *options]).returncode
-        if status:
-            sys.exit(status)
+    """Measure and report."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("names", nargs="*", help=f"parts, `report`, {', '.join(ALONE)}")
+    arguments.add_argument("--list", action="store_true", help="name all parts")
+    arguments.add_argument("--rounds", type=int, help="rounds of each setting")
+    arguments.add_argument("--systems", nargs="+", help="only these systems")
+    arguments.add_argument("--dry", action="store_true", help="print the table, write nothing")
+    args = arguments.parse_args()
+    if args.list:
+        print("\n".join(f"{name:12} {part.about}" for name, part in parts.PARTS.items()))
+        return
+    names = args.names or [*parts.ON_THE_CPU, "cuda_link", "nccl", "report"]
+    if unknown := set(names) - {*parts.PARTS, *ALONE, "report"}:
+        sys.exit(f"bench: error: expected parts named by --list, found {', '.join(sorted(unknown))}")
+    for name in names:
+        if name == "report":
+            write_report()
+        elif name in ALONE:
+            subprocess.run([sys.executable, "-m", f"bench.{name}"], check=True)
+        elif reason := parts.runnable(parts.PARTS[name]):
+            print(f"{name}: left out, {reason}", file=sys.stderr)
+        else:
+            measure(name, args)
 
 
-main()
+def measure(name: str, args: argparse.Namespace) -> None:
+    """Run one part; print and keep what it shows."""
+    part = parts.PARTS[name]
+    part = dataclasses.replace(part, rounds=args.rounds or part.rounds, systems=tuple(args.systems or part.systems))
+    found = parts.run(name, part)
+    shown = {**found, "date": report.today(), "machine": report.machine(), "versions": report.versions()}
+    print(f"\n{report.tables({name: shown})}\n")
+    if not args.dry:
+        print(f"{name}: written to {report.save(name, found)}", file=sys.stderr)
+
+
+def write_report() -> None:
+    """Tables, pictures and traces of the newest results."""
+    newest = report.load()
+    (report.RESULTS / "tables.md").write_text(report.tables(newest) + "\n")
+    report.write_readme(report.tables({name: newest[name] for name in ("gloo", "link") if name in newest}))
+    for name, part in newest.items():
+        report.write_traces(name, part)
+        for path in pictures.draw(name, part):
+            print(path, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

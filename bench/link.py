@@ -8,8 +8,8 @@
 
 The link uses no CPU: a wait sleeps. Every other rank is taken to hold and to send what this one does, so that values
 stay finite; they are not those of a training on W ranks. What a network card would write into memory is written when
-the collective is issued, and the time that this takes is not counted: `LINK.clock()` leaves it out, and steps are timed
-by that clock. CUDA tensors: see link_cuda.py.
+the collective is issued. The time that this takes is not counted, nor what a sleep lasts too long: steps are timed by
+`LINK.clock()`, which leaves both out. CUDA tensors: see link_cuda.py.
 """
 
 import threading
@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
-SPIN = 200e-6  # seconds before a deadline from which a wait spins: time.sleep returns late by up to about that much
 BACKEND = "emulated"
+
+untraced: Any = torch.compiler.disable  # a compiled DDP calls these from C++ while Dynamo watches
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Call:
     """One collective on the link; times in seconds of `LINK.clock()`.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, broadcast or barrier.
+        kind: all_gather, reduce_scatter, all_reduce, broadcast, scatter or barrier.
         group: the process group's name: one for each mesh axis.
         nbytes: bytes that this rank sends, by the ring algorithm; as many are received.
         issued: when it was called; `begin` to `end`: when it has the link.
@@ -61,7 +62,7 @@ class Link:
 
     def __init__(self) -> None:
         self.latency, self.bandwidth = 20e-6, 1e9
-        self.uncounted = 0.0  # seconds that this emulation itself has computed
+        self.uncounted = 0.0  # seconds that this emulation itself has computed or overslept
         self.reset()
 
     def configure(self, latency: float | None = None, bandwidth: float | None = None) -> None:
@@ -70,7 +71,7 @@ class Link:
         self.bandwidth = self.bandwidth if bandwidth is None else bandwidth
 
     def clock(self) -> float:
-        """Seconds as they pass on a machine whose network card writes into memory by itself."""
+        """Seconds as they pass where a network card writes into memory by itself and wakes who waits in time."""
         return time.perf_counter() - self.uncounted
 
     def seconds(self, nbytes: int) -> float:
@@ -92,14 +93,12 @@ class Link:
         return self.calls[-1]
 
     def wait(self, call: Call) -> None:
-        """Sleep until the call's transfer has ended."""
-        start = now = self.clock()
-        while now < call.end:
-            if call.end - now > SPIN:
-                time.sleep(call.end - now - SPIN)
-            now = self.clock()
-        if now > start:
-            call.waits.append((start, now))
+        """Sleep until the call's transfer has ended. That a sleep returns late is not counted."""
+        now = self.clock()
+        if now < call.end:
+            time.sleep(call.end - now)
+            self.uncounted += self.clock() - call.end
+            call.waits.append((now, call.end))
 
     def summary(self) -> dict[str, Any]:
         """Totals since the last reset: seconds busy and exposed, calls and bytes by group and kind."""
@@ -127,6 +126,7 @@ class LinkWork(dist._Work):
         super().__init__()
         self.call, self.tensors = call, list(result)
 
+    @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Sleep until it has ended."""
         LINK.wait(self.call)
@@ -144,6 +144,7 @@ class LinkWork(dist._Work):
         """What it has written."""
         return self.tensors
 
+    @untraced
     def get_future(self) -> "Future[list[Tensor]]":
         """Completes at the end of the transfer; DDP waits for it in C++, so what it waits is not seen here."""
         future: Future[list[Tensor]] = Future()
@@ -188,14 +189,17 @@ class EmulatedGroup(dist.ProcessGroup):
 
     # --- collectives, under the names that torch 2.11 and 2.13 call ---------------------------------------------------
 
+    @untraced
     def _allgather_base(self, out: Tensor, shard: Tensor, opts: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([out], [shard])
 
+    @untraced
     def _reduce_scatter_base(self, out: Tensor, full: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_tensor_coalesced([out], [full], opts)
 
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
+    @untraced
     def allgather_into_tensor_coalesced(self, outs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
         """Each of `outs` receives its shard once from every rank."""
 
@@ -203,8 +207,9 @@ class EmulatedGroup(dist.ProcessGroup):
             for out, shard in zip(outs, shards, strict=True):
                 out.view(self.ranks, -1).copy_(shard.reshape(1, -1).expand(self.ranks, -1))
 
-        return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs)
+        return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs, shards)
 
+    @untraced
     def allgather(self, outs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> Any:
         """The same, into a tensor for each rank."""
 
@@ -215,6 +220,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue("all_gather", (self.ranks - 1) * _nbytes(shards), move, outs[0])
 
+    @untraced
     def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
         """Each of `outs` is this rank's part of the sum or mean of equal tensors."""
 
@@ -222,8 +228,9 @@ class EmulatedGroup(dist.ProcessGroup):
             for out, full in zip(outs, fulls, strict=True):
                 torch.mul(full.reshape(-1)[: out.numel()], self._factor(opts), out=out.view(-1))
 
-        return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs)
+        return self._issue("reduce_scatter", (self.ranks - 1) * _nbytes(outs), move, outs, fulls)
 
+    @untraced
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Each of `tensors` becomes the sum, mean or extreme of equal tensors."""
 
@@ -233,10 +240,22 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue("all_reduce", 2 * (self.ranks - 1) * _nbytes(tensors) // self.ranks, move, tensors)
 
+    @untraced
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Equal tensors stay as they are."""
         return self._issue("broadcast", _nbytes(tensors), lambda: None, tensors)
 
+    @untraced
+    def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any = None) -> Any:
+        """This rank's part of its own tensors."""
+
+        def move() -> None:
+            for out, given in zip(outs, parts, strict=True):
+                out.copy_(given[0])
+
+        return self._issue("scatter", (self.ranks - 1) * _nbytes(outs), move, outs)
+
+    @untraced
     def barrier(self, opts: Any = None) -> Any:
         """A call of no bytes."""
         return self._issue("barrier", 0, lambda: None, [])
@@ -245,11 +264,13 @@ class EmulatedGroup(dist.ProcessGroup):
         """What a reduction multiplies by when all ranks have the same."""
         return self.ranks if opts is None or opts.reduceOp == dist.ReduceOp.SUM else 1
 
-    def _issue(self, kind: str, nbytes: int, move: Callable[[], None], result: Sequence[Tensor]) -> Any:
+    def _issue(
+        self, kind: str, nbytes: int, move: Callable[[], None], result: Sequence[Tensor], read: Sequence[Tensor] = ()
+    ) -> Any:
         if result and result[0].is_cuda:
             from bench.link_cuda import issue
 
-            return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, result))
+            return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, [*result, *read]))
         begin = time.perf_counter()
         with torch.no_grad(), _disable_current_modes():  # who counts copies must not count these
             move()

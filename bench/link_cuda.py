@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.link import Call, Link
+from bench.link import Call, Link, untraced
 
 
 class Marks:
@@ -53,19 +53,23 @@ def _time_sleep(ticks: int) -> float:
 
 
 class CudaWork(dist._Work):
-    """A collective on CUDA tensors that was put into the link's stream."""
+    """A collective on CUDA tensors that was put into the link's stream; as NCCL's it owns them until its wait."""
 
-    def __init__(self, marks: Marks, result: Sequence[Tensor]) -> None:
+    def __init__(self, marks: Marks, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self.marks, self.tensors = marks, list(result)
+        self.marks, self.tensors, self.device = marks, list(tensors), tensors[0].device
 
+    @untraced
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait; events around that show for how long."""
+        """Let the current stream wait; if it is the one that computes, events around that show for how long."""
+        stream = torch.cuda.current_stream(self.device)
         before, after = _event(), _event()
-        before.record()
-        torch.cuda.current_stream().wait_event(self.marks.end)
-        after.record()
-        self.marks.waits.append((before, after))
+        before.record(stream)
+        stream.wait_event(self.marks.end)
+        after.record(stream)
+        if stream == torch.cuda.default_stream(self.device):
+            self.marks.waits.append((before, after))
+        self.tensors.clear()
         return True
 
     def is_completed(self) -> bool:
@@ -76,20 +80,17 @@ class CudaWork(dist._Work):
         """It never fails."""
         return True
 
-    def result(self) -> list[Tensor]:
-        """What it writes."""
-        return self.tensors
-
+    @untraced
     def get_future(self) -> Any:
         """Complete at once: CUDA futures order streams, not the host."""
-        future: Any = torch.futures.Future(devices=[self.tensors[0].device])
-        with torch.cuda.stream(link_stream(self.tensors[0].device)):
-            future.set_result(self.tensors)
+        future: Any = torch.futures.Future(devices=[self.device])
+        with torch.cuda.stream(link_stream(self.device)):
+            future.set_result(list(self.tensors))
         return future
 
 
 def issue(link: Link, kind: str, group: str, nbytes: int, move: Callable[[], None], tensors: Sequence[Tensor]) -> Any:
-    """Put a call behind what the current stream has queued and behind the calls before it."""
+    """Put a call on `tensors` behind what the current stream has queued and behind the calls before it."""
     device = tensors[0].device
     stream, marks = link_stream(device), Marks()
     ticks = ticks_per_second(device) * link.seconds(nbytes)
@@ -99,8 +100,6 @@ def issue(link: Link, kind: str, group: str, nbytes: int, move: Callable[[], Non
         move()
         torch.cuda._sleep(int(ticks))
         marks.end.record()
-    for tensor in tensors:
-        tensor.record_stream(stream)
     call = Call(kind, group, nbytes, link.clock(), 0.0, 0.0)
     link.calls.append(call)
     link.marks.append((call, marks))

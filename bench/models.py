@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
-from train_gpt import load_text
 
 Inputs = tuple[Tensor, Tensor]
 
@@ -34,13 +33,20 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     return list(model.blocks)  # type: ignore[arg-type]
 
 
+def help_text() -> Tensor:
+    """Bytes of the help texts that every Python carries, 1-D."""
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
+
+
 # --- a GPT ------------------------------------------------------------------------------------------------------------
 
 
 def gpt(batch: int = 4, context: int = 128, **shape: int) -> Workload:
-    """The example's GPT, 10.9 M parameters, on the example's text. Untied: SimpleFSDP unties weights silently."""
+    """The example's GPT, 10.9 M parameters, on English text. Untied: SimpleFSDP unties weights silently."""
     config = replace(GPTConfig(tied=False, context=context), **shape)
-    text = load_text(None, config.context)
+    text = help_text()
 
     def draw(step: int, rank: int) -> Inputs:
         generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.systems import find
 from bench.worker import Spec
 
 
@@ -38,13 +39,16 @@ class Running:
         self.system, self.folder = spec.system, folder
         ranks = spec.world if spec.mode in ("gloo", "nccl") else 1
         self.ranks = [Rank(Spec(**{**asdict(spec), "rank": rank}), folder) for rank in range(ranks)]
-        self.parameters = [rank.answer() for rank in self.ranks][0]["parameters"]
+        self.parameters = self._answers()[0]["parameters"]
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Let every rank do something; what rank 0 answers."""
         for rank in self.ranks:
             rank.tell(do, **arguments)
-        return [rank.answer() for rank in self.ranks][0]
+        return self._answers()[0]
+
+    def _answers(self) -> list[Any]:
+        return [rank.answer() for rank in self.ranks]
 
     def stop(self) -> None:
         """Let the processes end."""
@@ -121,7 +125,7 @@ class Side:
             self._start(spec)
 
     def _start(self, spec: Spec) -> None:
-        self.bar.step(f"{spec.system}: compile" if spec.mode else spec.system)
+        self.bar.step(f"{spec.system}: first step")
         folder = Path(self.folder.name) / spec.system.replace(":", "_")
         folder.mkdir()
         try:
@@ -137,6 +141,16 @@ class Side:
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """One after the other; answers by system."""
         return {name: running.ask(do, **arguments) for name, running in self.running.items()}
+
+    def warm(self) -> dict[str, dict[str, float]]:
+        """The first step of another process for each compiled system, with the caches that the first one has filled."""
+        found = {}
+        for name, running in self.running.items():
+            if find(name).graphs:
+                again = Running(running.ranks[0].spec, running.folder)
+                found[name] = again.ask("first")
+                again.stop()
+        return found
 
     def rounds(self, number: int, steps: int) -> dict[str, list[list[dict[str, float]]]]:
         """Each system has a turn of `steps` steps in every round, in changing order; answers by system and round."""
@@ -158,7 +172,7 @@ class Side:
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:
-    """`names`, begun at another one each time, every other time backwards: nobody always follows the same one."""
-    at = index % len(names) if names else 0
+    """`names` begun at another one each time; after each whole turn the other way round: neighbours change places."""
+    turns, at = divmod(index, len(names) or 1)
     turned = [*names[at:], *names[:at]]
-    return turned[::-1] if index % 2 else turned
+    return turned[::-1] if turns % 2 else turned

@@ -60,7 +60,8 @@ class Worker:
         self.generated = GeneratedCode()
         self.workload = WORKLOADS[spec.model]()
         torch.manual_seed(0)
-        model = self.workload.build().to(self.device)
+        with self.device:
+            model = self.workload.build()
         self.prepared = systems.prepare(spec.system, model, self.workload.blocks(model), self._setup(model))
         self.trained = [p for p in self.prepared.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, betas=(0.9, 0.95), foreach=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     process_group: GroupArgument | None = None,
     sharding_strategy: ShardingStrategy | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     auto_wrap_policy: AutoWrapPolicy = "auto",
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
@@ -71,8 +71,10 @@ def fully_shard(
             NO_SHARD.
         reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. A number n, a
             divisor of the ranks to shard over: between forward and backward each rank keeps an n-th of the parameters,
-            and backward gathers within runs of n ranks only; 1 means False, the number of all ranks True. Beside a
-            `sharding_strategy` it may only say what that says, a number only beside those that free.
+            and backward gathers within runs of n ranks only; 1 means False, the number of all ranks True. "auto": a
+            compiled step keeps those units whose second gather would make it longer, as far as its budget goes
+            (`CompileConfig`); an eager one frees all. Beside a `sharding_strategy` it may only say what that says, a
+            number or "auto" only beside those that free.
         auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
             `model` is one unit; a set of module classes; or a `ModuleWrapPolicy`, `CustomPolicy` or callable as
             `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
@@ -96,7 +98,6 @@ def fully_shard(
             settings the outermost call's are in force.
 
     Raises:
-        NotImplementedError: `reshard_after_forward` is "auto".
         RuntimeError: no process group is initialised, or a unit's parameters are spread over devices.
         TypeError: an argument has the wrong type.
         ValueError: an argument or a parameter cannot be sharded; the message says which and what to do.
@@ -125,6 +126,7 @@ def fully_shard(
         sync=sync_module_states,
         precision=mixed_precision,
         offload=cpu_offload is not None and cpu_offload.offload_params,
+        may_stay=reshard_after_forward == "auto",
     )
     exempt = exempt_classes(mixed_precision)
     chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
@@ -161,7 +163,7 @@ def _check_type(name: str, value: Any, expected: type | UnionType) -> None:
         raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
 
 
-def _resolve_strategy(strategy: ShardingStrategy | None, choice: bool | int | None) -> ShardingStrategy:
+def _resolve_strategy(strategy: ShardingStrategy | None, choice: bool | int | str | None) -> ShardingStrategy:
     _check_reshard(choice)
     frees = choice if choice is None or isinstance(choice, bool) else choice != 1
     if frees is False and choice is not False:
@@ -178,12 +180,9 @@ def _resolve_strategy(strategy: ShardingStrategy | None, choice: bool | int | No
 
 
 def _check_reshard(choice: Any) -> None:
-    if choice == "auto":
-        raise NotImplementedError(
-            "reshard_after_forward: expected a bool or a number of ranks, found 'auto', which is not supported yet; "
-            "True needs the least memory"
-        )
-    _check_type("reshard_after_forward", choice, bool | int | None)
+    if isinstance(choice, str) and choice != "auto":
+        raise ValueError(f"reshard_after_forward: expected a bool, a number of ranks or 'auto', found {choice!r}")
+    _check_type("reshard_after_forward", choice, bool | int | str | None)
 
 
 def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
@@ -214,6 +213,7 @@ def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
         reshard_after_forward,
         replicas=replicas,
         halves=halves,
+        may_stay=settings.may_stay,
         precision=prepared.precision,
         offload=settings.offload,
         device=prepared.device,

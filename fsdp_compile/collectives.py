@@ -2,7 +2,7 @@
 
 Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, and a step that
 runs eagerly and one that is compiled put the same calls on the wire, but for gathers on the CPU: there eager code goes
-around what gloo copies.
+around what gloo copies. Code that Inductor generates calls the process group itself (passes/direct.py).
 """
 
 from collections.abc import Callable

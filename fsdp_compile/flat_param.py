@@ -144,6 +144,14 @@ class FlatParam:
         return twin
 
 
+def by_kind(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters of one dtype, device and `requires_grad` together, in order of first appearance."""
+    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in params:
+        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    return list(kinds.values())
+
+
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
 

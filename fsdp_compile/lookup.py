@@ -44,7 +44,7 @@ def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]], mixin: ty
         if unit not in units:
             units.append(unit)
         lookups.append(Lookup(name, units.index(unit), index))
-        unit.add_place(index, module._parameters, name)
+        unit.places.add(index, module._parameters, name)
     module.__dict__["_fsdp_units"] = tuple(units)
     _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin))
 

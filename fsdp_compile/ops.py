@@ -10,7 +10,7 @@
     hand_over(packed)     -> a scalar that says nothing               backward, instead of a reduce: the eager runtime
                                                                       keeps the gradients, or a hook reduces them
     cast_shard(shard)     -> it in another dtype, in one buffer       only in Inductor's graphs
-    wait_gather(full, shard) -> `full`, filled                        only in Inductor's graphs: `shard` lives so long
+    wait_gather(full, sent) -> `full`, filled by a gather or exchange only in Inductor's graphs: `sent` lives so long
     agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
                                                                       are about to run (passes/agreement.py)
     mark(graph, number)      -> the same                              only where tasks are measured (passes/marks.py)
@@ -40,9 +40,9 @@ _OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, bool reshard_after_forward, "
-    "str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, int replica_count=1, "
-    "str neighbours='', int neighbour_count=1) -> Tensor",
+    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, "
+    "bool? reshard_after_forward, str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, "
+    "int replica_count=1, str neighbours='', int neighbour_count=1) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
@@ -61,7 +61,7 @@ torch.library.define(
     "fsdp_flat::hand_over", "(Tensor packed, Tensor number, str layout, bool owned=False) -> Tensor", tags=_OPAQUE
 )
 torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
-torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor shard) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::agree", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
@@ -112,7 +112,7 @@ def _unshard(
     layout: str,
     group: str,
     group_size: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -135,7 +135,7 @@ def _unshard_fake(
     layout: str,
     group: str,
     group_size: int,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | None,
     replicas: str = "",
     compute_dtype: torch.dtype | None = None,
     *_: Any,
@@ -237,7 +237,7 @@ def _cast_shard_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.register_fake("fsdp_flat::wait_gather")
-def _wait_gather_fake(full: Tensor, shard: Tensor) -> Tensor:
+def _wait_gather_fake(full: Tensor, sent: Tensor) -> Tensor:
     return torch.empty_like(full)
 
 

@@ -40,6 +40,7 @@ class Settings:
     ignored: Ignored
     precision: MixedPrecision | None
     offload: bool
+    may_stay: bool
 
 
 @dataclass(frozen=True)

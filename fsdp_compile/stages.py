@@ -41,6 +41,13 @@ def shard_number(stages: Iterable[Stage]) -> int:
     return number
 
 
+def shard_order(stages: Iterable[Stage]) -> tuple[int, ...]:
+    """For each rank of the whole group the part that it stores; empty if rank r stores part r."""
+    first, *then = stages
+    ranks = range(first.size * then[0].size) if then else ()
+    return tuple(rank // then[0].size + first.size * (rank % then[0].size) for rank in ranks)
+
+
 def gather(shard: Tensor, stages: Iterable[Stage]) -> Tensor:
     """All ranks' `shard`, 1-D `[n]`, in the order of the flat buffer: 1-D `[n * ranks]`."""
     for stage in stages:

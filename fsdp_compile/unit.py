@@ -10,7 +10,6 @@ Parameters of one dtype, device and `requires_grad` form a flat parameter: froze
 """
 
 import copy
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
-from fsdp_compile.flat_param import FlatParam, NamedParams
+from fsdp_compile.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.layout import ShardRecord
 from fsdp_compile.ops import UNSHARD, VIEWS
+from fsdp_compile.places import Places
 from fsdp_compile.stages import Stage, shard_number
 from fsdp_compile.switches import Switches
 
 T = TypeVar("T")
 Delivery = Literal["reduce", "reduce with kept", "hand over"]
-Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class Stamp(NamedTuple):
@@ -54,6 +53,7 @@ class Unit:
         reshard_after_forward: whether gathered buffers are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
         halves: peers and neighbours in `group`, through which gathers go (stages.py): backward asks neighbours only.
+        may_stay: whether a compiled graph may keep gathered buffers although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
         device: where the unit computes; None: where its parameters are.
@@ -67,7 +67,7 @@ class Unit:
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
-        places: for each parameter the registries of modules, with its names there, that hold it.
+        places: which modules hold the parameters.
         may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
         kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
         accumulates: whether no_sync was ever in force.
@@ -86,6 +86,7 @@ class Unit:
         *,
         replicas: dist.ProcessGroup | None = None,
         halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        may_stay: bool = False,
         precision: MixedPrecision | None = None,
         offload: bool = False,
         device: torch.device | None = None,
@@ -98,10 +99,11 @@ class Unit:
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
+        self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
         number = shard_number(self.stages) if shards > 1 else 0
-        self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in _by_kind(params))
+        self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.views: list[Tensor] | None = None
@@ -117,15 +119,15 @@ class Unit:
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
         self.state_settings: StateDictSettings | None = None
-        self.places: list[list[Place]] = [[] for _ in self.params]
-        self.note_places()
+        self.places = Places(len(self.params))
         self.note_dtypes()
         self.mark()
 
     def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
         """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
         first, *then = self.stages
-        where = (flat.layout.text, first.name, first.size, self.reshard_after_forward)
+        frees = None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward
+        where = (flat.layout.text, first.name, first.size, frees)
         if compute == reduce == flat.shard.dtype and self.replicas is None and not then:
             return where
         replicas, copies = ("", 1) if self.replicas is None else (self.replicas.group_name, self.replicas.size())
@@ -252,30 +254,14 @@ class Unit:
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
-    def add_place(self, index: int, registry: dict[str, nn.Parameter | None], name: str) -> None:
-        """Note that `registry`, a module's `_parameters`, holds parameter `index` under `name`."""
-        self.places[index].append((registry, name))
-        self.note_places()
-
     def stamp(self) -> Stamp:
         """To compare with a later one: whether the parameters have changed in between."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.ties)]
         return Stamp([param._version for param in self.params], shards)
 
-    def note_places(self) -> None:
-        """See what modules hold now; it counts as known."""
-        flattened = [place for places in self.places for place in places]
-        self._registries = [registry for registry, _ in flattened]
-        self._names_there = [name for _, name in flattened]
-        self._held = [registry.get(name) for registry, name in flattened]
-
     def is_current(self) -> bool:
-        """Whether modules hold the parameters that the unit knows, and these lie where it put them.
-
-        Asked at every eager forward: what is done for each parameter runs in C, at its price in eager/writeback.py.
-        """
-        found = map(dict.get, self._registries, self._names_there)
-        return all(map(operator.is_, found, self._held)) and all(flat.is_current() for flat in self.flats)
+        """Whether modules hold the parameters that the unit knows, and these lie where it put them."""
+        return self.places.hold_what_is_known() and all(flat.is_current() for flat in self.flats)
 
     def replace(self, params: dict[int, nn.Parameter]) -> None:
         """Let other parameter objects, by index, take the places of those that the unit knows."""
@@ -284,7 +270,7 @@ class Unit:
             self.params[index] = param
         for flat, known in self.by_flat(self.params):
             flat.params = list(known)
-        self.note_places()
+        self.places.note()
         self.mark()
 
     def note_dtypes(self) -> None:
@@ -316,7 +302,7 @@ class Unit:
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
         twin.syncs = True  # nothing would ever end, for the twin, the no_sync that it was made in
         twin.places = copy.deepcopy(self.places, memo)
-        twin.note_places()
+        twin.places.note()
         twin.mark()
         return twin
 
@@ -325,14 +311,6 @@ class Unit:
         padding = sum(flat.layout.padding_numel for flat in self.flats)  # E-FLAT-20
         sizes += f" ({padding} of them padding)" if padding else ""
         return f"Unit({len(self.params)} parameters, {sizes}, rank {self.rank} of {self.flats[0].layout.world_size})"
-
-
-def _by_kind(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype, device and `requires_grad` together, in order of first appearance."""
-    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in params:
-        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-    return list(kinds.values())
 
 
 def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:

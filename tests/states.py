@@ -54,6 +54,8 @@ def shard(case: Case, strategy: str | None, **options: Any) -> nn.Module:
     model = case.build()
     if strategy is None:
         return model
+    if strategy == "neighbours":
+        return fully_shard(model, reshard_after_forward=2)
     if "HYBRID" in strategy:
         options["devices_per_node"] = dist.get_world_size() // 2
     return fully_shard(model, sharding_strategy=ShardingStrategy[strategy], **options)

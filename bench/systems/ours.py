@@ -15,7 +15,8 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> nn.Module:
     precision = fsdp_compile.MixedPrecision(torch.bfloat16, torch.float32) if setup.bf16 else None
-    fsdp_compile.fully_shard(model, mesh=setup.mesh, mixed_precision=precision)
+    ahead = setup.blocking  # as FSDP2 is told: on CUDA the host's running ahead has the same effect
+    fsdp_compile.fully_shard(model, mesh=setup.mesh, mixed_precision=precision, forward_prefetch=ahead)
     missed = [block for block in blocks if not isinstance(block, fsdp_compile.FSDPModule)]
     if missed:
         raise RuntimeError(f"expected each block to be a unit, found {len(missed)} that are not; compare equal units")

@@ -1,19 +1,56 @@
 """SimpleFSDP as torchtitan 0.2.2 publishes it: each parameter a DTensor, the whole model one graph.
 
-Inductor's bucketing and overlap passes are switched on by torchtitan's own function. Its automatic one needs CUDA's
-cost model, so the CPU has the manual one, one bucket for each block, which both its authors' Llama uses.
+torchtitan is installed without its dependencies: importing the package itself would start its trainer's command line,
+but these files of it need torch alone. Inductor's bucketing and overlap passes are switched on by torchtitan's own
+function. Its automatic one needs CUDA's cost model, so the CPU has the manual one: a bucket for each block, chosen as
+the authors choose them for Llama.
 """
 
+import importlib.util
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch._inductor.utils import get_gpu_dram_gbps
 
 from bench.systems import Prepared, Setup
 
+BUCKETS = "transformer_block_bucketing"
+
+
+def open_package(name: str) -> None:
+    """Make submodules of the package `name` importable without running its `__init__`.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    found = importlib.util.find_spec(name)
+    if found is None or found.submodule_search_locations is None:
+        raise ModuleNotFoundError(
+            f"{name}: expected it to be installed for SimpleFSDP, found nothing; run `make bench`"
+        )
+    bare = ModuleType(name)
+    bare.__path__ = list(found.submodule_search_locations)
+    sys.modules.setdefault(name, bare)
+
+
+def answer_for_bandwidth() -> None:
+    """Let the manual pass start without a GPU: it asks for the memory's bandwidth, by way of Triton, and uses it not.
+
+    Torch remembers the answer, so the stand-in for Triton is there for one call only.
+    """
+    testing: Any = ModuleType("triton.testing")
+    testing.get_dram_gbps = lambda: 100.0
+    with mock.patch.dict(sys.modules, {"triton": ModuleType("triton"), "triton.testing": testing}):
+        get_gpu_dram_gbps()
+
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    open_package("torchtitan")
     from torchtitan.experiments.simple_fsdp.backend import get_compile_backend_with_passes
     from torchtitan.experiments.simple_fsdp.job_config import Compile
     from torchtitan.experiments.simple_fsdp.simple_fsdp import MixedPrecisionPolicy, data_parallel
@@ -24,12 +61,11 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     for name, parameter in sharded.named_parameters():  # it makes all of them trainable
         parameter.requires_grad_(name in trained)
     torch._inductor.config.reorder_for_peak_memory = False
+    if setup.device.type != "cuda":
+        answer_for_bandwidth()
     config: Any = Compile(graph_passes=setup.option or ("auto_bucketing" if setup.device.type == "cuda" else BUCKETS))
     config.backend, config.enable = "inductor", True
     first, last = setup.ends
     backend = get_compile_backend_with_passes(config, True, [first, last, *setup.block_names])
     compiled: Any = torch.compile(sharded, backend=backend, fullgraph=True)
     return Prepared(sharded, compiled, scale=1 / setup.mesh.size())  # its gradients are sums over the ranks
-
-
-BUCKETS = "transformer_block_bucketing"

@@ -81,11 +81,13 @@ class Cut:
     shape: tuple[int, ...]  # of the full tensor
     origin: int  # where it starts in the buffer
     shard_numel: int  # of each rank's part of the buffer
+    order: tuple[int, ...] = ()  # for each rank which part it stores; empty: rank r stores part r
 
     def run(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` stores; (0, 0) if none."""
-        low = max(rank * self.shard_numel, self.origin)
-        high = min((rank + 1) * self.shard_numel, self.origin + math.prod(self.shape))
+        part = self.order[rank] if self.order else rank
+        low = max(part * self.shard_numel, self.origin)
+        high = min((part + 1) * self.shard_numel, self.origin + math.prod(self.shape))
         return (low - self.origin, high - low) if low < high else (0, 0)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:

@@ -138,7 +138,8 @@ class PieceTensor(DTensor):
         parts = [row[:size] for row, size in zip(rows, sizes, strict=True)]
         if self.is_number:
             return torch.cat(parts)[0]
-        return torch.cat(parts).view(self.shape)
+        in_order = sorted(range(mesh.size()), key=lambda rank: self.cut.run(rank)[0])
+        return torch.cat([parts[rank] for rank in in_order]).view(self.shape)
 
     def _compute_device(self) -> torch.device:
         kind = self.device_mesh.device_type

@@ -1,7 +1,7 @@
 """The eager runtime: all that runs outside a compiled graph.
 
 Construction
-    groups.py          which ranks shard, which replicate
+    groups.py          which ranks shard, which replicate, which gather again
     ignored.py         what is left alone
     devices.py         where a unit computes, and moving it there
     materialise.py     parameters on the meta device get memory and values
@@ -13,6 +13,7 @@ Each step
     agreement.py       what has to be equal under one root and on all ranks
     streams.py         streams and events behind one interface
     gathered.py        one forward's full views: freed after forward, gathered again before backward, freed after it
+    recompute.py       a forward that backward runs again: which full views it reads
     full_buffer.py     the memory beneath them
     full_views.py      the differentiable step between shards and full views
     reduce.py          gradients packed, reduced, waited for late

@@ -126,5 +126,5 @@ def _adopt(unit: Unit, shards: Sequence[Tensor | None]) -> None:
     if not unit.offload:
         unit.device = unit.flats[0].shard.device
     unit.note_dtypes()
-    unit.note_places()
+    unit.places.note()
     unit.mark()

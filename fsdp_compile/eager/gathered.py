@@ -286,25 +286,6 @@ class Gathered:
             self.streams.note_free()
 
 
-def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> Gathered | None:
-    """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
-
-    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
-    and gathers for itself: what is returned.
-    """
-    gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
-    if gathered is None:
-        gathered = Gathered(unit, full_precision, streams)
-        gathered.open(whole)
-        gathered.backward = current_backward()
-        unit.awaiting_backward.add(gathered)
-        call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then
-        return gathered
-    gathered.recomputed_into = True
-    gathered.reopen()
-    return None
-
-
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
     """A hook on a node of the graph must not own the views, which own that node: no collector sees such a ring."""
     weak = weakref.WeakMethod(method)

@@ -206,7 +206,7 @@ _halves: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Pair]] = weakre
 """Peers and neighbours by shard group and number of neighbours."""
 
 
-def divide(groups: Groups, neighbours: bool | int | None) -> Groups:
+def divide(groups: Groups, neighbours: bool | int | str | None) -> Groups:
     """`groups`, with halves if `neighbours` is a number of ranks: runs of that many, and the peers of each rank.
 
     Only the ranks of a group take part in making it, neighbours before peers: shard groups may be any.
@@ -214,7 +214,7 @@ def divide(groups: Groups, neighbours: bool | int | None) -> Groups:
     Raises:
         ValueError: the shard group does not divide into runs of `neighbours`.
     """
-    if neighbours is None or isinstance(neighbours, bool):
+    if neighbours is None or isinstance(neighbours, bool | str):
         return groups
     ranks = dist.get_process_group_ranks(groups.shard)
     if neighbours < 1 or len(ranks) % neighbours:

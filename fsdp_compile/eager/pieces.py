@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.checkpoint.boxes import Cut
 from fsdp_compile.checkpoint.sharded import PieceTensor
+from fsdp_compile.stages import shard_order
 from fsdp_compile.unit import Unit, unit_of
 
 
@@ -22,7 +23,8 @@ class Managed:
         self.unit, self.index = unit, index
         flat = unit.flat_of(index)
         in_flat = index - sum(len(other.params) for other in unit.flats[: unit.flats.index(flat)])
-        self.cut = Cut(flat.layout.shapes[in_flat], flat.layout.offsets[in_flat], flat.layout.shard_numel)
+        shape, origin = flat.layout.shapes[in_flat], flat.layout.offsets[in_flat]
+        self.cut = Cut(shape, origin, flat.layout.shard_numel, shard_order(unit.stages))
         self.first, self.numel = self.cut.run(unit.rank)
 
     @property

@@ -197,7 +197,7 @@ class Summoned:
         if self.shows_grads:
             for param, grad in zip(self.unit.params, self.saved, strict=True):
                 _put_grad(param, grad)
-        self.unit.note_places()
+        self.unit.places.note()
 
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:

@@ -12,6 +12,7 @@ reorder.py              the order of the plan; pin it
 marks.py                seconds of tasks, measured while a graph runs
 exchange.py             reduce-scatters that gloo runs become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
+direct.py               generated code calls the process group itself: lowering, and what it calls
 agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
 tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state

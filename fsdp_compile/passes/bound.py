@@ -74,9 +74,11 @@ def _backward(workload: Workload, seconds: list[float], gathers: list[tuple[int,
 
 def _cannot_be_kept(workload: Workload, budget: int) -> float:
     """Seconds of gathers in backward that memory forces, if parts of units could be kept."""
-    at = workload.between[workload.backward]
-    room = budget - at - sum(workload.units[unit].gathered for unit in workload.always_kept)
-    units = [workload.units[unit] for unit in workload.keepable]
+    first = workload.tasks[workload.backward]  # of backward: beside it lives all that is kept
+    beside = first.memory + sum(workload.units[unit].gathered for unit in first.reads)
+    beside += sum(workload.units[unit].packed for unit in first.writes)
+    room = budget - beside - sum(workload.units[unit].gathered for unit in workload.always_kept - set(first.reads))
+    units = [workload.units[unit] for unit in workload.keepable if unit not in first.reads]
     forced = 0.0
     for unit in sorted(units, key=lambda unit: -unit.gather / max(unit.gathered, 1)):
         part = min(1.0, max(0, room) / unit.gathered) if unit.gathered else 1.0

@@ -12,7 +12,6 @@ Inductor knows what it deals with; the lowering of our own form of the wait give
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
@@ -31,7 +30,7 @@ def all_gather(shard: Tensor, group_size: int, group: str, *, out: Tensor) -> No
 
 def exchange(packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
     """Begin to send every rank its equal slice of `packed`, 1-D; a tensor like it for what they send, after `wait`."""
-    received = torch.empty_like(packed)
+    received = packed.new_empty(packed.numel())
     _running[received.data_ptr()] = group_named(group).alltoall_base(received, packed, [], [])
     return received
 

@@ -121,12 +121,12 @@ def _lower_pack(grads, layout):  # type: ignore[no-untyped-def]  # Inductor IR i
     fillers: list[Any] = []
     for segment in parsed.segments:
         grad = None if segment.parameter is None else grads[segment.parameter]
-        piece = grad if grad is not None else _zeros(ir, kind, segment.numel)
-        size = list(piece.get_size())
-        window = ir.FixedLayout(
+        size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
+        where = ir.FixedLayout(
             **kind, size=size, stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset)
         )
-        written = _write_into(ir, piece, ir.ReinterpretView(data=box, layout=window))
+        window = ir.ReinterpretView(data=box, layout=where)
+        written = _fill(ir, window) if grad is None else _write_into(ir, grad, window)
         pieces.append(written)
         if grad is None:
             fillers.append(written)
@@ -152,20 +152,32 @@ def _write_into(ir, piece, window):  # type: ignore[no-untyped-def]  # Inductor 
     return ir.ConcatKernel.realize_into(piece, window)
 
 
-def _zeros(ir, kind, numel):  # type: ignore[no-untyped-def]  # Inductor IR, as above
-    """Padding, and parameters without a gradient: what is sent must be finite."""
-    from torch._inductor.virtualized import ops
+def _fill(ir, window):  # type: ignore[no-untyped-def]  # Inductor IR, as above
+    """Zeros for padding and for parameters without a gradient: what is sent must be finite.
 
-    return ir.Pointwise.create(
-        **kind, inner_fn=lambda index: ops.constant(0, kind["dtype"]), ranges=[sympy.Integer(numel)]
+    By a call: a kernel of its own for each number of zeros takes the C++ compiler a second.
+    """
+    from torch._inductor.virtualized import V, ops
+
+    kind = {"device": window.get_device(), "dtype": window.get_dtype()}
+    if V.graph.cpp_wrapper:
+        zeros = ir.Pointwise.create(
+            **kind, inner_fn=lambda index: ops.constant(0, kind["dtype"]), ranges=window.get_size()
+        )
+        return ir.ConcatKernel.realize_into(zeros, window)
+    return ir.ExternKernelOut(
+        ir.NonOwningLayout(window),
+        inputs=[],
+        constant_args=(list(window.get_size()),),
+        python_kernel_name="torch.zeros",
     )
 
 
 def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]  # likewise
     """Zero-filling waits for the unit's first gradient.
 
-    It depends on nothing else, so the scheduler would fuse the fillers of all units into one kernel at the start of
-    backward and every packed buffer would be alive from there on.
+    It depends on nothing else, so the scheduler could fill all units' windows at the start of backward and every packed
+    buffer would be alive from there on.
     """
     produced = list(graph.name_to_buffer)
     first = min((buffer.get_name() for buffer in computed), key=produced.index)

@@ -3,12 +3,15 @@
 Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no
 more memory. That is exact, until more than `width` states are left.
 
-Two choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
-can as well be issued later. A reduce that is done can as well be waited for.
+Three choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
+can as well be issued later. A reduce that is done can as well be waited for. One that is not need not be waited for
+until its memory is needed, unless an all-reduce over replicas follows.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import le
 from typing import Any, NamedTuple
 
@@ -79,6 +82,7 @@ def search(
     together: float = 0.0,
     width: int | None = None,
     beat: float = float("inf"),
+    slack: float | None = None,
 ) -> Found | None:
     """The shortest plan for `workload` that keeps `kept`; None if all are longer than `beat` seconds or over budget.
 
@@ -90,8 +94,10 @@ def search(
         together: neighbours are one launch from the start, if it takes the link no longer than this, in seconds.
         width: states that are kept from task to task; None: all.
         beat: seconds of a plan that is known already.
+        slack: launch what there is whenever the link is idle, but a gather no earlier than it has to be if everything
+            computes without a stop, and so many times what it takes. None: try every place.
     """
-    machine = _Search(workload, kept, budget, merge, together, width, beat)
+    machine = _Search(workload, kept, budget, merge, together, width, beat, slack)
     end = machine.run()
     if end is None:
         return None
@@ -108,6 +114,7 @@ class _Search:
         together: float,
         width: int | None,
         beat: float,
+        slack: float | None,
     ) -> None:
         self.workload, self.tasks, self.between = workload, workload.tasks, workload.between
         self.merge, self.width, self.beat, self.cut = merge, width, beat, False
@@ -121,8 +128,18 @@ class _Search:
         self.allocates: dict[int, int] = {}
         for unit, first, _ in workload.reduces():
             self.allocates[first] = self.allocates.get(first, 0) + workload.units[unit].packed
-        self.left = [sum(task.seconds for task in self.tasks[k:]) for k in range(len(self.tasks) + 1)]
-        self.unsent = [_tails(self.gathers), _tails(self.reduces)]
+        self.left = suffix_sums(task.seconds for task in self.tasks)
+        self.unsent = [suffix_sums(launch.seconds for launch in each) for each in (self.gathers, self.reduces)]
+        # The least that follows, from the first launch that is left: once the link is free; once all has computed.
+        self.after_gathers, self.after_ready = [0.0], [0.0]
+        for launch in reversed(self.gathers):
+            self.after_gathers.append(launch.seconds + max(self.left[launch.first], self.after_gathers[-1]))
+        for launch, tail in zip(reversed(self.reduces), reversed(self.unsent[1][:-1]), strict=True):
+            self.after_ready.append(max(self.after_ready[-1], tail - self.left[launch.first + 1]))
+        self.after_gathers.reverse()
+        self.after_ready.reverse()
+        self.hasty = slack is not None
+        self.opens = [0] * len(self.gathers) if slack is None else _opens(workload, self.gathers, self.reduces, slack)
 
     def run(self) -> _State | None:
         states = [_State(0, 0, 0.0, 0.0, 0.0, (), (), 0, 0, None)]
@@ -173,10 +190,10 @@ class _Search:
         Without a limit on memory that is never worse: all gathers of a direction can be launched at once, in one order,
         and a reduce that has to queue behind them has no reader to keep waiting.
         """
-        return not (self.bounded or self.hybrid or self.merge > 1) and state.link <= state.now
+        return (self.hasty or not (self.bounded or self.hybrid or self.merge > 1)) and state.link <= state.now
 
     def _launches(self, state: _State, index: int) -> Iterator[_State]:
-        if state.pending and (self.bounded or self.hybrid):
+        if state.pending and self.hybrid:
             yield self._wait_oldest(state, index)
         needed = self._lacks(state, index)
         if not needed and self._is_queued_past(state, index):
@@ -186,12 +203,24 @@ class _Search:
                 break
             yield self._reduce(state, index, stop)
         for stop in range(state.gathers + 1, min(state.gathers + self.merge, len(self.gathers)) + 1):
-            if self.gathers[stop - 1].first >= self.workload.backward > index:
+            if self.gathers[stop - 1].first >= self.workload.backward > index or self.opens[stop - 1] > index:
                 break
-            launched = self._gather(state, index, stop)
-            if launched.live + self.between[index] > self.budget:
+            size = sum(launch.bytes for launch in self.gathers[state.gathers : stop])
+            roomy = self._make_room(state, index, size + self.between[index])
+            if roomy is None:
                 break
-            yield launched
+            yield self._gather(roomy, index, stop)
+
+    def _make_room(self, state: _State, index: int, size: int) -> _State | None:
+        """`state` after as few waits for reduces as leave `size` bytes beside what lives; None if none are enough."""
+        while state.live + size > self.budget:
+            if not state.pending:
+                return None
+            state = self._wait_oldest(state, index)
+        return state
+
+    def _room_for_task(self, state: _State, index: int) -> _State | None:
+        return self._make_room(state, index, self.allocates.get(index, 0) + self.tasks[index].memory)
 
     def _lacks(self, state: _State, index: int) -> bool:
         """Whether task `index` reads what is not gathered yet."""
@@ -199,7 +228,10 @@ class _Search:
 
     def _is_queued_past(self, state: _State, index: int) -> bool:
         """Whether the link is busy beyond task `index`: what is launched now could as well be launched after it."""
-        return index < len(self.tasks) and state.link > state.now and state.link >= self._end_of(state, index)
+        if index == len(self.tasks) or state.link <= state.now:
+            return False
+        roomy = self._room_for_task(state, index)
+        return roomy is not None and state.link >= self._end_of(roomy, index)
 
     def _gather(self, state: _State, index: int, stop: int) -> _State:
         gathers, reduces, now, link, replicas, arriving, pending, live, peak, steps = state
@@ -234,9 +266,10 @@ class _Search:
 
     def _after(self, index: int, states: list[_State]) -> Iterator[_State]:
         for state in self._before(index, states):
-            if not self._lacks(state, index):
-                after = self._compute(state, index)
-                if after.peak <= self.budget and self._bound(after, index + 1) <= self.beat:
+            roomy = None if self._lacks(state, index) else self._room_for_task(state, index)
+            if roomy is not None:
+                after = self._compute(roomy, index)
+                if self._bound(after, index + 1) <= self.beat:
                     yield after
 
     def _arrivals(self, state: _State, index: int) -> list[_Sent]:
@@ -277,11 +310,15 @@ class _Search:
 
     def _bound(self, state: _State, index: int) -> float:
         """Seconds below which no end can be from here."""
+        left, free = self.left[index], max(state.link, state.now)
+        bounds = [state.now + left + self.after_ready[state.reduces], free + self.after_gathers[state.gathers]]
+        bounds += [sent.done + self.left[self.gathers[sent.start].first] for sent in state.arriving]
         unsent = self.unsent[0][state.gathers] + self.unsent[1][state.reduces]
-        return max(state.now + self.left[index], state.link + unsent)
+        return max(*bounds, free + unsent if unsent else state.link)
 
     def _order(self, state: _State, index: int) -> tuple[float, ...]:
-        return self._bound(state, index), state.now, state.link, state.live
+        unsent = self.unsent[0][state.gathers] + self.unsent[1][state.reduces]
+        return self._bound(state, index), max(state.link, state.now) + unsent, state.now, state.live
 
     def _prune(self, found: Iterator[_State], index: int) -> list[_State]:
         states: list[_State] = []
@@ -308,12 +345,29 @@ class _Search:
         return all(mine[1:] == its[1:] and mine.done <= its.done for mine, its in zip(one.pending, last, strict=True))
 
 
+def _opens(workload: Workload, gathers: list[_Launch], reduces: list[_Launch], slack: float) -> list[int]:
+    """The task before which each gather may be issued first, see `slack` of search."""
+    starts = [0.0, *accumulate(task.seconds for task in workload.tasks)]
+    jobs = [(starts[launch.first], number, launch) for number, launch in enumerate(gathers)]
+    jobs += [(starts[launch.first + 1] + launch.seconds, -1, launch) for launch in reduces]
+    opens, latest = [0] * len(gathers), float("inf")
+    for until, number, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
+        latest = min(latest, until) - launch.seconds
+        if number >= 0:
+            split = workload.backward if launch.first >= workload.backward else 0
+            opens[number] = max(split, bisect_right(starts, latest - slack * launch.seconds) - 1)
+            if number and gathers[number - 1].first < workload.backward <= launch.first:
+                latest = float("inf")  # nothing of backward is launched in forward
+    return opens
+
+
 def _units(launches: list[_Launch]) -> tuple[int, ...]:
     return tuple(unit for launch in launches for unit in launch.units)
 
 
-def _tails(launches: list[_Launch]) -> list[float]:
-    return [sum(launch.seconds for launch in launches[at:]) for at in range(len(launches) + 1)]
+def suffix_sums(numbers: Iterable[float]) -> list[float]:
+    """The sum from each number on, and 0 at the end."""
+    return list(accumulate(reversed(list(numbers)), initial=0.0))[::-1]
 
 
 def _gathers(workload: Workload, kept: frozenset[int], together: float) -> list[_Launch]:

@@ -106,10 +106,10 @@ sum_2: f32[1, 5] = sum.dim_IntList(where, [0], True)
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, sum_2], '5x3@0,5@16|64/4%16')  # pack 0
 add_kept_0: f32[64] = fsdp_flat.add_kept(pack_0, primals_2, True)  # add_kept 0
 reduce_0: f32[64] = all_to_all_single(add_kept_0, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[64] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
+wait_reduce_2: f32[64] = fsdp_flat.wait_gather(reduce_2, add_kept_2)  # wait_reduce 2, MUST_SAVE
 rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
 mean_2: f32[16] = mean.dim(rows_2, [0])  # mean 2, MUST_SAVE
-wait_reduce_0: f32[64] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE
+wait_reduce_0: f32[64] = fsdp_flat.wait_gather(reduce_0, add_kept_0)  # wait_reduce 0, MUST_SAVE
 rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
 mean_0: f32[16] = mean.dim(rows_0, [0])  # mean 0, MUST_SAVE
 return [mean_0, None, None, mean_2, None]""",

@@ -44,13 +44,10 @@ def test_reshard_after_forward_against_the_strategy_is_refused(strategy: str, ch
 
 
 def test_other_ways_to_reshard_are_refused() -> None:
-    """ "auto" is not supported yet and says so; numbers must divide the ranks to shard over, and free something."""
-    refused(
-        mlp(), NotImplementedError, "expected a bool or a number of ranks, found 'auto'", reshard_after_forward="auto"
-    )
-    refused(
-        mlp(), TypeError, "reshard_after_forward: expected a bool or a int .*found str", reshard_after_forward="yes"
-    )
+    """Words other than "auto" are refused; numbers must divide the ranks to shard over, and free something."""
+    message = "reshard_after_forward: expected a bool, a number of ranks or 'auto', found 'yes'"
+    refused(mlp(), ValueError, message, reshard_after_forward="yes")
+    refused(mlp(), TypeError, "reshard_after_forward: expected", reshard_after_forward=2.0)
     for choice in (3, 8, 0, -2):
         message = f"reshard_after_forward: expected a bool or a divisor of the 4 ranks to shard over, found {choice}"
         refused(mlp(), ValueError, message, reshard_after_forward=choice)

@@ -86,6 +86,10 @@ def _use(rank: int) -> None:
         for param in reference.parameters():
             param.mul_(0.5)
     assert_same_parameters(model, reference)
+    state = model.state_dict()
+    with summon_full_params(model):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(state[name].full_tensor() if name in state else None, param, rtol=0, atol=0)
     model.register_comm_hook(None, _hook)
     follow(model, reference, MLP)
 

@@ -594,7 +594,12 @@ def test_options_of_torch_s_functions(two: Ranks) -> None:
 
 
 def _four(rank: int, folder: str, saving: bool) -> None:
-    model = shard(MLP, "HYBRID_SHARD", devices_per_node=2) if dist.get_world_size() == 4 else shard(MLP)
+    if dist.get_world_size() == 4:
+        model = shard(MLP, "HYBRID_SHARD", devices_per_node=2)
+        near = fully_shard(build(MLP), reshard_after_forward=2)  # shards are not in the order of ranks
+        same({key: value.full_tensor() for key, value in near.state_dict().items()}, build(MLP).state_dict())
+    else:
+        model = shard(MLP)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     if saving:
         optimizer = start(model, OPTIMIZERS["adamw"])

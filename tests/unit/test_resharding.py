@@ -19,7 +19,7 @@ from fsdp_compile.eager.pieces import managed
 from fsdp_compile.names import clean_names
 
 CASES = MODELS | MODULES
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", None]
+STRATEGIES = ["FULL_SHARD", "neighbours", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", None]
 
 
 @st.composite
@@ -28,7 +28,9 @@ def places(draw: st.DrawFn) -> tuple[str | None, int]:
     strategy = draw(st.sampled_from(STRATEGIES))
     if strategy is None:
         return None, 1
-    return strategy, draw(st.sampled_from([4, 8] if "HYBRID" in strategy else [1, 2, 3, 4, 8]))
+    return strategy, draw(
+        st.sampled_from([4, 8] if "HYBRID" in strategy or strategy == "neighbours" else [1, 2, 3, 4, 8])
+    )
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

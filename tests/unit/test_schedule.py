@@ -59,6 +59,23 @@ def test_more_memory_is_never_slower():
             schedule(workload, least - 1)
 
 
+@pytest.mark.parametrize("latency", [0.02, 0.3])
+def test_more_memory_is_never_slower_for_many(latency):
+    """Also for uneven models of more units than can be searched exactly; and most of the way to the bound helps."""
+    workload = blocks(9, rng=random.Random(0), keep=None, latency=latency)
+    least = smallest_budget(workload)
+    budgets = [int(least * part) for part in (1, 1.2, 1.4, 1.7, 2.2, 3)]
+    seconds = [schedule(workload, budget).seconds for budget in (*budgets, None)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < 0.8 * seconds[0]
+
+
+def test_uneven():
+    """128 uneven units within four times the smallest budget: 2 % from the bound."""
+    workload = blocks(127, rng=random.Random(1), keep=None)
+    assert schedule(workload, 4 * smallest_budget(workload)).gap <= 0.02
+
+
 def test_budget_of_many():
     """A deep model fits into any budget that is not refused, and the plan's memory is what the simulator counts."""
     for rng in (None, random.Random(1)):

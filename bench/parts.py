@@ -1,0 +1,232 @@
+"""What is measured: each part is a model, a link and the systems that run side by side on it."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench import systems
+from bench.rounds import Side
+from bench.worker import Spec
+from fsdp_compile.passes import PASSES
+
+LATENCY = 20e-6  # seconds of a collective's launch on the emulated link
+FREE = 1e18  # bytes per second: a link that takes no time
+CHECKED = 20  # the step at which losses are compared
+TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at different places
+
+Steps = dict[str, list[list[dict[str, float]]]]  # system -> round -> step -> what it took
+
+CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
+NEEDED = ("insert_collectives", "exchange")  # nothing runs without the one; the other is for gloo
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement.
+
+    Attributes:
+        about: a line for readers.
+        mode, device, model, bf16, world: as of `worker.Spec`.
+        systems: which.
+        ratios: emulated link: communication over compute, one setting each.
+        rounds, steps: how many turns each system has, and of how many steps; of each ratio.
+        looks: what else is measured: "calls", "copies", "memory", "host", "warm".
+    """
+
+    about: str
+    mode: str
+    model: str
+    systems: tuple[str, ...] = CPU_SYSTEMS
+    world: int = 2
+    device: str = "cpu"
+    bf16: bool = False
+    ratios: tuple[float, ...] = ()
+    rounds: int = 7
+    steps: int = 3
+    looks: tuple[str, ...] = ()
+
+
+PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
+EAGER = ("fsdp2", "ours")
+ON_CUDA = ("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
+WITHOUT = tuple(f"ours_compiled:{each.name}" for each in PASSES if each.name not in NEEDED)
+
+PARTS = {
+    "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),
+    "gloo_bf16": Part("the same in bf16", "gloo", "gpt", PEERS, bf16=True),
+    "gloo_lora": Part("the same, frozen with adapters, fp32", "gloo", "lora", PEERS),
+    "many_small": Part("2,000 parameters in 100 units, two gloo ranks, fp32", "gloo", "many_small", EAGER, steps=2),
+    "link": Part(
+        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", PEERS, 8, ratios=(0.3, 0.6, 0.9), looks=("calls", "memory")
+    ),
+    "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),
+    "link_1024": Part("the same, 1024 ranks", "link", "gpt", PEERS, 1024, ratios=(0.6,), looks=("calls",)),
+    "link_lora": Part("the same, 8 ranks, frozen with adapters", "link", "lora", PEERS, 8, ratios=(0.6,)),
+    "memory": Part(
+        "GPT on 8 tokens, 64 ranks: parameters and gradients are all the memory there is", "link", "gpt_few_tokens",
+        ("fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled"), 64, rounds=0, looks=("memory",),
+    ),
+    "host": Part(
+        "GPT of width 16, collectives that do nothing: host time", "fake", "tiny_gpt", PEERS, 8, rounds=0,
+        looks=("host", "warm"),
+    ),
+    "ablation": Part(
+        "GPT, emulated link, 8 ranks, ours with one pass left out", "link", "gpt",
+        ("unsharded", "ours_compiled", *WITHOUT), 8, ratios=(0.6,), looks=("calls", "copies", "memory"),
+    ),
+    "cuda_link": Part(
+        "Llama 3 8B blocks, four of them, 4,096 tokens, emulated link, 64 ranks, bf16", "link", "llama", ON_CUDA, 64,
+        "cuda", True, (0.3, 0.6, 0.9), looks=("calls", "memory"),
+    ),
+    "nccl": Part("Llama 3 8B blocks, four of them, NCCL, bf16", "nccl", "llama", ON_CUDA, 0, "cuda", True),
+    "smoke": Part(
+        "a tiny GPT, to see that all of this runs", "link", "gpt_small", ("fsdp2", "ours"), 8, ratios=(0.6,), rounds=2,
+        steps=2, looks=("calls", "copies", "memory", "host"),
+    ),
+}  # fmt: skip
+
+ON_THE_CPU = ("gloo", "many_small", "link", "memory", "host")
+"""What `python -m bench` runs without a GPU."""
+
+
+def run(name: str, part: Part) -> dict[str, Any]:
+    """Measure a part; what the report reads."""
+    specs = [Spec(system, part.model, part.mode, part.device, part.bf16, 0, part.world, "") for system in part.systems]
+    settings = (0.0, *part.ratios) if part.mode == "link" and part.rounds else (0.0,)
+    with Side(name, specs, len(settings) * part.rounds + len(part.looks)) as side:
+        found: dict[str, Any] = {"about": part.about, "model": part.model, "mode": part.mode, "world": part.world}
+        found.update(
+            device=part.device, bf16=part.bf16, first=side.first, failed=side.failed, per_step=_units(part), settings=[]
+        )
+        if part.rounds:
+            side.ask("train", steps=2)
+        for ratio in settings if part.rounds else ():
+            found["settings"].append(_at(side, part, ratio, found))
+        found.update({look: _look(side, look) for look in part.looks})
+    if part.mode in ("gloo", "nccl"):
+        check_losses({name: found["settings"][0]["systems"][name]["losses"] for name in side.running}, part.bf16)
+    return found
+
+
+def _units(part: Part) -> dict[str, Any]:
+    from bench.models import WORKLOADS
+
+    workload = WORKLOADS[part.model]()
+    ranks = part.world if part.mode in ("gloo", "nccl") and workload.unit == "tokens" else 1
+    return {"unit": workload.unit, "number": workload.per_step * ranks}
+
+
+def _at(side: Side, part: Part, ratio: float, found: dict[str, Any]) -> dict[str, Any]:
+    """One setting of the link: the free one first, from which the others are chosen."""
+    setting: dict[str, Any] = {"ratio": ratio}
+    if part.mode == "link":
+        latency, bandwidth = (0.0, FREE) if ratio == 0 else link_for(ratio, found["compute"], found["sent"])
+        side.ask("configure", latency=latency, bandwidth=bandwidth)
+        setting.update(latency=latency, bandwidth=bandwidth)
+        side.ask("train", steps=1)
+    steps = side.rounds(part.rounds, part.steps)
+    setting["systems"] = {name: summarise(rounds) for name, rounds in steps.items()}
+    if part.mode == "link" and ratio == 0:
+        reference = "ours_compiled" if "ours_compiled" in side.running else "ours"
+        ceiling = "unsharded" if "unsharded" in side.running else reference
+        found["compute"] = setting["systems"][ceiling]["backward"]
+        found["sent"] = side.running[reference].ask("calls")["summary"]
+    elif part.mode == "link":
+        name = "ours_compiled" if "ours_compiled" in side.running else "ours"
+        free = found["settings"][0]["systems"][name]
+        setting["bound"] = least(side.running[name].ask("calls"), free)
+    return setting
+
+
+def link_for(ratio: float, compute: float, sent: dict[str, Any]) -> tuple[float, float]:
+    """Latency and bandwidth of a link on which the calls in `sent` take `ratio` times `compute` seconds."""
+    calls = sum(number for kinds in sent["calls"].values() for number in kinds.values())
+    nbytes = sum(number for kinds in sent["bytes"].values() for number in kinds.values())
+    latency = min(LATENCY, ratio * compute / calls / 4)  # at most a quarter of the time
+    return latency, nbytes / (ratio * compute - latency * calls)
+
+
+def least(seen: dict[str, Any], free: dict[str, float]) -> dict[str, float]:
+    """What no order of gathers before their use and reduces after it can beat.
+
+    That is "step", of which "unavoidable" is exposed: the first gather, the last reduce, and what computing is too
+    short for. "dependent" is what is exposed at least where the root unit (embedding, head) computes next to nothing
+    and all are gathered again: the first two gathers of each pass and the last two reduces have nothing to hide behind.
+
+    Args:
+        seen: a step's calls on the link, and how many of them forward issued (`Worker.calls`).
+        free: seconds of a step, of forward, and of both passes where the link takes no time.
+    """
+    took = [(call["kind"], call["end"] - call["begin"]) for call in seen["list"]]
+    ahead = [seconds for kind, seconds in took[: seen["calls"]] if kind == "all_gather"]
+    again = [seconds for kind, seconds in took[seen["calls"] :] if kind == "all_gather"]
+    reduces = [seconds for kind, seconds in took if kind != "all_gather"]
+    first, last, forward, backward = ahead[0], reduces[-1], sum(ahead), sum(again) + sum(reduces)
+    computing = free["forward"], free["backward"] - free["forward"]
+    bound = first + max(computing[0], forward - first) + max(computing[1], backward - last) + last
+    rest = free["step"] - free["backward"]
+    return {
+        "step": bound + rest,
+        "unavoidable": bound - sum(computing),
+        "dependent": sum((*ahead[:2], *again[:2], *reduces[-2:])),
+        "communication": forward + backward,
+    }
+
+
+def summarise(rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over rounds of the mean step; spread; every loss."""
+    found: dict[str, Any] = {}
+    for key in ("step", "forward", "backward", "exposed"):
+        means = sorted(statistics.fmean(step[key] for step in steps) for steps in rounds)
+        found[key] = statistics.median(means)
+        if key == "step":
+            found["spread"] = [means[0], means[-1]]
+    found["losses"] = [step["loss"] for steps in rounds for step in steps]
+    return found
+
+
+def check_losses(losses: dict[str, Sequence[float]], bf16: bool) -> None:
+    """A peer that does not train the same model to the same loss is not compared.
+
+    Raises:
+        RuntimeError: losses of the first 20 steps differ by more than `TOLERANCE`, relative to ours.
+    """
+    ours = next(name for name in reversed(list(losses)) if name.startswith("ours"))
+    for name, found in losses.items():
+        if name == "unsharded":  # trains on its own rank's batch alone
+            continue
+        for number, (a, b) in enumerate(zip(losses[ours], found, strict=True)):
+            if number < CHECKED and not abs(a - b) <= TOLERANCE[bf16] * abs(a):  # false for nan too
+                raise RuntimeError(f"step {number}: expected losses as of {ours}, {a}, found {b} of {name}")
+
+
+def _look(side: Side, look: str) -> Any:
+    side.bar.step(look)
+    if look == "host":
+        return _host(side)
+    return side.warm() if look == "warm" else side.ask(look)
+
+
+def _host(side: Side, rounds: int = 9, steps: int = 20) -> dict[str, dict[str, float]]:
+    """CPU microseconds of a step: medians of interleaved rounds."""
+    side.ask("host", steps=3)
+    measured = [side.ask("host", steps=steps) for _ in range(rounds)]
+    return {
+        name: {key: statistics.median(each[name][key] for each in measured) for key in ("backward", "step")}
+        for name in side.running
+    }
+
+
+def runnable(part: Part) -> str:
+    """Why a part cannot run here, or nothing."""
+    if part.device == "cuda" and not torch.cuda.is_available():
+        return "needs a GPU"
+    return "needs several GPUs" if part.mode == "nccl" and torch.cuda.device_count() < 2 else ""
+
+
+def labels(part: dict[str, Any]) -> dict[str, str]:
+    """What systems of a finished part are called."""
+    return {name: systems.label(name) for name in part["first"]}

@@ -1,0 +1,110 @@
+"""Plans for steps shaped like Llama 3's, on the package's simulator: ours, one unit ahead, FSDP2's rule.
+
+Ours is planned twice: within the memory that the better rule needs, and within the device's. "unavoidable" is the
+lower bound of a step within that memory, less what it computes; the rules' copies in and out are left out (rules.py).
+Eight ranks have no room for the states of the larger models: those rows have the first of the two alone.
+"""
+
+import json
+import pathlib
+import time
+
+from bench.llama import MODELS, workload
+from bench.rules import fsdp2, one_ahead
+from fsdp_compile.passes.cost import device, link
+from fsdp_compile.passes.schedule import Schedule, schedule
+from fsdp_compile.passes.simulate import simulate
+from fsdp_compile.passes.verify import verify
+from fsdp_compile.passes.workload import Workload
+
+WORLDS = {
+    "8B": {"h100-nvlink": 8, "h100-ib400": 64, "h100-ib400-single": 64},
+    "70B": {"h100-nvlink": 8, "h100-ib400": 128, "h100-ib400-single": 128},
+    "405B": {"h100-nvlink": 8, "h100-ib400": 512, "h100-ib400-single": 512},
+}
+BATCHES = (1, 2, 4)
+NOTABLE = 1e-3  # of a step: less than this between rule and bound is latencies that the bound does not count
+
+
+def rows() -> list[dict[str, object]]:
+    """One for each model, link and batch."""
+    found = []
+    for model, worlds in WORLDS.items():
+        for name, world in worlds.items():
+            for batch in BATCHES:
+                step = workload(MODELS[model], batch, world, link(name), device("h100"))
+                found.append({"model": model, "link": name, "world": world, "batch": batch, **_compare(step)})
+                print(_line(found[-1]), flush=True)
+    return found
+
+
+def _compare(step: Workload) -> dict[str, object]:
+    computing = sum(task.seconds for task in step.tasks)
+    rules = {"one_ahead": simulate(step, one_ahead(step)), "fsdp2": simulate(step, fsdp2(step))}
+    better = min(rules.values(), key=lambda timeline: (timeline.makespan, timeline.peak))
+    start = time.process_time()
+    ours = schedule(step, better.peak)
+    planning = time.process_time() - start
+    verify(step, ours.plan, better.peak)
+    avoidable = better.makespan - ours.bound
+    row: dict[str, object] = {
+        "computing": computing,
+        **{
+            name: {"seconds": each.makespan, "exposed": each.exposed, "peak": each.peak} for name, each in rules.items()
+        },
+        "ours": _figures(ours, computing),
+        "planning": planning,
+        "never_slower": ours.seconds <= better.makespan * (1 + 1e-9),
+        "avoidable": avoidable,
+        "avoided": (better.makespan - ours.seconds) / avoidable if avoidable > NOTABLE * better.makespan else None,
+    }
+    memory = device("h100").memory
+    if memory is not None and memory > better.peak:
+        row["ours_on_device"] = _figures(schedule(step, memory), computing)
+    return row
+
+
+def _figures(found: Schedule, computing: float) -> dict[str, object]:
+    return {
+        "seconds": found.seconds,
+        "exposed": found.seconds - computing,
+        "unavoidable": found.bound - computing,
+        "gap": found.gap,
+        "peak": found.peak,
+        "kept": len(found.kept),
+    }
+
+
+HEAD = (
+    f"{'model':5} {'link':17} {'ranks':>5} {'batch':>5} {'computing':>9} | {'one ahead':>9} {'exposed':>8} | "
+    f"{'fsdp2':>8} {'exposed':>8} | {'ours':>8} {'exposed':>8} {'unavoid.':>8} {'gap':>6} {'avoided':>8} | "
+    f"{'in 80 GB':>8} {'exposed':>8} {'gap':>6}"
+)
+
+
+def _line(row) -> str:
+    def part(figures) -> str:
+        return f"{figures['seconds'] * 1e3:8.0f} {figures['exposed'] * 1e3:8.1f}"
+
+    ours, more = row["ours"], row.get("ours_on_device")
+    avoided = "-" if row["avoided"] is None else f"{row['avoided']:.0%}"
+    return (
+        f"{row['model']:5} {row['link']:17} {row['world']:5} {row['batch']:5} {row['computing'] * 1e3:9.0f} |  "
+        f"{part(row['one_ahead'])} | {part(row['fsdp2'])} | {part(ours)} {ours['unavoidable'] * 1e3:8.1f} "
+        f"{ours['gap']:6.2%} {avoided:>8} | " + (f"{part(more)} {more['gap']:6.2%}" if more else "")
+    )
+
+
+def main() -> None:
+    """Print the table, in milliseconds, and write it."""
+    print(HEAD)
+    found = rows()
+    path = pathlib.Path(__file__).parent / "results" / "planner.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    slower = [row for row in found if not row["never_slower"]]
+    planning = max(row["planning"] for row in found)
+    print(f"{len(found)} steps, {len(slower)} slower than a rule; planning took {planning:.2f} s of CPU time at most")
+
+
+if __name__ == "__main__":
+    main()

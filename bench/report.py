@@ -1,0 +1,200 @@
+"""Results as files: one JSON for each day and kind of machine, tables in Markdown, traces for Perfetto."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.systems import label
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- bench: written by `python -m bench report` -->", "<!-- end of bench -->"
+
+Found = dict[str, Any]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def save(name: str, found: Found) -> Path:
+    """Put a part into today's file for this kind of machine, beside the parts that are there."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    target = RESULTS / f"{today()}-{kind}.json"
+    report = json.loads(target.read_text()) if target.exists() else {"parts": {}}
+    report.update(date=today(), machine=machine(), versions=versions())
+    report["parts"][name] = {"date": today(), **found}
+    RESULTS.mkdir(exist_ok=True)
+    head = {key: report[key] for key in ("date", "machine", "versions")}
+    parts = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in report["parts"].items())
+    target.write_text(f'{json.dumps(head)[:-1]},\n"parts": {{\n{parts}\n}}}}\n')
+    return target
+
+
+def load() -> dict[str, Found]:
+    """The newest result of every part, with the machine that it is from."""
+    newest: dict[str, Found] = {}
+    for path in sorted(RESULTS.glob("????-??-??-*.json")):
+        report = json.loads(path.read_text())
+        for name, part in report["parts"].items():
+            newest[name] = {**part, "machine": report["machine"], "versions": report["versions"]}
+    return newest
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def machine() -> str:
+    """Processor, number of cores, GPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    gpu = f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{platform.machine()}, {model or 'unknown processor'}, {os.cpu_count()} cores{gpu}"
+
+
+def versions() -> dict[str, str]:
+    """What decides the figures."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        found["torchtitan"] = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        found["torchtitan"] = "not installed"
+    return found
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(parts: dict[str, Found]) -> str:
+    """All parts in Markdown."""
+    return "\n\n".join("\n".join(_section(name, part)) for name, part in parts.items())
+
+
+def _section(name: str, part: Found) -> Iterator[str]:
+    yield f"**{name}**: {part['about']}. {part['date']}, {part['machine']}, torch {part['versions']['torch']}."
+    yield ""
+    rows = [_row(part, system) for system in part["first"]]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    yield "| " + " | ".join(["", *columns]) + " |"
+    yield "| --- |" + " ---: |" * len(columns)
+    for system, row in zip(part["first"], rows, strict=True):
+        yield "| " + " | ".join([label(system), *(row.get(column, "") for column in columns)]) + " |"
+    for system, reason in part["failed"].items():
+        yield f"\n{label(system)} did not run: {reason.strip().splitlines()[-1]}"
+    for setting in part["settings"]:
+        if "bound" in setting:
+            yield f"\n{_bound_line(part, setting)}"
+
+
+def _bound_line(part: Found, setting: Found) -> str:
+    least = setting["bound"]
+    return (
+        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): no order beats "
+        f"{1e3 * least['step']:,.1f} ms a step, {1e3 * least['unavoidable']:,.1f} ms of it exposed; with these units, "
+        f"all gathered again in backward, {1e3 * least['dependent']:,.1f} ms."
+    )
+
+
+def _row(part: Found, system: str) -> dict[str, str]:
+    """The cells of a system, by column."""
+    row: dict[str, str] = {}
+    for setting in part["settings"]:
+        row.update(_speed(part, setting, system))
+    if "copies" in part:
+        row["copied, MB"] = f"{part['copies'][system] / 1e6:,.1f}"
+    if "calls" in part:
+        summary = part["calls"][system]["summary"]
+        row["collectives"] = str(_total(summary["calls"]))
+        row["sent, MB"] = f"{_total(summary['bytes']) / 1e6:,.1f}"
+    if "memory" in part:
+        memory = part["memory"][system]
+        row["peak, MB"] = f"{(memory['allocator'] or memory['resident'] + memory['above']) / 1e6:,.1f}"
+        row["RSS, MB"] = f"{memory['rss'] / 1e6:,.0f}"
+    if "host" in part:
+        row["host, us a step"] = f"{part['host'][system]['backward']:,.0f}"
+    row["first step, CPU s"] = f"{part['first'][system]['cpu']:,.1f}"
+    if system in part.get("warm", {}):
+        row["warm, CPU s"] = f"{part['warm'][system]['cpu']:,.1f}"
+    return row
+
+
+def _total(by_group: dict[str, dict[str, int]]) -> int:
+    return sum(number for kinds in by_group.values() for number in kinds.values())
+
+
+def _speed(part: Found, setting: Found, system: str) -> dict[str, str]:
+    """Speed and spread; on an emulated link what is exposed, as time beyond that on a free one."""
+    figures = setting["systems"][system]
+    unit, number = part["per_step"]["unit"], part["per_step"]["number"]
+    least, most = (f"{1e3 * value:,.1f}" for value in figures["spread"])
+    at = f" at {setting['ratio']:g}" if setting["ratio"] else (", free link" if part["mode"] == "link" else "")
+    row = {f"{unit}/s{at}": f"{number / figures['step']:,.1f}"}
+    if not setting["ratio"]:
+        return {**row, f"ms a step{at}": f"{1e3 * figures['step']:,.1f} ({least} to {most})"}
+    row[f"exposed, ms{at}"] = f"{1e3 * exposed(part, setting, system):,.1f}"
+    row[f"of the bound{at}"] = f"{figures['step'] / setting['bound']['step']:.2f}"
+    return row
+
+
+def exposed(part: Found, setting: Found, system: str) -> float:
+    """Seconds of a step for which the link held computing up.
+
+    On the CPU what waits slept. What DDP and streams wait is not seen: there the step less that on a free link.
+    """
+    figures, free = setting["systems"][system], part["settings"][0]["systems"][system]
+    seen = part["device"] == "cpu" and system != "ddp"
+    return figures["exposed"] if seen else max(0.0, figures["step"] - free["step"])
+
+
+def write_readme(text: str) -> None:
+    """Replace what stands between the markers."""
+    whole = README.read_text()
+    before, found, rest = whole.partition(BEGIN)
+    if not found:
+        raise RuntimeError(f"README.md: expected a line {BEGIN!r}, found none; add it, and {END!r} after it")
+    README.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+
+
+# --- Perfetto ---------------------------------------------------------------------------------------------------------
+
+
+def trace(calls: Found) -> list[Found]:
+    """One step as events of Chrome's trace format: lanes of computing and of the link; microseconds."""
+    found = []
+    for begin, end in computing(calls):
+        found.append(_event("compute", "compute", begin, end))
+    for number, call in enumerate(calls["list"]):
+        name = f"{call['kind']} {number}, {call['nbytes'] / 1e6:.2f} MB"
+        found.append(_event(name, "link", call["begin"] - call["origin"], call["end"] - call["origin"]))
+        for begin, end in call["waits"]:
+            found.append(_event(f"wait for {number}", "compute", begin - call["origin"], end - call["origin"]))
+    return found
+
+
+def computing(calls: Found) -> list[tuple[float, float]]:
+    """The stretches of a step between waits, seconds after its beginning."""
+    waits = sorted((b - call["origin"], e - call["origin"]) for call in calls["list"] for b, e in call["waits"])
+    borders = [0.0, *(border for wait in waits for border in wait), calls["step"]]
+    return [(begin, end) for begin, end in zip(borders[::2], borders[1::2], strict=True) if end > begin]
+
+
+def _event(name: str, lane: str, begin: float, end: float) -> Found:
+    return {"name": name, "ph": "X", "pid": "step", "tid": lane, "ts": 1e6 * begin, "dur": 1e6 * (end - begin)}
+
+
+def write_traces(name: str, part: Found) -> None:
+    """A file for each system; open it at ui.perfetto.dev."""
+    folder = RESULTS / "traces"
+    folder.mkdir(parents=True, exist_ok=True)
+    for system, calls in part.get("calls", {}).items():
+        target = folder / f"{name}-{system.replace(':', '-')}.json"
+        target.write_text(json.dumps({"traceEvents": trace(calls)}))

@@ -1,0 +1,25 @@
+"""A forward that backward runs again: which full views it reads."""
+
+from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.eager.streams import Streams
+from fsdp_compile.eager.torch_private import call_after_backward, current_backward
+from fsdp_compile.unit import Unit
+
+
+def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> Gathered | None:
+    """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
+
+    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
+    and gathers for itself: what is returned.
+    """
+    gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
+    if gathered is None:
+        gathered = Gathered(unit, full_precision, streams)
+        gathered.open(whole)
+        gathered.backward = current_backward()
+        unit.awaiting_backward.add(gathered)
+        call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then
+        return gathered
+    gathered.recomputed_into = True
+    gathered.reopen()
+    return None

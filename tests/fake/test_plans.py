@@ -1,0 +1,124 @@
+"""Plans on graphs: read, applied, pinned; the generated code has their order (I6)."""
+
+import pathlib
+import re
+
+import pytest
+import torch
+from compiling import BUILD, CASES, compiled, printed_graphs
+from generated import Program
+from torch._inductor.utils import fresh_inductor_cache
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes.choose import plan_log
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.plan import Plan
+
+SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
+    """The plans of the graphs that are compiled, by direction."""
+    found: dict[str, Plan] = {}
+    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan: found.update({direction: plan}))
+    return found
+
+
+def launches(program: Program) -> list[str]:
+    """Starts and waits of collectives in the order of the generated code, as a plan calls them."""
+    started: dict[str | None, str] = {}
+    found = []
+    for step in program.steps:
+        if step.is_gather or step.is_reduce:
+            started[step.out] = "gather" if step.is_gather else "reduce"
+            found.append(started[step.out])
+        elif step.is_wait:
+            found.append({"gather": "wait", "reduce": "wait_reduce"}[started[step.names[0]]])
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"link": SLOW}, {"link": "h100-nvlink", "device": "h100"}], ids=str)
+def test_generated_code_follows_the_plan(plans: dict[str, Plan], options: dict[str, str]) -> None:
+    """Collectives and their waits stand in the generated code in the plan's order, whatever the plan is."""
+    programs = compiled("gpt", fsdp_compile_backend, options=options)
+    for direction, program in zip(("forward", "backward"), programs, strict=True):
+        planned = [step.kind for step in plans[direction].steps if step.kind != "free" for _ in step.units]
+        assert launches(program) == planned
+
+
+def test_a_slow_link_is_kept_busy(plans: dict[str, Plan]) -> None:
+    """Where communication is the bottleneck all gathers of forward are launched before anything computes."""
+    compiled("gpt", fsdp_compile_backend, options={"link": SLOW})
+    ahead = {step.at for step in plans["forward"].of("gather")}
+    compiled("gpt", fsdp_compile_backend)
+    assert ahead != {step.at for step in plans["forward"].of("gather")}
+
+
+def test_a_budget_is_kept_or_refused(plans: dict[str, Plan]) -> None:
+    """A budget makes gathers start later; one that no plan keeps is an error that says how much is needed."""
+    needed = 1
+    while (error := refusal(needed)) is not None:  # forward says what it needs, then backward
+        found = re.search(r"budget: expected at least (\d+) bytes.* found (\d+)", error)
+        assert found is not None and int(found[1]) > int(found[2]) == needed, error
+        needed = int(found[1])
+    tight = dict(plans)
+    assert refusal(None) is None
+    assert tight != plans
+    assert refusal(needed - 1) is not None
+
+
+def refusal(budget: int | None) -> str | None:
+    """What compiling with a budget raises; None if there is a plan."""
+    try:
+        compiled("gpt", fsdp_compile_backend, options={"link": SLOW, "budget": budget})
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def test_a_plan_from_a_file(plans: dict[str, Plan], tmp_path: pathlib.Path) -> None:
+    """A plan that was printed, edited and saved is followed; one for another model is refused."""
+    compiled("gpt", fsdp_compile_backend)
+    eager_first = {name: gather_all_first(plan) if name == "forward" else plan for name, plan in plans.items()}
+    path = tmp_path / "plan.txt"
+    path.write_text("".join(f"{name}:\n{plan}" for name, plan in eager_first.items()))
+    forward, _ = compiled("gpt", fsdp_compile_backend, options={"plan": str(path)})
+    assert plans["forward"] == eager_first["forward"]
+    gathers = [i for i, kind in enumerate(launches(forward)) if kind == "gather"]
+    assert gathers == list(range(len(gathers)))
+    with pytest.raises(Exception, match="PlanError"):
+        compiled("mlp", fsdp_compile_backend, options={"plan": str(path)})
+
+
+def gather_all_first(plan: Plan) -> Plan:
+    """`plan` with all gathers before the first task."""
+    gathers = [step.__class__("gather", step.units, 0) for step in plan.of("gather")]
+    return Plan((*gathers, *(step for step in plan.steps if step.kind != "gather")))
+
+
+@pytest.mark.parametrize("options", [{}, {"link": SLOW}], ids=str)
+def test_auto_keeps_what_pays(options: dict[str, str]) -> None:
+    """With "auto" backward gathers fewer units than forward: at least the one that backward reads first is kept."""
+    model = fully_shard(BUILD["gpt"](), reshard_after_forward="auto")
+    counts = gathers_of(torch.compile(model, backend=fsdp_compile_backend, options=options))
+    assert counts[0] == 5 and counts[1] < 5
+    full = gathers_of(torch.compile(fully_shard(BUILD["gpt"]()), backend=fsdp_compile_backend, options=options))
+    assert full == [5, 5]
+
+
+def gathers_of(model: torch.nn.Module) -> list[int]:
+    """How many gathers forward and backward have."""
+    torch._dynamo.reset()
+    with fresh_inductor_cache(), printed_graphs() as graphs:
+        CASES["gpt"].loss(model, CASES["gpt"].batch(1, 4)).backward()
+    return [graph.count(" = all_gather_into_tensor(") for graph in graphs if "graph after reorder" in graph]
+
+
+def test_what_needs_a_link_says_so() -> None:
+    """A budget, times or a device without a link would mean nothing: refused by name."""
+    for name, value in {"budget": 1, "times": "x", "device": "h100"}.items():
+        with pytest.raises(Exception, match=f"{name}: expected a link beside it"):
+            compiled("mlp", fsdp_compile_backend, options={name: value})
+    with pytest.raises(Exception, match="link: expected one of h100-nvlink"):
+        compiled("mlp", fsdp_compile_backend, options={"link": "ethernet"})

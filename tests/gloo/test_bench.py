@@ -1,0 +1,34 @@
+"""The benchmark from end to end, small."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import parts, pictures, report
+
+
+@pytest.mark.timeout(200)
+def test_two_systems_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 and ours take turns on an emulated link; figures, table, pictures and traces come out."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+    found = parts.run("smoke", replace(parts.PARTS["smoke"], looks=("calls", "copies", "memory")))
+    free, slow = found["settings"]
+    for name in ("fsdp2", "ours"):
+        assert len(free["systems"][name]["losses"]) == 4
+        assert slow["systems"][name]["exposed"] > slow["bound"]["unavoidable"] * 0.9
+        calls = found["calls"][name]["summary"]["calls"]["0"]
+        assert calls == {"all_gather": 5, "reduce_scatter": 3}  # three units; FSDP2 and ours keep the root's
+    parameters = 4 * 118_016  # bytes, with what padding there is
+    assert found["copies"]["ours"] == pytest.approx(parameters, rel=0.2)  # packing, eagerly
+    assert found["copies"]["fsdp2"] == pytest.approx(3 * parameters, rel=0.2)  # both sides of gathers, and packing
+    shown = {**found, "date": report.today(), "machine": "here", "versions": {"torch": "2"}}
+    table = report.tables({"smoke": shown})
+    assert "| ours, eager | " in table and "no order beats" in table
+    report.save("smoke", found)
+    report.write_traces("smoke", found)
+    drawn = pictures.draw("smoke", report.load()["smoke"])
+    assert [path.name for path in drawn] == ["smoke-speed.png", "smoke-timeline.png", "smoke-memory.png"]
+    assert all(path.stat().st_size > 5_000 for path in drawn)
+    assert (tmp_path / "traces" / "smoke-ours.json").exists()

@@ -1,0 +1,57 @@
+"""Planned graphs on real ranks: the numbers of eager, whatever the plan; times measured while graphs run."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+
+from fsdp_compile.passes import marks
+
+from .ranks import Ranks
+from .training import build, follow, mine, shard
+
+SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
+PLANS: tuple[dict[str, Any], ...] = ({"link": SLOW}, {"link": "custom:0.1,1e12"}, {"link": "h200", "device": "h200"})
+
+
+def _train(rank: int, how: Any) -> None:
+    for options in PLANS:
+        torch._dynamo.reset()
+        model = shard(MODELS["tied"], reshard_after_forward=how)
+        run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
+        follow(run, build(MODELS["tied"]), MODELS["tied"])
+
+
+@pytest.mark.parametrize("how", [True, "auto"])
+def test_planned_graphs_compute_the_same(two: Ranks, how: Any) -> None:
+    """Plans for a slow link, for launches that cost much, for a fast one; units kept or gathered again."""
+    two.run(_train, how)
+
+
+def _measure(rank: int, folder: str) -> None:
+    case, path = MODELS["gpt"], pathlib.Path(folder) / f"times{rank}.json"
+    run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options={"mark": True})
+    marks.reset()
+    for _ in range(3):
+        case.loss(run, mine(case, 0)).backward()
+    marks.save(path)
+    table = json.loads(path.read_text())
+    assert sorted(name.split()[0] for name in table) == ["backward", "forward"]
+    for name, seconds in table.items():
+        assert len(seconds) == int(name.split()[-2]) and min(seconds) >= 0 < max(seconds)
+    torch._dynamo.reset()
+    torch.distributed.barrier()
+    options = {"link": SLOW, "times": str(path.with_name("times0.json"))}  # the same on all ranks
+    run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options=options)
+    follow(run, build(case), case)
+    with pytest.raises(Exception, match=r"times: expected .* to have 'forward of \d+ tasks'"):
+        run = torch.compile(shard(MODELS["mlp"]), fullgraph=True, backend="fsdp_compile", options=options)
+        MODELS["mlp"].loss(run, mine(MODELS["mlp"], 0))
+
+
+def test_times_are_measured_and_used(two: Ranks, tmp_path: pathlib.Path) -> None:
+    """Marks note when each task begins and ends; plans are made by that file; without the graph in it, refused."""
+    two.run(_measure, str(tmp_path))

@@ -1,0 +1,59 @@
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+from workloads import blocks
+
+from fsdp_compile.explain import report
+from fsdp_compile.passes.bound import smallest_budget
+from fsdp_compile.passes.plan import PlanError
+from fsdp_compile.passes.schedule import lean, schedule
+
+
+def test_printed():
+    """Each collective with what is hidden and what limits it; totals; memory."""
+    workload = blocks(3)
+    assert_expected_inline(
+        str(report(workload, schedule(workload).plan)),
+        """\
+collective                         bytes         ms     hidden    exposed  limited by
+gather root                           70    720.000      0.000    720.000  dependency
+gather blocks.0                      100   1020.000     50.000    970.000  link
+gather blocks.1                      100   1020.000   1020.000      0.000
+gather blocks.2                      100   1020.000   1020.000      0.000
+gather root                           70    720.000      0.000    720.000  dependency
+gather blocks.2                      100   1020.000   1000.000     20.000  link
+gather blocks.1 blocks.0             200   2020.000   2020.000      0.000
+reduce blocks.2                      100   1020.000   1020.000      0.000
+reduce blocks.1                      100   1020.000   1020.000      0.000
+reduce blocks.0                      100   1020.000     50.000    970.000  dependency
+reduce root                           70    720.000      0.000    720.000  link
+
+step      16520.000 ms: computing 12400.000, the rest 4120.000
+bound     16460.000 ms, which no plan can beat; this one is 0.36% above
+memory    472 bytes at most, budget: no limit
+""",
+    )
+
+
+def test_limits():
+    """Where memory is no limit, dependencies are; within the smallest budget, memory; behind a full link, the link."""
+    workload = blocks(9)
+    free = report(workload, schedule(workload).plan)
+    assert {each.limit for each in free.collectives if each.exposed} == {"dependency", "link"}
+    assert free.timeline.exposed == pytest.approx(sum(each.exposed for each in free.collectives))
+    least = smallest_budget(workload)
+    tight = report(workload, lean(workload).plan, least)
+    assert "memory" in {each.limit for each in tight.collectives}
+    slow = report(blocks(9, forward=0.1), schedule(blocks(9, forward=0.1)).plan)
+    assert sum(each.limit == "link" for each in slow.collectives) > len(slow.collectives) / 2
+    with pytest.raises(PlanError, match="budget: expected at most"):
+        report(workload, lean(workload).plan, least - 1)
+
+
+def test_trace():
+    """The trace has one event for each task and collective."""
+    workload = blocks(3)
+    found = report(workload, schedule(workload).plan)
+    events = json.loads(found.to_trace())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(workload.tasks) + len(found.collectives)
