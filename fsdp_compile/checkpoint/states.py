@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from fsdp_compile.names import WRAPPED
+
 
 class _Model:
     """A model as DCP takes it: parameters alias the shards."""
@@ -52,10 +54,16 @@ def as_states(state: dict[str, Any]) -> dict[str, Any]:
     shown = dict(state)
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            shown[key] = _Model(value)
+            shown[key] = _Model(_inner(value))
         elif isinstance(value, Optimizer):
-            shown[key] = _Optimizer(value, _owner(key, value, models))
+            shown[key] = _Optimizer(value, _inner(_owner(key, value, models)))
     return shown
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module in our wrapper and in the compiler's, so that optimizer state gets the same names as parameters."""
+    model = getattr(model, "_orig_mod", model)
+    return model._modules.get(WRAPPED) or model
 
 
 def _owner(key: str, optimizer: Optimizer, models: Iterable[nn.Module]) -> nn.Module:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from models import MODELS
 from torch import nn
 
-from fsdp_compile import checkpoint, fully_shard
+from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard
 from fsdp_compile.checkpoint import storage
 from fsdp_compile.checkpoint.sources import open_source
 
 from .ranks import Ranks, RanksFailed
-from .training import OPTIMIZERS, assert_bitwise, backward, build, mine
+from .training import OPTIMIZERS, assert_bitwise, backward, build, full_parameters, mine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MLP = MODELS["mlp"]
@@ -77,6 +77,25 @@ def test_another_number_of_ranks(two: Ranks, four: Ranks, tmp_path: Path) -> Non
     four.run(_loads_into, tmp_path)
 
 
+def _wrapped(rank: int, root: Path) -> None:
+    model, optimizer = trained(2)
+    checkpoint.save({"model": model, "optimizer": optimizer}, root, 2)
+    wrapper = FullyShardedDataParallel(build(MLP, 1))
+    other = torch.compile(wrapper, backend="eager")
+    other_optimizer = OPTIMIZERS["adamw"](wrapper.parameters())
+    checkpoint.load({"model": other, "optimizer": other_optimizer}, root)
+    train(model, optimizer, range(2, 4))
+    train(wrapper, other_optimizer, range(2, 4))
+    expected, found = full_parameters(model), full_parameters(wrapper)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[f"_fsdp_wrapped_module.{name}"], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_wrappers_have_the_same_names(two: Ranks, tmp_path: Path) -> None:
+    """What `fully_shard` saved a compiled `FullyShardedDataParallel`, cut in other units, loads and trains on."""
+    two.run(_wrapped, tmp_path)
+
+
 # --- the example ------------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +122,7 @@ def _example(rank: int, folder: Path, steps: int, resume: bool, compiled: bool) 
 def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: bool) -> None:
     """Stopped after 4 of 7 steps, the example goes on with the losses, weights, moments, schedule, batches and random
     numbers that it would have had, bit for bit."""
+    pytest.importorskip("matplotlib", reason="the example draws its curves with it")
     whole = two.run(_example, tmp_path / "whole", 7, False, compiled)
     two.run(_example, tmp_path / "parts", 4, False, compiled)
     parts = two.run(_example, tmp_path / "parts", 7, True, compiled)
