@@ -5,6 +5,7 @@ FullyShardedDataParallel     the same as a wrapper, for scripts written for torc
 summon_full_params           a context in which parameters have their full shape
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
+explain                      the plan of a compiled step, with what it hides and what not; needs no GPU, no other rank
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
 """
 
@@ -30,6 +31,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.eager.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
 from fsdp_compile.eager.state_types import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compile.eager.summon import summon_full_params
+from fsdp_compile.explain import explain
 from fsdp_compile.module import FSDPModule
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
@@ -52,6 +54,7 @@ __all__ = [
     "ShardingStrategy",
     "StateDictSettings",
     "StateDictType",
+    "explain",
     "fully_shard",
     "get_state_dict_type",
     "optim_state_dict",

@@ -1,10 +1,28 @@
 """What a person reads about a plan: each collective, what of it is hidden, what limits it; totals; memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compile.api import fully_shard
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.module import FSDPModule
+from fsdp_compile.passes import PASSES
 from fsdp_compile.passes.bound import lower_bound
+from fsdp_compile.passes.from_graph import read
+from fsdp_compile.passes.inductor import compile_with
+from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.plan import Plan, Step
+from fsdp_compile.passes.pricing import costs_of
+from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.simulate import Span, Timeline, simulate
 from fsdp_compile.passes.verify import verify
 from fsdp_compile.passes.workload import Workload
@@ -116,3 +134,82 @@ def _totals(found: Report) -> Iterator[str]:
     yield f"bound     {1e3 * found.bound:.3f} ms, which no plan can beat; this one is {gap:.2%} above"
     limit = "no limit" if found.budget is None else f"{found.budget:,} bytes"
     yield f"memory    {found.timeline.peak:,} bytes at most, budget: {limit}"
+
+
+def explain(
+    model: nn.Module | Callable[[], nn.Module],
+    example_inputs: Sequence[Any],
+    *,
+    link: str,
+    world_size: int | None = None,
+    device: str | None = None,
+    budget: int | None = None,
+) -> Report:
+    """The plan that a compiled step of `model` would follow, without running it: no other rank, no GPU, no kernels.
+
+    Args:
+        model: a sharded model, an unsharded one, which is sharded with `reshard_after_forward="auto"`, or a function
+            that makes either; what it makes has no memory, so that it may be larger than this machine.
+        example_inputs: positional arguments of a forward; an output has to require a gradient.
+        link: what connects the ranks, as in `CompileConfig`.
+        world_size: number of ranks, where no process group is initialised: one of that size is made up meanwhile.
+        device: what computes, as in `CompileConfig`.
+        budget: bytes that may live at once; None: no limit.
+
+    Raises:
+        PlanError: no plan fits into `budget`.
+        ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
+    """
+    config = CompileConfig(link=link, device=device, budget=budget)
+    with _process_group(world_size), _without_memory(model):
+        made = model if isinstance(model, nn.Module) else model()
+        sharded = made if isinstance(made, FSDPModule) else fully_shard(made, reshard_after_forward="auto")
+        workload = _workload_of(sharded, example_inputs, config)
+    return report(workload, schedule(workload, budget, merge=1).plan, budget)
+
+
+@contextmanager
+def _process_group(world_size: int | None) -> Iterator[None]:
+    if dist.is_initialized():
+        if world_size not in (None, dist.get_world_size()):
+            raise ValueError(
+                f"world_size: expected {dist.get_world_size()}, as the process group has, found {world_size}"
+            )
+        yield
+        return
+    if world_size is None:
+        raise ValueError("world_size: expected the number of ranks, as no process group is initialised, found None")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _without_memory(model: object) -> AbstractContextManager[object]:
+    return nullcontext() if isinstance(model, nn.Module) else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Seen(Exception):
+    """Ends a compilation whose joint graph has been read."""
+
+
+def _workload_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Workload:
+    found: list[Workload] = []
+
+    def look(graph: fx.Graph, _: CompileConfig) -> None:
+        found.append(read(graph, costs_of(graph, config), joint=True).workload)
+        raise _Seen
+
+    passes = (*(each for each in PASSES if each.name == "insert_collectives"), Pass("look", "joint", look))
+    backend = partial(compile_with, passes=passes, config=config)
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    except Exception:
+        if not found:
+            raise
+    torch._dynamo.reset()
+    if not found:
+        raise ValueError("example_inputs: expected an output that requires a gradient, found none")
+    return found[0]

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes.pipeline import Pipeline, Stage
+from fsdp_compile.passes.pipeline import Pass, Pipeline, Stage
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
 
@@ -29,9 +29,9 @@ def install() -> None:
             setattr(inductor_config, hook, pipeline)
 
 
-def pipelines(config: CompileConfig) -> dict[str, Pipeline]:
+def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, Pipeline]:
     """A pipeline for each hook of Inductor, to run after the pass that somebody else registered there."""
-    return {hook: Pipeline(PASSES, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
+    return {hook: Pipeline(passes, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
 
 
 def _foreign(hook: str) -> Any:
@@ -51,10 +51,16 @@ def fsdp_compile_backend(
     Raises:
         ValueError: an option or a pass name is unknown.
     """
+    return compile_with(gm, example_inputs, PASSES, _config_from(options or {}))
+
+
+def compile_with(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
+) -> Callable[..., Any]:
+    """Compile by Inductor with `passes`, for this compilation only."""
     from torch._inductor.compile_fx import compile_fx
 
-    config = _config_from(options or {})
-    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config)}
+    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config, passes)}
     return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]  # declared wider
 
 
