@@ -13,7 +13,7 @@ import sys
 
 from bench import parts, pictures, report
 
-ALONE = ("host_overhead", "compile_time", "regional", "planner", "checkpoint")  # files of their own
+ALONE = ("host_overhead", "compile_time", "regional", "planner", "planned", "checkpoint")  # files of their own
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def choose(workload: Workload, config: CompileConfig) -> Plan:
     else:
         in_flight = config.reduces_in_flight or len(workload.units)
         plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
-    plan_log.debug("%s:\n%s", direction(), plan)
+    plan_log.debug("%s:\n%s", direction(), plan, extra={"workload": workload})  # for who wants to time it
     return plan
 
 

@@ -21,7 +21,7 @@ SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far l
 def plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
     """The plans of the graphs that are compiled, by direction."""
     found: dict[str, Plan] = {}
-    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan: found.update({direction: plan}))
+    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan, **__: found.update({direction: plan}))
     return found
 
 

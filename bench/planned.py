@@ -1,0 +1,198 @@
+"""Plans by cost on the emulated link: what is exposed, beside the fixed rule and FSDP2; the simulator beside the clock.
+
+For each ratio of communication to computing the graph is compiled with marks, its tasks are timed in one process that
+plays rank 0 of 8, and it is compiled again by a plan for these times and this link. All systems then take turns.
+
+    exposed      ms of a forward and backward in which a wait sleeps
+    formula      first gather + last reduce, what the issue of plans calls unavoidable
+    bound        what no plan can beat, by which task reads which unit (passes/bound.py), less computing
+    simulated    the plan's step and exposed time by passes/simulate.py
+    peak         bytes of a forward and backward: planned, and counted by the allocator's records
+"""
+
+import argparse
+import json
+import logging
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import link, systems
+from bench.link import LINK
+from bench.memory import curve, resident
+from bench.models import WORKLOADS
+from bench.parts import FREE, link_for
+from bench.report import machine, today, versions
+from fsdp_compile import fully_shard
+from fsdp_compile.passes import marks
+from fsdp_compile.passes.bound import lower_bound
+from fsdp_compile.passes.choose import plan_log
+from fsdp_compile.passes.plan import Plan
+from fsdp_compile.passes.simulate import Timeline, simulate
+from fsdp_compile.passes.workload import Workload
+
+WORLD = 8
+Graphs = dict[str, tuple[Workload, Plan]]
+
+
+class Trained:
+    """A system and a model, forward and backward."""
+
+    def __init__(self, model: nn.Module, forward: Any, after_backward: Any = lambda: None) -> None:
+        self.model, self.forward, self.after_backward = model, forward, after_backward
+
+    def __call__(self) -> None:
+        self.forward(*batch()).backward()
+        self.after_backward()
+
+
+def batch() -> list[torch.Tensor]:
+    """The same tokens each time."""
+    return WORKLOADS["gpt"]().batch(0, 0)
+
+
+def peer(name: str) -> Trained:
+    """One of bench/systems."""
+    workload = WORKLOADS["gpt"]()
+    torch.manual_seed(0)
+    model = workload.build()
+    names = {module: name for name, module in model.named_modules()}
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
+    blocks = workload.blocks(model)
+    setup = systems.Setup(torch.device("cpu"), mesh, False, True, workload.ends, [names[each] for each in blocks])
+    prepared = systems.prepare(name, model, blocks, setup)
+    return Trained(prepared.model, prepared.forward, prepared.after_backward)
+
+
+def ours(**options: Any) -> Trained:
+    """Ours, whole graph; units are kept as the plan wants."""
+    torch.manual_seed(0)
+    model = fully_shard(WORKLOADS["gpt"]().build(), reshard_after_forward="auto")
+    return Trained(model, torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options))
+
+
+def planned(wire: str) -> tuple[Trained, Graphs]:
+    """Compiled for a link by times that were measured; the plans it follows."""
+    LINK.configure(0.0, FREE)
+    marked = ours(link=wire, mark=True)
+    marked()
+    marks.reset()
+    for _ in range(5):
+        marked()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file, noted() as graphs:
+        marks.save(file.name)
+        system = ours(link=wire, times=file.name)
+        system()
+    return system, graphs
+
+
+@contextmanager
+def noted() -> Iterator[Graphs]:
+    """The plans of the graphs that are compiled meanwhile."""
+    graphs: Graphs = {}
+    handler = logging.Handler()
+    handler.emit = lambda record: graphs.update({record.args[0]: (record.workload, record.args[1])})  # type: ignore
+    plan_log.addHandler(handler)
+    plan_log.setLevel(logging.DEBUG)
+    yield graphs
+    plan_log.removeHandler(handler)
+
+
+def timed(system: Trained) -> dict[str, float]:
+    """Seconds of a forward and backward, and how much of it waits slept."""
+    LINK.reset()
+    begin = LINK.clock()
+    system()
+    seconds = LINK.clock() - begin
+    system.model.zero_grad()
+    return {"step": seconds, "exposed": LINK.summary()["exposed"]}
+
+
+def rounds(running: dict[str, Trained], number: int) -> dict[str, dict[str, float]]:
+    """Medians of interleaved rounds."""
+    for system in running.values():
+        timed(system)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in running}
+    for _ in range(number):
+        for name, system in running.items():
+            found[name].append(timed(system))
+    return {
+        name: {key: statistics.median(each[key] for each in steps) for key in steps[0]} for name, steps in found.items()
+    }
+
+
+def of_plan(graphs: Graphs) -> dict[str, float]:
+    """What the planner says of forward and backward."""
+    timelines = {name: simulate(*graph) for name, graph in graphs.items()}
+    computing = sum(task.seconds for workload, _ in graphs.values() for task in workload.tasks)
+    forward, backward = timelines["forward"], timelines["backward"]
+    return {
+        "computing": computing,
+        "simulated step": sum(timeline.makespan for timeline in timelines.values()),
+        "simulated exposed": sum(_slept(timeline) for timeline in timelines.values()),
+        "bound": sum(lower_bound(workload) for workload, _ in graphs.values()) - computing,
+        "formula": forward.link[0].seconds + backward.link[-1].seconds,
+        "peak": max(timeline.peak for timeline in timelines.values()),
+    }
+
+
+def _slept(timeline: Timeline) -> float:
+    return timeline.makespan - sum(span.seconds for span in timeline.compute)
+
+
+def peak(system: Trained) -> int:
+    """Bytes that live at most: parameters, and what a forward and backward allocates."""
+    above = max((total for _, total in curve(system, torch.device("cpu"))), default=0)
+    system.model.zero_grad()
+    return above + resident([*system.model.parameters(), *system.model.buffers()])
+
+
+def main() -> None:
+    """Print a table and write `bench/results/planned.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    link.start(WORLD, 0.0, FREE)
+    others = {"ours, fixed rule": ours(), "fsdp2": peer("fsdp2"), "fsdp2_compile": peer("fsdp2_compile")}
+    free = rounds(others, args.rounds)
+    timed(others["ours, fixed rule"])
+    sent = LINK.summary()
+    report: dict[str, Any] = {"date": today(), "machine": machine(), "versions": versions(), "settings": []}
+    for ratio in args.ratios:
+        latency, bandwidth = link_for(ratio, free["ours, fixed rule"]["step"], sent)
+        system, graphs = planned(f"custom:{latency},{bandwidth}")
+        LINK.configure(latency, bandwidth)
+        found = rounds({"ours, planned": system, **others}, args.rounds)
+        said = {**of_plan(graphs), "counted peak": peak(system)}
+        report["settings"].append(
+            {"ratio": ratio, "latency": latency, "bandwidth": bandwidth, **said, "systems": found}
+        )
+        show(ratio, found, said)
+    path = pathlib.Path(__file__).parent / "results" / "planned.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def show(ratio: float, found: dict[str, dict[str, float]], said: dict[str, float]) -> None:
+    """One ratio's part of the table, in milliseconds."""
+    print(f"\ncommunication / computing {ratio}")
+    for name, row in found.items():
+        share = row["exposed"] / row["step"]
+        print(
+            f"  {name:18} step {row['step'] * 1e3:8.1f}  exposed {row['exposed'] * 1e3:7.1f}  {share:6.1%}", flush=True
+        )
+    times = ("computing", "simulated step", "simulated exposed", "bound", "formula")
+    print("  " + "  ".join(f"{name} {said[name] * 1e3:.1f}" for name in times))
+    print(f"  peak {said['peak'] / 2**20:.1f} MiB planned, {said['counted peak'] / 2**20:.1f} counted", flush=True)
+
+
+if __name__ == "__main__":
+    main()
