@@ -279,7 +279,8 @@ def is_product(node: fx.Node) -> bool:
 def _memory(graph: fx.Graph, computing: list[fx.Node], reduces: Iterable[Reduce], ready: Iterable[int]) -> list[int]:
     """Bytes at each position, gathered and packed buffers aside: those are the plan's business."""
     reduces = list(reduces)
-    packed = [node for reduce in reduces for node in reduce.gradients]
+    ready = list(ready)
+    packed = {node: at for reduce, at in zip(reduces, ready, strict=True) for node in reduce.gradients}
     results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces]
     place = {node: index for index, node in enumerate(computing)}
     return live_bytes(graph, place, packed, zip(ready, results, strict=True))

@@ -2,8 +2,8 @@
 
 A buffer lives from the node that computes it to the last one that reads it or a view of it. Inputs live throughout in a
 forward graph, whose caller holds them; in backward what was saved goes with its last reader. A pointwise result that
-only other pointwise or reducing nodes read has no memory: Inductor computes it in its readers, which then read what it
-was computed from.
+only other pointwise or reducing nodes read may be computed in its readers, which then read what it was computed from,
+so that lives as long. With one such reader it has no memory; with several Inductor decides, and it counts.
 """
 
 import operator
@@ -24,25 +24,27 @@ def size_of(node: fx.Node) -> int:
 
 
 def live_bytes(
-    graph: fx.Graph, place: Mapping[fx.Node, int], without: Iterable[fx.Node], added: Iterable[tuple[int, int]]
+    graph: fx.Graph, place: Mapping[fx.Node, int], packed: Mapping[fx.Node, int], added: Iterable[tuple[int, int]]
 ) -> list[int]:
     """Bytes that live at each position.
 
     Args:
         graph: the graph.
         place: positions of the nodes that compute; all others are counted by somebody else.
-        without: nodes with no memory of their own, as they write into memory that is counted elsewhere.
+        packed: nodes that write into memory that is counted elsewhere, and by which position they have run: nothing
+            else holds a matrix product in its place, so what it reads may live until then.
         added: `(position, bytes)` that live from there to the end.
     """
     end = len(place)
     changes = [0] * (end + 1)
-    elsewhere = set(without)
-    last_use = cache(lambda node: _last_use(node, place, last_use))
+    latest = {**place, **packed}
+    last_use = cache(lambda node: _last_use(node, latest, last_use))
     for node in graph.nodes:
-        size = 0 if node in elsewhere else _own_size(node, place)
+        size = 0 if node in packed else _own_size(node, place)
         if size:
             begin = place.get(_producer(node), 0)
-            until = end - 1 if node.op == "placeholder" and is_caller_owned(node) else max(begin, last_use(node))
+            owned = node.op == "placeholder" and is_caller_owned(node)
+            until = end - 1 if owned else min(end - 1, max(begin, last_use(node)))
             changes[begin] += size
             changes[until + 1] -= size
     for begin, size in added:
@@ -61,7 +63,8 @@ def _last_use(node: fx.Node, place, last_use) -> int:  # type: ignore[no-untyped
         if user.op == "output":
             return len(place) - 1
         if user in place:
-            last = max(last, place[user] if _own_size(user, place) else last_use(user), place[user])
+            through = is_view(user) or _is_fused_away(user)
+            last = max(last, place[user], last_use(user) if through else 0)
     return last
 
 
@@ -73,7 +76,9 @@ def _producer(node: fx.Node) -> fx.Node:
 def _own_size(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
     if node.op == "placeholder":
         return size_of(node)
-    if node not in place or is_view(node) or _is_mutation(node) or _is_fused_away(node):
+    if node not in place or is_view(node) or _is_mutation(node):
+        return 0
+    if _is_fused_away(node) and len(list(_readers(node))) == 1:
         return 0
     return size_of(node)
 
