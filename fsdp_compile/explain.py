@@ -150,7 +150,7 @@ def explain(
     Args:
         model: a sharded model, an unsharded one, which is sharded with `reshard_after_forward="auto"`, or a function
             that makes either; what it makes has no memory, so that it may be larger than this machine.
-        example_inputs: positional arguments of a forward; an output has to require a gradient.
+        example_inputs: positional arguments of a forward. Under `torch.no_grad()` the plan is that of forward alone.
         link: what connects the ranks, as in `CompileConfig`.
         world_size: number of ranks, where no process group is initialised: one of that size is made up meanwhile.
         device: what computes, as in `CompileConfig`.
@@ -211,5 +211,5 @@ def _workload_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig)
             raise
     torch._dynamo.reset()
     if not found:
-        raise ValueError("example_inputs: expected an output that requires a gradient, found none")
+        raise ValueError("model: expected sharded parameters in its graph, found none")
     return found[0]

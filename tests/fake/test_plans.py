@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from compiling import BUILD, CASES, compiled, printed_graphs
 from generated import Program
 from torch._inductor.utils import fresh_inductor_cache
 
-from fsdp_compile import fully_shard
+from fsdp_compile import explain, fully_shard
 from fsdp_compile.passes.choose import plan_log
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.plan import Plan
+from fsdp_compile.passes.plan import Plan, PlanError
+from fsdp_compile.passes.simulate import simulate
 
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 
@@ -47,12 +50,13 @@ def test_generated_code_follows_the_plan(plans: dict[str, Plan], options: dict[s
         assert launches(program) == planned
 
 
-def test_a_slow_link_is_kept_busy(plans: dict[str, Plan]) -> None:
-    """Where communication is the bottleneck all gathers of forward are launched before anything computes."""
+def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where communication is the bottleneck the link of a forward never idles from the first gather to the last."""
+    links = []
+    monkeypatch.setattr(plan_log, "debug", lambda *args, extra: links.append(simulate(extra["workload"], args[2]).link))
     compiled("gpt", fsdp_compile_backend, options={"link": SLOW})
-    ahead = {step.at for step in plans["forward"].of("gather")}
-    compiled("gpt", fsdp_compile_backend)
-    assert ahead != {step.at for step in plans["forward"].of("gather")}
+    assert len(links[0]) == 5
+    assert all(after.start == pytest.approx(before.end) for before, after in pairwise(links[0]))
 
 
 def test_a_budget_is_kept_or_refused(plans: dict[str, Plan]) -> None:
@@ -122,3 +126,23 @@ def test_what_needs_a_link_says_so() -> None:
             compiled("mlp", fsdp_compile_backend, options={name: value})
     with pytest.raises(Exception, match="link: expected one of h100-nvlink"):
         compiled("mlp", fsdp_compile_backend, options={"link": "ethernet"})
+
+
+def test_explain() -> None:
+    """The plan of a step, from a model or from a function that makes one without memory; nothing is compiled or run."""
+    tokens, _ = CASES["gpt"].batch(1, 4)
+    found = explain(BUILD["gpt"], (tokens,), link=SLOW)
+    assert [launch.name for launch in found.collectives[:2]] == ["gather root", "gather blocks.0"]
+    kinds = Counter(launch.name.split()[0] for launch in found.collectives)
+    assert kinds["reduce"] == 5 and 5 <= kinds["gather"] < 10
+    assert found.bound <= found.timeline.makespan and "limited by" in str(found)
+    same = explain(fully_shard(BUILD["gpt"](), reshard_after_forward="auto"), (tokens,), link=SLOW, world_size=4)
+    assert same.plan == found.plan
+    with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):
+        explain(BUILD["gpt"], (tokens,), link=SLOW, budget=1)
+    with pytest.raises(ValueError, match="world_size: expected 4, as the process group has, found 8"):
+        explain(BUILD["gpt"], (tokens,), link=SLOW, world_size=8)
+    with torch.no_grad():
+        assert not explain(BUILD["gpt"], (tokens,), link=SLOW).plan.of("reduce")
+    with pytest.raises(ValueError, match="model: expected a module with parameters, found none"):
+        explain(torch.nn.ReLU(), (torch.ones(2, requires_grad=True),), link=SLOW)
