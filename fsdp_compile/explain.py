@@ -1,7 +1,8 @@
 """What a person reads about a plan: each collective, what of it is hidden, what limits it; totals; memory."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -186,8 +187,14 @@ def _process_group(world_size: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _without_memory(model: object) -> AbstractContextManager[object]:
-    return nullcontext() if isinstance(model, nn.Module) else FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def _without_memory(model: object) -> Iterator[None]:
+    if isinstance(model, nn.Module):
+        yield
+        return
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # noted, never read through
+        yield
 
 
 class _Seen(Exception):
