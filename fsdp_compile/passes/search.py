@@ -8,13 +8,12 @@ can as well be issued later. A reduce that is done can as well be waited for. On
 until its memory is needed, unless an all-reduce over replicas follows.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import le
 from typing import Any, NamedTuple
 
+from fsdp_compile.passes.launches import gathers_of, opens_of, reduces_of, suffix_sums, units_of
 from fsdp_compile.passes.plan import Kind, Plan, Step
 from fsdp_compile.passes.simulate import task_end
 from fsdp_compile.passes.workload import Workload
@@ -29,16 +28,6 @@ class Found:
     seconds: float
     peak: int
     exact: bool
-
-
-class _Launch(NamedTuple):
-    """What may be launched: units from `first` on, before it for gathers (their reader), after it for reduces."""
-
-    units: tuple[int, ...]
-    first: int
-    bytes: int
-    seconds: float  # on the link, without latency
-    replicate: float = 0.0
 
 
 class _Sent(NamedTuple):
@@ -120,7 +109,7 @@ class _Search:
         self.merge, self.width, self.beat, self.cut = merge, width, beat, False
         self.budget = float("inf") if budget is None else budget
         self.bounded = budget is not None
-        self.gathers, self.reduces = _gathers(workload, kept, together), _reduces(workload, together)
+        self.gathers, self.reduces = gathers_of(workload, kept, together), reduces_of(workload, together)
         self.hybrid = any(unit.replicate for unit in workload.units)
         self.frees: dict[int, tuple[int, ...]] = {}
         for unit, _, last in workload.gathers(kept):
@@ -139,7 +128,7 @@ class _Search:
         self.after_gathers.reverse()
         self.after_ready.reverse()
         self.hasty = slack is not None
-        self.opens = [0] * len(self.gathers) if slack is None else _opens(workload, self.gathers, self.reduces, slack)
+        self.opens = [0] * len(self.gathers) if slack is None else opens_of(workload, self.gathers, self.reduces, slack)
 
     def run(self) -> _State | None:
         states = [_State(0, 0, 0.0, 0.0, 0.0, (), (), 0, 0, None)]
@@ -239,7 +228,7 @@ class _Search:
         link = max(now, link) + self.workload.latency + sum(launch.seconds for launch in sent)
         live += sum(launch.bytes for launch in sent)
         peak = max(peak, live + self.between[index])
-        steps = _Steps(steps, "gather", _units(sent), index)
+        steps = _Steps(steps, "gather", units_of(sent), index)
         arriving = (*arriving, _Sent(link, gathers, stop))
         return _State(stop, reduces, now, link, replicas, arriving, pending, live, peak, steps)
 
@@ -247,7 +236,7 @@ class _Search:
         gathers, reduces, now, link, replicas, arriving, pending, live, peak, steps = state
         sent = self.reduces[reduces:stop]
         link = max(now, link) + self.workload.latency + sum(launch.seconds for launch in sent)
-        steps = _Steps(steps, "reduce", _units(sent), index)
+        steps = _Steps(steps, "reduce", units_of(sent), index)
         pending = (*pending, _Sent(link, reduces, stop))
         return _State(gathers, stop, now, link, replicas, arriving, pending, live, peak, steps)
 
@@ -259,7 +248,7 @@ class _Search:
         if replicate:
             replicas = max(now, replicas) + replicate + self.workload.latency
         live -= sum(launch.bytes for launch in sent)
-        steps = _Steps(steps, "wait_reduce", _units(sent), index)
+        steps = _Steps(steps, "wait_reduce", units_of(sent), index)
         return _State(gathers, reduces, now, link, replicas, arriving, pending[1:], live, peak, steps)
 
     # --- a task ---
@@ -287,7 +276,7 @@ class _Search:
         peak = max(state.peak, live + self.tasks[index].memory)
         steps = state.steps
         for sent in arrivals:
-            steps = _Steps(steps, "wait", _units(self.gathers[sent.start : sent.stop]), index)
+            steps = _Steps(steps, "wait", units_of(self.gathers[sent.start : sent.stop]), index)
         if freed := self.frees.get(index):
             steps = _Steps(steps, "free", freed, index + 1)
             live -= sum(self.workload.units[unit].gathered for unit in freed)
@@ -343,65 +332,6 @@ class _Search:
             return False
         last = other.pending[len(other.pending) - len(one.pending) :]
         return all(mine[1:] == its[1:] and mine.done <= its.done for mine, its in zip(one.pending, last, strict=True))
-
-
-def _opens(workload: Workload, gathers: list[_Launch], reduces: list[_Launch], slack: float) -> list[int]:
-    """The task before which each gather may be issued first, see `slack` of search."""
-    starts = [0.0, *accumulate(task.seconds for task in workload.tasks)]
-    jobs = [(starts[launch.first], number, launch) for number, launch in enumerate(gathers)]
-    jobs += [(starts[launch.first + 1] + launch.seconds, -1, launch) for launch in reduces]
-    opens, latest = [0] * len(gathers), float("inf")
-    for until, number, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
-        latest = min(latest, until) - launch.seconds
-        if number >= 0:
-            split = workload.backward if launch.first >= workload.backward else 0
-            opens[number] = max(split, bisect_right(starts, latest - slack * launch.seconds) - 1)
-            if number and gathers[number - 1].first < workload.backward <= launch.first:
-                latest = float("inf")  # nothing of backward is launched in forward
-    return opens
-
-
-def _units(launches: list[_Launch]) -> tuple[int, ...]:
-    return tuple(unit for launch in launches for unit in launch.units)
-
-
-def suffix_sums(numbers: Iterable[float]) -> list[float]:
-    """The sum from each number on, and 0 at the end."""
-    return list(accumulate(reversed(list(numbers)), initial=0.0))[::-1]
-
-
-def _gathers(workload: Workload, kept: frozenset[int], together: float) -> list[_Launch]:
-    launches: list[_Launch] = []
-    for unit, first, _ in workload.gathers(kept):
-        cost = workload.units[unit]
-        launch = _Launch((unit,), first, cost.gathered, cost.gather)
-        if launches and (launches[-1].first < workload.backward) == (first < workload.backward):
-            launch = _joined(launches, launch, launches[-1].first, together)
-        launches.append(launch)
-    return launches
-
-
-def _reduces(workload: Workload, together: float) -> list[_Launch]:
-    launches: list[_Launch] = []
-    for unit, _, ready in workload.reduces():
-        cost = workload.units[unit]
-        launch = _Launch((unit,), ready, cost.packed, cost.reduce, cost.replicate)
-        launches.append(_joined(launches, launch, ready, together) if launches else launch)
-    return launches
-
-
-def _joined(launches: list[_Launch], launch: _Launch, first: int, together: float) -> _Launch:
-    """`launch`, joined by the last of `launches`, whose place it takes, if both fit into `together` seconds."""
-    if launches[-1].seconds + launch.seconds > together:
-        return launch
-    last = launches.pop()
-    return _Launch(
-        (*last.units, *launch.units),
-        first,
-        last.bytes + launch.bytes,
-        last.seconds + launch.seconds,
-        last.replicate + launch.replicate,
-    )
 
 
 def _arrives_earlier(one: _State, other: _State) -> bool:
