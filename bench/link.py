@@ -330,7 +330,7 @@ def _bytes(value: Any) -> bytes:
 
 def _all_gather_out(shard: Tensor, group_size: int, group: str, *, out: Tensor) -> Tensor:
     """The functional all-gather with an `out`: the one collective that torch does not pass on to groups in Python."""
-    emulated: Any = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    emulated: Any = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str in 2.13
     torch._C._distributed_c10d._register_work(out, emulated._allgather_base(out, shard))
     return out
 

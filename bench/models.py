@@ -30,7 +30,7 @@ class Workload:
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """The repeated part of every model here."""
-    return list(model.blocks)  # type: ignore[arg-type]
+    return list(model.blocks)  # type: ignore[arg-type]  # attributes of modules are untyped
 
 
 def help_text() -> Tensor:
@@ -174,10 +174,10 @@ class Llama(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(LlamaBlock(**shape) for _ in range(layers))
         first = self.blocks[0]
-        dim = first.wq.in_features  # type: ignore[union-attr]
+        dim = first.wq.in_features  # type: ignore[union-attr]  # likewise
         self.tokens, self.norm = nn.Embedding(vocab, dim), nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
-        head_dim: int = first.head_dim  # type: ignore[assignment]
+        head_dim: int = first.head_dim  # type: ignore[assignment]  # likewise
         angles = torch.outer(
             torch.arange(context), 500_000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
         )  # (context, head_dim / 2)

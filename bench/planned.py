@@ -99,7 +99,11 @@ def noted() -> Iterator[Graphs]:
     """The plans of the graphs that are compiled meanwhile."""
     graphs: Graphs = {}
     handler = logging.Handler()
-    handler.emit = lambda record: graphs.update({record.args[0]: (record.workload, record.args[1])})  # type: ignore
+
+    def note(record: Any) -> None:
+        graphs[record.args[0]] = (record.workload, record.args[1])
+
+    handler.emit = note  # type: ignore[method-assign]  # a whole class would say no more
     plan_log.addHandler(handler)
     plan_log.setLevel(logging.DEBUG)
     yield graphs

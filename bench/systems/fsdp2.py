@@ -64,5 +64,5 @@ def overlap(model: nn.Module, blocks: Sequence[nn.Module]) -> Any:
     for unit in units:
         assert isinstance(unit, FSDPModule)
         unit._set_unshard_async_op(True)
-        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]  # a protocol that it fulfils
     return reduce_scatter.finish

@@ -43,7 +43,7 @@ class PieceTensor(DTensor):
     cut: Cut
     boxes: tuple[Box, ...]  # what this rank stores
 
-    def __new__(  # noqa: D102
+    def __new__(  # noqa: D102  (the class says it)
         cls, local: Tensor, cut: Cut, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
     ) -> "PieceTensor":
         shape = cut.shape if shape is None else shape
@@ -188,7 +188,7 @@ class PieceTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return PieceTensor, (self.local.clone(), self.cut, self.device_mesh, tuple(self.shape))
 
-    def __repr__(self, *_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, *_: Any) -> str:  # type: ignore[override]  # DTensor takes another argument
         return f"PieceTensor(shape={tuple(self.shape)}, local={self.local}, boxes={self.boxes})"
 
 

@@ -108,7 +108,7 @@ class DcpSource(Source):
             else:
                 self.values.append(name)
 
-    def read(self, name: str) -> Tensor:  # noqa: D102
+    def read(self, name: str) -> Tensor:  # noqa: D102  (the protocol says it)
         spec, chunks = self.tensors[name], self._chunks[name]
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(spec.shape):
             raise CheckpointError(f"{self._path}, with {name}: its pieces are not the whole tensor; it was not saved")
