@@ -18,7 +18,8 @@ class CompileConfig:
     Attributes:
         disable: names of passes to leave out (`fsdp_compile.passes.PASSES` lists them).
         reduces_in_flight: how many reduce-scatters may run before the oldest is waited for. Each keeps its unit's full
-            gradients alive until its wait. None: wait for all at the end of backward.
+            gradients alive until its wait. 1: they take turns with gathers, so that either the last unit's gradients
+            or the next one's parameters are alive beside a unit that computes. None: wait for all at the end.
         agreement_timeout: seconds that a rank waits, before it runs a compiled graph for the first time, for the others
             to come to the same point; compilation may take longer on some of them.
         link: what connects the ranks, a name in `fsdp_compile.passes.machines.LINKS` or
@@ -34,7 +35,7 @@ class CompileConfig:
     """
 
     disable: tuple[str, ...] = ()
-    reduces_in_flight: int | None = 2
+    reduces_in_flight: int | None = 1
     agreement_timeout: float = 600.0
     link: str | None = None
     device: str | None = None

@@ -4,7 +4,8 @@
     views(full)           -> one full view per parameter              plain aten views, autograd included
     reduce_grads(packed)  -> this rank's slice of the mean            backward, the derivative of unshard
     pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
-                                                                      concatenation that autograd derives from `views`
+                                                                      concatenation that autograd derives from `views`;
+                                                                      Inductor may put it `into` a buffer that it names
     add_kept(packed)      -> it, and what no_sync has kept            backward, before a reduce of a unit that no_sync
                                                                       was ever in force for
     hand_over(packed)     -> a scalar that says nothing               backward, instead of a reduce: the eager runtime
@@ -52,7 +53,7 @@ torch.library.define(
     "str neighbours='', int neighbour_count=1) -> Tensor",
     tags=_TAGS,
 )
-torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::add_kept", "(Tensor packed, Tensor number, bool in_place=False) -> Tensor", tags=_OPAQUE
 )
@@ -198,7 +199,7 @@ def _reduce_grads_fake(packed: Tensor, layout: str, *_: Any) -> Tensor:
 
 
 @torch.library.impl("fsdp_flat::pack_grads", "default")
-def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
+def _pack_grads(grads: list[Tensor | None], layout: str, into: Tensor | None = None) -> Tensor:
     parsed = FlatParamLayout.parse(layout)
     packed = _first(grads).new_empty(parsed.numel)
     for segment in parsed.segments:
@@ -212,7 +213,7 @@ def _pack_grads(grads: list[Tensor | None], layout: str) -> Tensor:
 
 
 @torch.library.register_fake("fsdp_flat::pack_grads")
-def _pack_grads_fake(grads: list[Tensor | None], layout: str) -> Tensor:
+def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | None = None) -> Tensor:
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
 
 

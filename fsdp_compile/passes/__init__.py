@@ -6,6 +6,7 @@ merge_calls.py          before that: a unit that is called several times is gath
 keep.py                 which units stay gathered, where that is left open
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
+reuse_gathered.py       which is the gathered buffer itself, where that is possible
 from_graph.py           tasks and units of a graph; liveness.py: bytes that live; pricing.py: what nodes cost
 choose.py               which plan: from a file, the best by cost, or by rules.py: one unit ahead
 reorder.py              the order of the plan; pin it
@@ -28,6 +29,7 @@ from fsdp_compile.passes.pack_grads import pack_in_place
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.reorder import pin, reorder
 from fsdp_compile.passes.reshard import check_saved, reshard
+from fsdp_compile.passes.reuse_gathered import reuse_gathered
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),
@@ -35,6 +37,7 @@ PASSES = (
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),
+    Pass("reuse_gathered", "post_grad", reuse_gathered),
     Pass("reorder", "post_grad", reorder),
     Pass("exchange", "post_grad", exchange),
     Pass("gather_into", "post_grad", gather_into),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.plan import Plan, PlanError
 from fsdp_compile.passes.pricing import measured_seconds
-from fsdp_compile.passes.rules import prefetch
+from fsdp_compile.passes.rules import prefetch, take_turns
 from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.torch_private import direction
 from fsdp_compile.passes.workload import Workload
@@ -26,6 +26,8 @@ def choose(workload: Workload, config: CompileConfig) -> Plan:
         plan = plan_in(config.plan, direction())
     elif config.link is not None:
         plan = schedule(workload, config.budget, merge=1).plan  # graphs launch each collective by itself
+    elif config.reduces_in_flight == 1:
+        plan = take_turns(workload)
     else:
         in_flight = config.reduces_in_flight or len(workload.units)
         plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)

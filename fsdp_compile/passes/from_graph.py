@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from fsdp_compile.collectives import STARTS, WAIT
+from fsdp_compile.ops import PACK_GRADS
 from fsdp_compile.passes.liveness import live_bytes, size_of
+from fsdp_compile.passes.reuse_gathered import gradients_of, is_reused
 from fsdp_compile.passes.tags import Tag, get_tag, module_path, tagged
 from fsdp_compile.passes.torch_private import is_tangent
-from fsdp_compile.passes.views import CAST, is_view, readers
+from fsdp_compile.passes.views import CAST, is_product, is_view, readers
 from fsdp_compile.passes.workload import Task, UnitCost, Workload
 
 Span = tuple[int, int]  # first and last position
@@ -42,9 +42,11 @@ class Reduce:
     """A reduce: the gradients, the nodes that pack and start it, that wait for it, and that follow at the end.
 
     Hybrid sharding, or a second stage: the wait for the first one starts the further one, whose own wait is the end.
+    What is `reused` is packed into the unit's gathered buffer.
     """
 
     gradients: list[fx.Node]
+    reused: bool
     start: list[fx.Node]
     wait: list[fx.Node]
     end: list[fx.Node]
@@ -101,7 +103,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     place = {node: index for index, node in enumerate(computing)}
     backward = _first_of_backward(computing) if joint else 0
     reads = {name: _spans(gather.readers, place, backward) for name, gather in gathers.items()}
-    writes = {name: _spans(reduce.gradients, place, 0) for name, reduce in reduces.items()}
+    writes = {name: _writes(name, reduce, reads, place) for name, reduce in reduces.items()}
     cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
@@ -166,6 +168,7 @@ def _is_further_reduce(start: fx.Node) -> bool:
 def _gather(start: fx.Node) -> Gather:
     (wait,) = (user for user in start.users if user.target is WAIT)
     views, others = readers(wait)
+    others = [reader for reader in others if reader.target is not PACK_GRADS]  # which writes there, when all have read
     nodes = _with_ancestors(start)
     split = next((number + 1 for number, node in enumerate(nodes[:-1]) if node.target in STARTS), 0)
     return Gather(nodes[:split], nodes[split:], [wait, *sorted(views)], others)
@@ -185,11 +188,12 @@ def _with_ancestors(start: fx.Node) -> list[fx.Node]:
 def _reduce(start: fx.Node) -> Reduce:
     chain = with_preparation(start)
     (wait,) = (user for user in start.users if user.target is WAIT)
-    gradients = chain[0].all_input_nodes
+    packs = chain[0].target is PACK_GRADS
+    gradients, reused = (gradients_of(chain[0]), is_reused(chain[0])) if packs else (chain[0].all_input_nodes, False)
     further = [user for user in wait.users if user.target in STARTS]
     if not further:
-        return Reduce(gradients, chain, [wait, *_finishing(wait)], [])
-    return Reduce(gradients, chain, [wait, *further], _to_the_end(further[0]))
+        return Reduce(gradients, reused, chain, [wait, *_finishing(wait)], [])
+    return Reduce(gradients, reused, chain, [wait, *further], _to_the_end(further[0]))
 
 
 def _to_the_end(start: fx.Node) -> list[fx.Node]:
@@ -250,6 +254,15 @@ def _spans(nodes: Iterable[fx.Node], place: Mapping[fx.Node, int], split: int) -
     return [(min(side), max(side)) for side in sides if side]
 
 
+def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], place: Mapping[fx.Node, int]) -> list[Span]:
+    """From the first to the last gradient; in the gathered buffer from when that is no longer read: as if it were new."""
+    spans = _spans(reduce.gradients, place, 0)
+    if not reduce.reused:
+        return spans
+    free = reads[name][-1][1] + 1
+    return [(free, last) for _, last in spans]
+
+
 def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
     """Where tasks begin."""
     spans = [span for spans in touched for span in spans]
@@ -269,11 +282,6 @@ def _task_name(nodes: list[fx.Node]) -> str:
     paths = [path for node in nodes if (path := module_path(node))]
     product = [node.name for node in nodes if is_product(node)]
     return " ".join([*paths[:1], *product[:1]]) or nodes[0].name
-
-
-def is_product(node: fx.Node) -> bool:
-    """Whether the node does the kind of work that hides communication: it is in torch's flop counter."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
 
 
 def _memory(graph: fx.Graph, computing: list[fx.Node], reduces: Iterable[Reduce], ready: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fsdp_compile.passes.torch_private import is_caller_owned, size_hint
-from fsdp_compile.passes.views import is_view
+from fsdp_compile.passes.views import is_pointwise, is_view
 
 
 def size_of(node: fx.Node) -> int:
@@ -102,12 +102,9 @@ def _readers(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _is_loop(node: fx.Node) -> bool:
-    return _is_pointwise(node) or _has(node, torch.Tag.reduction)
+    reduces = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
+    return _is_pointwise(node) or reduces
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return _has(node, torch.Tag.pointwise) or (node.op == "call_function" and not node.all_input_nodes)  # a constant
-
-
-def _has(node: fx.Node, tag: torch.Tag) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
+    return is_pointwise(node) or (node.op == "call_function" and not node.all_input_nodes)  # a constant

@@ -11,13 +11,13 @@ from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import AGREE, HAND_OVER, MARK, PACK_GRADS, WAIT_GATHER
 from fsdp_compile.passes.choose import choose, timed
-from fsdp_compile.passes.from_graph import Reading, is_product, read, with_preparation
+from fsdp_compile.passes.from_graph import Reading, read, with_preparation
 from fsdp_compile.passes.marks import mark_tasks
 from fsdp_compile.passes.plan import Plan, PlanError, Step
 from fsdp_compile.passes.pricing import costs_of
 from fsdp_compile.passes.tags import get_tag, tagged
 from fsdp_compile.passes.verify import verify
-from fsdp_compile.passes.views import readers
+from fsdp_compile.passes.views import is_product, readers
 
 
 def reorder(graph: fx.Graph, config: CompileConfig) -> None:

@@ -1,6 +1,7 @@
 """Plans by a fixed rule: gathers a number of units ahead, reduces as they get ready."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from fsdp_compile.passes.plan import Kind, Plan, Step
 from fsdp_compile.passes.workload import Workload
@@ -27,6 +28,45 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
     steps += _gathers(workload, [each for each in gathers if each[1] >= split], split, backward, before_wait)
     steps += _reduces(workload, in_flight)
     return Plan(tuple(Step(step.kind, step.units, at) for (at, _, _), step in sorted(steps, key=lambda each: each[0])))
+
+
+def take_turns(workload: Workload) -> Plan:
+    """The plan by which a backward has one gathered buffer beside the one that it reads, or one reduce: not both.
+
+    Reduces and gathers share a link. While a unit computes its backward, first the reduce of the unit before is under
+    way, then the gather of the next one, each for a part of that time as large as its part of the bytes. If they take
+    less time than computing does, no more is exposed than with both at once, and a buffer less is alive.
+    """
+    gathers, split = workload.gathers(kept_by_rule(workload)), workload.backward
+    steps = [((last + 1, 0, number), _step(workload, "free", unit)) for number, (unit, _, last) in enumerate(gathers)]
+    steps += _gathers(workload, [each for each in gathers if each[1] < split], 0, 1, True)
+    backward = [each for each in gathers if each[1] >= split]
+    reduces = workload.reduces()
+    waits = {number: later[2] + 1 for number, later in enumerate(reduces[1:])}  # at the latest: when the next one is ready
+    steps += [((split, 2, -1), _step(workload, "gather", unit)) for unit, _, _ in backward[:1]]
+    for number, (unit, first, _) in enumerate(backward):
+        steps.append(((first, 2, 4 * number), _step(workload, "wait", unit)))
+        if number + 1 < len(backward):
+            following, end, _ = backward[number + 1]
+            due = [each for each, (_, _, ready) in enumerate(reduces) if ready < first < waits.get(each, end)]
+            sent = sum(workload.units[reduces[each][0]].packed for each in due)
+            at = _turn(workload, first, end, sent, workload.units[following].gathered)
+            waits.update((each, min(at, waits.get(each, at))) for each in due)
+            steps.append(((at, 2, 4 * number - 1), _step(workload, "gather", following)))
+    for number, (unit, _, ready) in enumerate(reduces):
+        place = (waits[number], 1, 2 * number + 4) if number in waits else (len(workload.tasks), 3, number)
+        steps += [((ready + 1, 1, 2 * number + 1), _step(workload, "reduce", unit))]
+        steps += [(place, _step(workload, "wait_reduce", unit))]
+    return Plan(tuple(Step(step.kind, step.units, at) for (at, _, _), step in sorted(steps, key=lambda each: each[0])))
+
+
+def _turn(workload: Workload, first: int, end: int, sent: int, gathered: int) -> int:
+    """The task, from `first` to `end`, before which the part of the work is done that `sent` bytes may take."""
+    known = any(task.seconds for task in workload.tasks)
+    work = [task.seconds if known else 1.0 for task in workload.tasks[first:end]]
+    share = sum(work) * sent / ((sent + gathered) or 1)
+    done = [0.0, *accumulate(work)]
+    return first + next(number for number, each in enumerate(done) if each >= share * (1 - 1e-9))
 
 
 def kept_by_rule(workload: Workload) -> frozenset[int]:

@@ -1,7 +1,8 @@
-"""Looking through views in a graph."""
+"""Kinds of nodes, and looking through views in a graph."""
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -31,6 +32,16 @@ def is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     alias = schema.arguments[0].alias_info if schema and schema.arguments else None
     return alias is not None and not alias.is_write
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether the node does the kind of work that hides communication: it is in torch's flop counter."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether the node computes each element from elements of its inputs: kernels that read it may compute it."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_view_or_cast(node: fx.Node) -> bool:
