@@ -6,7 +6,7 @@ merge_calls.py          before that: a unit that is called several times is gath
 keep.py                 which units stay gathered, where that is left open
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
-reuse_gathered.py       which is the gathered buffer itself, where that is possible
+reuse_gathered.py       which is the gathered buffer itself, where that is possible; overwrite.py: after all reads
 from_graph.py           tasks and units of a graph; liveness.py: bytes that live; pricing.py: what nodes cost
 choose.py               which plan: from a file, the best by cost, or by rules.py: one unit ahead
 reorder.py              the order of the plan; pin it

@@ -255,7 +255,7 @@ def _spans(nodes: Iterable[fx.Node], place: Mapping[fx.Node, int], split: int) -
 
 
 def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], place: Mapping[fx.Node, int]) -> list[Span]:
-    """From the first to the last gradient; in the gathered buffer from when that is no longer read: as if it were new."""
+    """From the first to the last gradient; in the gathered buffer from when that is read no more: as if it were new."""
     spans = _spans(reduce.gradients, place, 0)
     if not reduce.reused:
         return spans

@@ -21,7 +21,7 @@ from fsdp_compile.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.layout import FlatParamLayout
 from fsdp_compile.ops import ADD_KEPT, ADD_KEPT_, HAND_OVER, PACK_GRADS
-from fsdp_compile.passes.reads import hold_products, reads_of, write_after
+from fsdp_compile.passes.overwrite import Write, hold_products, overwritten, reads_before, write_after
 from fsdp_compile.passes.views import SAME_ORDER
 
 aten = torch.ops.aten
@@ -108,59 +108,72 @@ def register_pack_lowering() -> None:
 
 def _lower_pack(grads, layout, into=None):  # type: ignore[no-untyped-def]  # Inductor IR in and out; checked on torch 2.11 and 2.13
     from torch._inductor import ir
-    from torch._inductor.virtualized import V
 
     parsed = FlatParamLayout.parse(layout)
-    box = _new_box(ir, grads, parsed) if into is None else into.data
-    reads = [] if into is None else reads_of(into.get_name())
-    pieces: list[Any] = []
-    fillers: list[Any] = []
-    for segment in parsed.segments:
-        grad = None if segment.parameter is None else grads[segment.parameter]
-        if into is not None and segment.parameter is None:
-            continue  # the parameters' padding is zero too
-        size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
-        where = ir.FixedLayout(
-            device=box.get_device(), dtype=box.get_dtype(), size=size,
-            stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset),
-        )  # fmt: skip
-        window = ir.ReinterpretView(data=box, layout=where)
-        written = _fill(ir, window) if grad is None else _write_into(ir, grad, window)
-        pieces.append(written)
-        if grad is None:
-            fillers.append(written)
-        if into is not None:
-            write_after(reads, written.get_operation_name(), into.get_name(), segment.offset, segment.numel)
-    if into is not None:
-        hold_products(pieces)
-    else:
-        _fill_late(V.graph, fillers, [buffer for buffer in pieces if not any(buffer is filler for filler in fillers)])
-    packed = box.data if into is None else _overwritten(ir, into)
+    reads = None if into is None else reads_before(into.get_name(), _writes(grads, parsed))
+    if reads is None:
+        return _new_pack(ir, grads, parsed)
+    return _overwrite(ir, grads, parsed, into, reads)
+
+
+def _writes(grads, parsed):  # type: ignore[no-untyped-def]  # likewise
+    segments = [segment for segment in parsed.segments if segment.parameter is not None]
+    given = [(grads[segment.parameter], segment) for segment in segments]
+    return [Write(grad, segment.offset, segment.numel) for grad, segment in given if grad is not None]
+
+
+def _new_pack(ir, grads, parsed):  # type: ignore[no-untyped-def]  # likewise
+    """A buffer that is there when the first gradient is."""
+    from torch._inductor.virtualized import V
+
+    first = next(grad for grad in grads if grad is not None)
+    whole = ir.FixedLayout(
+        device=first.get_device(),
+        dtype=first.get_dtype(),
+        size=[sympy.Integer(parsed.numel)],
+        stride=[sympy.Integer(1)],
+    )
+    packed = ir.ConcatKernel(name=None, layout=whole, inputs=[])
+    box = ir.StorageBox(packed)
+    pieces = [_place(ir, grads, segment, box) for segment in parsed.segments]
+    fillers = [piece for piece, segment in zip(pieces, parsed.segments, strict=True) if _is_filler(grads, segment)]
+    _fill_late(V.graph, fillers, [buffer for buffer in pieces if not any(buffer is filler for filler in fillers)])
+    return _registered(ir, packed, pieces, box)
+
+
+def _overwrite(ir, grads, parsed, into, reads):  # type: ignore[no-untyped-def]  # likewise
+    """The gathered buffer, each gradient written after what reads its place. Padding stays what it is there: zero."""
+    segments = [segment for segment in parsed.segments if segment.parameter is not None]
+    pieces = [_place(ir, grads, segment, into.data) for segment in segments]
+    for piece, segment in zip(pieces, segments, strict=True):
+        write_after(reads, piece.get_operation_name(), into.get_name(), segment.offset, segment.numel)
+    hold_products(into.get_name(), pieces)
+    return _registered(ir, overwritten(into), pieces, into.data)
+
+
+def _place(ir, grads, segment, box):  # type: ignore[no-untyped-def]  # likewise
+    """Let a gradient, or zeros, be written into its window of `box`."""
+    grad = None if segment.parameter is None else grads[segment.parameter]
+    size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
+    where = ir.FixedLayout(
+        device=box.get_device(), dtype=box.get_dtype(), size=size,
+        stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset),
+    )  # fmt: skip
+    window = ir.ReinterpretView(data=box, layout=where)
+    return _fill(ir, window) if grad is None else _write_into(ir, grad, window)
+
+
+def _is_filler(grads, segment):  # type: ignore[no-untyped-def]  # likewise
+    return segment.parameter is None or grads[segment.parameter] is None
+
+
+def _registered(ir, packed, pieces, box):  # type: ignore[no-untyped-def]  # likewise
+    from torch._inductor.virtualized import V
+
     packed.name = V.graph.register_buffer(packed)
     packed.inputs = ir.ConcatKernel.unwrap_storage(pieces)
     V.graph.register_operation(packed)
     return ir.TensorBox(box)
-
-
-def _new_box(ir, grads, parsed):  # type: ignore[no-untyped-def]  # Inductor IR, as above
-    """A buffer that is there when all that is written into it is."""
-    first = next(grad for grad in grads if grad is not None)
-    kind = {"device": first.get_device(), "dtype": first.get_dtype()}
-    whole = ir.FixedLayout(**kind, size=[sympy.Integer(parsed.numel)], stride=[sympy.Integer(1)])
-    return ir.StorageBox(ir.ConcatKernel(name=None, layout=whole, inputs=[]))
-
-
-def _overwritten(ir, into):  # type: ignore[no-untyped-def]  # likewise
-    """Says that `into` has other contents from here on: what reads it later reads gradients."""
-
-    class Overwritten(ir.NopKernel):  # type: ignore[misc]  # untyped here
-        def get_mutation_names(self):  # type: ignore[no-untyped-def]  # likewise
-            return [into.get_name()]
-
-        def should_allocate(self) -> bool:
-            return False
-
-    return Overwritten(name=None, layout=ir.NoneLayout(device=into.get_device()), inputs=[])
 
 
 def _write_into(ir, piece, window):  # type: ignore[no-untyped-def]  # Inductor IR, as above

@@ -27,13 +27,13 @@ def reuse_gathered(graph: fx.Graph, config: CompileConfig) -> None:
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         wait = waits.get(get_tag(pack).unit)  # type: ignore[union-attr]  # likewise
         if wait is not None and _fits(pack, wait) and _in_time(pack, wait, place, products):
-            _end_with_a_gradient(pack, wait, place)
+            _put_in_order(pack, wait, place)
             pack.args = (*pack.args, wait)
 
 
 def gradients_of(pack: fx.Node) -> list[fx.Node]:
     """The gradients that are packed."""
-    return [grad for grad in pack.args[0] if grad is not None]  # type: ignore[union-attr]  # fx arguments are untyped
+    return [grad for grad in pack.args[0] if isinstance(grad, fx.Node)]  # type: ignore[union-attr]  # fx arguments are untyped
 
 
 def is_reused(pack: fx.Node) -> bool:
@@ -54,18 +54,21 @@ def _fits(pack: fx.Node, wait: fx.Node) -> bool:
 def _in_time(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int], products: list[int]) -> bool:
     """Whether gradients are computed while the parameters are there, and the last of them about when those go.
 
-    Gradients that come later had better have a buffer of their own: until then there is none. And a reduce-scatter must
-    not wait for readers beyond a matrix product.
+    Gradients that come later had better have a buffer of their own: until then there is none. A matrix product before
+    the wait had better stay there, for the gather to hide behind, and no reduce should wait for readers beyond another.
     """
     written = [place[grad] for grad in gradients_of(pack)]
     read = [place[reader] for reader in readers(wait)[1]]
-    if not read or not place[wait] < min(written) <= max(read):
+    if not read or min(written) > max(read):
         return False
-    return not any(max(written) < product < max(read) for product in products)
+    early = any(is_product(grad) and place[grad] < place[wait] for grad in gradients_of(pack))
+    return not early and not any(max(written) < product < max(read) for product in products)
 
 
-def _end_with_a_gradient(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int]) -> None:
-    """Let the last gradient be what the buffer waits for: all that reads parameters is computed before it."""
+def _put_in_order(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int]) -> None:
+    """No gradient before the gather; and the last one last, after all that reads parameters."""
+    for early in [grad for grad in gradients_of(pack) if place[grad] < place[wait]]:
+        wait.append(early)
     gradient, reader = (max(nodes, key=lambda node: place[node]) for nodes in (gradients_of(pack), readers(wait)[1]))
     if place[gradient] < place[reader]:
         reader.append(gradient)

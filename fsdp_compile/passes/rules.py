@@ -42,7 +42,9 @@ def take_turns(workload: Workload) -> Plan:
     steps += _gathers(workload, [each for each in gathers if each[1] < split], 0, 1, True)
     backward = [each for each in gathers if each[1] >= split]
     reduces = workload.reduces()
-    waits = {number: later[2] + 1 for number, later in enumerate(reduces[1:])}  # at the latest: when the next one is ready
+    waits = {
+        number: later[2] + 1 for number, later in enumerate(reduces[1:])
+    }  # at the latest: when the next one is ready
     steps += [((split, 2, -1), _step(workload, "gather", unit)) for unit, _, _ in backward[:1]]
     for number, (unit, first, _) in enumerate(backward):
         steps.append(((first, 2, 4 * number), _step(workload, "wait", unit)))

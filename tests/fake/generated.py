@@ -76,6 +76,7 @@ class Program:
     code: str
     steps: list[Step] = field(init=False)
     alias_of: dict[str, str] = field(init=False, default_factory=dict)  # buffer -> the buffer whose memory it names
+    view_of: dict[str, str] = field(init=False, default_factory=dict)  # the same, where that is alive: windows
 
     def __post_init__(self) -> None:
         self.kernels = {name: (params, body) for name, params, body in _kernels(self.code)}
@@ -99,7 +100,7 @@ class Program:
             self.alias_of[assign[1]] = reuse[1]
             return None
         if assign and (view := re.match(r"^reinterpret_tensor\((\w+),", assign[2])):
-            self.alias_of[assign[1]] = view[1]
+            self.alias_of[assign[1]] = self.view_of[assign[1]] = view[1]
             return None
         call = _CALL.match(text)
         if call is None or call[1].startswith(("empty_strided", "assert_", "args.")):
@@ -112,6 +113,16 @@ class Program:
         while name in self.alias_of:
             name = self.alias_of[name]
         return name
+
+    def viewed(self, name: str) -> str:
+        """The buffer that `name` is a window of, or `name`: memory that was freed before is another buffer here."""
+        while name in self.view_of:
+            name = self.view_of[name]
+        return name
+
+    def reused(self) -> set[str]:
+        """The buffers that a gather fills and a reduce reads: gradients took the place of parameters."""
+        return self.gathered() & {step.names[0] for step in self.steps if step.is_reduce}
 
     def gathered(self) -> set[str]:
         """The buffers that all-gathers fill."""

@@ -93,7 +93,8 @@ def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.
     backward = both[1]
     packed = {step.names[0] for step in backward.steps if step.is_reduce}
     assert len(packed) == 4
-    assert [step for step in backward.steps if packed & set(step.names) and not step.is_reduce] == []
+    touching = [step for step in backward.steps if packed & set(step.names) and not step.is_reduce]
+    assert [each for each in touching if not (each.is_gather or each.is_wait or each.is_product)] == []  # of parameters
     assert [step.is_wait for step in backward.steps][-2:] == [True, False]  # the last mean
 
 

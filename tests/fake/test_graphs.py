@@ -37,6 +37,7 @@ joint after keep
 joint after reshard
 forward after check_saved
 forward after pack_in_place
+forward after reuse_gathered
 forward after reorder
 forward after exchange
 forward after gather_into
@@ -44,6 +45,7 @@ forward after agree
 forward after pin
 backward after check_saved
 backward after pack_in_place
+backward after reuse_gathered
 backward after reorder
 backward after exchange
 backward after gather_into
