@@ -103,6 +103,8 @@ class PieceTensor(DTensor):
     # --- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        if self.is_number and self.cut.run(self.rank)[0]:
+            return []  # who stores the first element writes it: DCP would let the last rank write all that several have
         properties = TensorProperties.create_from_tensor(self.local)
         chunks = self.__create_chunk_list__()
         return [
