@@ -75,11 +75,9 @@ class Managed:
 
 
 def _cut(unit: Unit, index: int) -> Cut:
-    layout, before = unit.flat_of(index).layout, 0
-    for flat in unit.flats[: unit.flats.index(unit.flat_of(index))]:
-        before += len(flat.params)
-    origin, shape = layout.offsets[index - before], layout.shapes[index - before]
-    return Cut(shape, origin, layout.shard_numel, shard_order(unit.stages))
+    flat, numbers = next(pair for pair in unit.by_flat(range(len(unit.params))) if index in pair[1])
+    layout, at = flat.layout, index - numbers[0]
+    return Cut(layout.shapes[at], layout.offsets[at], layout.shard_numel, shard_order(unit.stages))
 
 
 def managed(param: nn.Parameter) -> Managed | None:
