@@ -28,7 +28,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.eager.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
+from fsdp_compile.eager.optim_load import optim_state_dict_to_load
+from fsdp_compile.eager.optim_names import rekey_optim_state_dict
+from fsdp_compile.eager.optim_state import optim_state_dict
 from fsdp_compile.eager.state_types import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.explain import explain

@@ -75,6 +75,7 @@ class Unit:
             kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (eager/state_types.py), or None.
+        shares: what this rank stores of each parameter, as state dicts say it (eager/pieces.py), as far as they did.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Unit:
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
         self.state_settings: StateDictSettings | None = None
+        self.shares: dict[tuple[int, bool], Any] = {}
         self.places = Places(len(self.params))
         self.note_dtypes()
         self.mark()

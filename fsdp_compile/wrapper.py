@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 
 from fsdp_compile.api import fully_shard
-from fsdp_compile.eager import optim_state
+from fsdp_compile.eager import optim_load, optim_names, optim_older, optim_state
 from fsdp_compile.eager.groups import GroupArgument
 from fsdp_compile.eager.prologue import Prologue
 from fsdp_compile.eager.state_types import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
@@ -39,13 +39,13 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     set_state_dict_type = staticmethod(set_state_dict_type)
     get_state_dict_type = staticmethod(get_state_dict_type)
     optim_state_dict = staticmethod(optim_state.optim_state_dict)
-    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_load.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_older.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_older.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_older.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_older.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_older.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_names.rekey_optim_state_dict)
 
     def __init__(
         self,

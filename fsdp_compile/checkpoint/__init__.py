@@ -2,6 +2,7 @@
 
 Values in sharded state dicts
     boxes.py               a rank's run of a flattened parameter as boxes of the n-D parameter; integers only
+    share.py               what all values that lie alike have in common, made once
     sharded.py             the value, which torch.distributed.checkpoint writes and reads by itself
 A folder of checkpoints
     directory.py           names in it: newest, published, removed

@@ -41,7 +41,7 @@ def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup |
     try:
         work()
     except Exception as error:
-        said[0] = str(error)
+        said[0] = str(error) or repr(error)  # some say nothing, such as a MemoryError
     if dist.is_initialized():
         mine, said = said[0], [None] * dist.get_world_size(group)
         dist.all_gather_object(said, mine, group=group)

@@ -54,19 +54,19 @@ def convert(
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        target = TARGETS[to](
+        with TARGETS[to](
             aside / path.name,
             [spec._replace(name=names[name]) for name, spec in tensors.items()],
             {names[name]: rest for name, rest in keys.items()},
             source.step,
             files,
-        )
-        target.begin({names[name]: source.value(name) for name in source.values if name in names})
-        for name, spec in tensors.items():
-            target.write(names[name], source.read(name))
-            progress(spec.nbytes)
-        target.end()
+        ) as target:
+            target.begin({names[name]: source.value(name) for name in source.values if name in names})
+            for name, spec in tensors.items():
+                target.write(names[name], source.read(name))
+                progress(spec.nbytes)
+            target.end()
         os.rename(aside / path.name, path)
         sync_folder(path.parent)
     finally:
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)  # what failed before is the error to be seen

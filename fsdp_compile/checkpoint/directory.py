@@ -5,15 +5,18 @@
         step-00000010.1/         the same step saved once more; it replaces the one above, which goes afterwards
         .step-00000020.k3x9/     being written; or left over from a killed save, then the next one removes it
 
-What is being written is locked by the process that writes it, so that leftovers are told from saves under way. No
-folder that was published is ever changed: it is renamed to a hidden name before it is removed.
+What is being written is locked by the process that writes it, so that leftovers are told from saves under way; the
+lock goes when the folder has its final name. Nothing else of a folder that was published is ever changed: it is renamed
+to a hidden name before it is removed.
 """
 
 import fcntl
 import os
 import re
+import secrets
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -79,13 +82,22 @@ def step_of(path: Path) -> int:
 
 def begin(root: Path, step: int) -> Aside:
     """Make a hidden folder for a checkpoint, after removing the leftovers of killed saves."""
-    root.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(root)
-    path = Path(tempfile.mkdtemp(prefix=f".step-{step:08d}.", dir=root))
-    path.chmod(0o777 & ~_umask())
-    lock = open(path / _LOCK, "wb")  # noqa: SIM115  (open until the save ends)
-    _try_lock(lock)
+    _make(root)
+    with _one_at_a_time(root):  # another save would take the folder, before it is locked, for a leftover
+        remove_leftovers(root)
+        path = root / f".step-{step:08d}.{secrets.token_hex(4)}"
+        path.mkdir()
+        lock = open(path / _LOCK, "wb")  # noqa: SIM115  (open until the save ends)
+        _try_lock(lock)
     return Aside(path, lock)
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and wait until its name is on the disk, as are those of the folders around it."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def publish(aside: Aside, root: Path, step: int) -> Path:
@@ -93,13 +105,13 @@ def publish(aside: Aside, root: Path, step: int) -> Path:
 
     A rename within a folder happens or does not happen, whenever the machine stops.
     """
-    (aside.path / _LOCK).unlink()
     sync_folder(aside.path)
     same = [path for path in published(root) if step_of(path) == step]
     take = 1 + max((int(path.suffix[1:] or 0) for path in same), default=-1)
     path = root / (f"step-{step:08d}.{take}" if same else f"step-{step:08d}")
     aside.path.rename(path)
     sync_folder(root)
+    (path / _LOCK).unlink()
     aside.lock.close()
     for old in same:
         _remove(old)
@@ -112,9 +124,10 @@ def abandon(aside: Aside) -> None:
     aside.lock.close()
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for path in published(root)[:-keep]:
+def prune(root: Path, keep: int, last: Path) -> None:
+    """Remove all but `keep` checkpoints: `last`, whatever its step is, and the newest of the others."""
+    others = [path for path in published(root) if path != last]
+    for path in others[: max(0, len(others) - keep + 1)]:
         _remove(path)
 
 
@@ -136,8 +149,24 @@ def sync_folder(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.removed")
-    path.rename(hidden)
+    try:
+        path.rename(hidden)
+    except OSError as error:  # nothing is lost, and the save that this ends is complete
+        warn_caller(f"could not remove an old checkpoint: {error}")
+        return
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in here with this folder."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def _try_lock(file: IO[bytes]) -> bool:
@@ -154,9 +183,3 @@ def _is_locked(path: Path) -> bool:
             return not _try_lock(lock)
     except FileNotFoundError:
         return False
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -51,7 +51,7 @@ def save_safetensors(
         process_group: the ranks that call it; default all.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write its part.
+        CheckpointError: on all ranks, if one of them could not write its part. What was in the folder stays.
         ValueError: parameters are summoned; or a dtype is none that safetensors has.
     """
     _sharded_units(model, "save_safetensors")
@@ -59,17 +59,21 @@ def save_safetensors(
     tied = {name: each.spec.name for each in held for name in each.names[1:]}
     groups = safetensors_file.fill_up([each.spec for each in held], max_shard_size)
     plan = Plan.of(groups, Path(folder), tied)
-    first_decides(plan.begin, process_group)
-    all_succeed(lambda: _write(plan, held), f"writing {folder}", process_group)
-    first_decides(plan.end, process_group)
+    try:
+        first_decides(plan.begin, process_group)
+        all_succeed(lambda: _write(plan, held), f"writing {folder}", process_group)
+        first_decides(plan.end, process_group)
+    except Exception:
+        if is_first(process_group):
+            plan.abandon()
+        raise
 
 
 def _write(plan: Plan, held: list[Held]) -> None:
-    writer = Writer(plan)
-    for each in held:
-        if each.saves:
-            writer.write(each.spec.name, each.part, each.first)
-    writer.close()
+    with Writer(plan) as writer:
+        for each in held:
+            if each.saves:
+                writer.write(each.spec.name, each.part, each.first)
 
 
 def load_safetensors(
@@ -107,16 +111,18 @@ def load_safetensors(
 
 def _check(places: dict[str, Place], held: list[Held], strict: bool) -> None:
     """Raise ValueError if the files have not what the model needs."""
-    wrong = []
+    wrong, shapes = [], []
     for each in held:
         found = [places[name].spec for name in each.names if name in places]
-        wrong += [f"{spec.name} of shape {spec.shape}, expected {each.spec.shape}"
+        shapes += [f"{spec.name} of shape {spec.shape}, expected {each.spec.shape}"
                   for spec in found if spec.shape != each.spec.shape]  # fmt: skip
         if strict and not found:
             wrong.append(f"no {' or '.join(each.names)}")
     known = {name for each in held for name in each.names}
     if strict and (unknown := [name for name in places if name not in known]):
         wrong.append(f"{', '.join(unknown)}, which the model does not have")
+    if shapes:
+        raise ValueError(f"found {'; '.join([*shapes, *wrong])}; make the model that the files are of")
     if wrong:
         raise ValueError(f"found {'; '.join(wrong)}; pass strict=False to load what fits by name")
 

@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -69,12 +70,15 @@ class Manifest:
         Raises:
             CheckpointError: they differ, or the manifest knows no such piece.
         """
-        for piece in self.files.get(file, ()):
-            if piece.start == start:
-                if _crc_of_stream(stream, piece) != piece.crc32:
-                    raise damaged(folder / file, piece.name, "its bytes are not those that were written")
-                return
-        raise damaged(folder / file, "?", f"{NAME} knows nothing that begins at byte {start}")
+        piece = self._starts.get((file, start))
+        if piece is None:
+            raise damaged(folder / file, "?", f"{NAME} knows nothing that begins at byte {start}")
+        if _crc_of_stream(stream, piece) != piece.crc32:
+            raise damaged(folder / file, piece.name, "its bytes are not those that were written")
+
+    @cached_property
+    def _starts(self) -> dict[tuple[str, int], Piece]:
+        return {(file, piece.start): piece for file, pieces in self.files.items() for piece in pieces}
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:

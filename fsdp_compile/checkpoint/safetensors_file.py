@@ -74,6 +74,9 @@ def find(path: Path) -> dict[str, Place]:
             raise FileNotFoundError(f"{path}: expected {INDEX} or one file *.safetensors, found {len(files)} files")
         return read_header(files[0])[0]
     where = _read_index(path / INDEX)
+    for file in where.values():
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise CheckpointError(f"{path / INDEX}: expected names of files in the folder, found {file!r}")
     headers = {file: read_header(path / file)[0] for file in dict.fromkeys(where.values())}
     for name, file in where.items():
         if name not in headers[file]:
@@ -100,7 +103,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
             header = json.loads(file.read(min(length, size)))
         metadata = header.pop("__metadata__", {})
         places = {name: _place(path, 8 + length, name, said) for name, said in header.items()}
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path}: expected a header of safetensors, found {error!r}") from None
     for name, place in places.items():
         if place.start + place.spec.nbytes > size:
@@ -111,8 +114,13 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
 
 def _place(path: Path, base: int, name: str, said: Mapping[str, Any]) -> Place:
     begin, end = said["data_offsets"]
-    spec = Spec(name, DTYPES[said["dtype"]], tuple(said["shape"]))
-    if begin < 0 or end - begin != spec.nbytes:
+    dtype, shape = DTYPES.get(said["dtype"]), tuple(said["shape"])
+    if dtype is None:
+        raise ValueError(f"{name} of dtype {said['dtype']}, which is none of {', '.join(DTYPES)}")
+    if not all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end}")
+    spec = Spec(name, dtype, shape)
+    if end - begin != spec.nbytes:
         raise ValueError(f"{name} at bytes {begin} to {end}, but its shape and dtype say {spec.nbytes} bytes")
     return Place(spec, path, base + begin)
 
@@ -153,22 +161,35 @@ class Plan:
             with open(hidden(file), "wb") as stream:
                 stream.write(header)
                 stream.truncate(self.sizes[file])
+                stream.flush()
+                os.fsync(stream.fileno())
 
     def end(self) -> None:
-        """Give the files, whose values are on the disk, their names, and remove those of an earlier export."""
+        """Give the files, whose values are on the disk, their names, and remove those of an earlier export.
+
+        Whenever this stops: the folder has all of one export, or several files without an index, which `find` refuses.
+        So an earlier index goes first and the new one comes last.
+        """
         folder = next(iter(self.headers)).parent
+        (folder / INDEX).unlink(missing_ok=True)
+        sync_folder(folder)
         for file in self.headers:
             hidden(file).rename(file)
+        sync_folder(folder)
+        for old in {*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"} - set(self.headers):
+            old.unlink(missing_ok=True)
+        sync_folder(folder)
         if len(self.headers) > 1:
             size = {"total_size": sum(place.spec.nbytes for place in self.places.values())}
             index = {"metadata": size, "weight_map": {name: place.file.name for name, place in self.places.items()}}
             write_synced(hidden(folder / INDEX), json.dumps(index, indent=2).encode())
             hidden(folder / INDEX).rename(folder / INDEX)
-        else:
-            (folder / INDEX).unlink(missing_ok=True)
-        for old in {*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"} - set(self.headers):
-            old.unlink(missing_ok=True)
-        sync_folder(folder)
+            sync_folder(folder)
+
+    def abandon(self) -> None:
+        """Remove what was not given its name."""
+        for file in self.headers:
+            hidden(file).unlink(missing_ok=True)
 
 
 def hidden(file: Path) -> Path:
@@ -215,10 +236,13 @@ def spread(specs: Sequence[Spec], count: int) -> list[list[Spec]]:
 
 
 class Writer:
-    """Writes runs of values to the places of a plan; the files are open until `close`, which waits for the disk."""
+    """Writes runs of values to the places of a plan; at the end of `with` they are on the disk."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self._files = plan, dict[Path, int]()
+
+    def __enter__(self) -> "Writer":
+        return self
 
     def write(self, name: str, values: Tensor, first: int = 0) -> None:
         """Write `values`, 1-D, as the elements from `first` on of the flattened tensor `name`, in its dtype."""
@@ -230,12 +254,14 @@ class Writer:
             write_fully(self._files[place.file], memory_of(part), at)
             at += part.nbytes
 
-    def close(self) -> None:
-        """Wait until all is on the disk."""
-        for file in self._files.values():
-            os.fsync(file)
-            os.close(file)
-        self._files.clear()
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        try:
+            for file in self._files.values() if error is None else ():
+                os.fsync(file)
+        finally:
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()
 
 
 def write_fully(file: int, content: memoryview, at: int) -> None:
@@ -248,10 +274,10 @@ def write_fully(file: int, content: memoryview, at: int) -> None:
 def _parts(values: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
     """`values` on the CPU in `dtype`: themselves if they are, else copies of a part at a time."""
     if values.device.type == "cpu" and values.dtype == dtype:
-        yield values.contiguous()
+        yield values.contiguous().resolve_conj().resolve_neg()
     else:
         for part in values.split(CHUNK // max(dtype.itemsize, values.element_size())):
-            yield part.to("cpu", dtype)
+            yield part.to("cpu", dtype).resolve_conj().resolve_neg()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -265,7 +291,8 @@ def read_run(place: Place, target: Tensor, first: int = 0) -> None:
     file = os.open(place.file, os.O_RDONLY)
     try:
         at = place.start + first * place.spec.dtype.itemsize
-        if target.device.type == "cpu" and target.dtype == place.spec.dtype:
+        lazy = target.is_conj() or target.is_neg()  # memory is not the values
+        if target.device.type == "cpu" and target.dtype == place.spec.dtype and not lazy:
             _fill(file, at, target, place)
             return
         for part in target.split(CHUNK // place.spec.dtype.itemsize):

@@ -32,8 +32,8 @@ def save(
 
     Args:
         state: models and their optimizers, sharded or not: each rank writes what it stores, under original names and
-            shapes. Objects with `state_dict()`, tensors, and whatever can be pickled, nested in dicts and lists: one
-            rank writes what all have under one name.
+            shapes. Objects with `state_dict()`. Tensors and whatever can be pickled, these also nested in dicts and
+            lists: one rank writes what all have under one name.
         root: a folder that all ranks share; made if it does not exist.
         step: names the checkpoint; 0 or more.
         keep: how many checkpoints stay, this one included; None: all.
@@ -41,7 +41,8 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part.
-        ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`.
+        ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`;
+            or something with a `state_dict()` lies deeper than in `state` itself.
     """
     writer = DirectoryWriter(root, step, keep)
     try:
@@ -100,5 +101,5 @@ def _errors_of_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except dcp.CheckpointException as error:
-        said = "; ".join(f"rank {rank}: {found}" for rank, (found, _) in error.failures.items())
+        said = "; ".join(f"rank {rank}: {str(found) or repr(found)}" for rank, (found, _) in error.failures.items())
         raise CheckpointError(f"{doing}: {said}") from error

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compile import collectives
 from fsdp_compile.checkpoint.boxes import Box, Cut
-from fsdp_compile.checkpoint.torch_private import asks_only, make_spec, new_dtensor, run_plainly, strides_of
+from fsdp_compile.checkpoint.share import Share
+from fsdp_compile.checkpoint.torch_private import asks_only, new_dtensor, run_plainly, strides_of
 
 
 class PieceTensor(DTensor):
@@ -40,41 +41,39 @@ class PieceTensor(DTensor):
         ValueError: `local` has not the shape that `cut` says.
     """
 
-    cut: Cut
-    boxes: tuple[Box, ...]  # what this rank stores
+    share: Share  # the same for all values of this cut
 
     def __new__(  # noqa: D102  (the class says it)
         cls, local: Tensor, cut: Cut, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
     ) -> "PieceTensor":
-        shape = cut.shape if shape is None else shape
-        piece: PieceTensor = new_dtensor(cls, local, make_spec(mesh, shape, local.dtype))
-        piece.cut = cut
-        piece.boxes = piece._boxes_of(piece.rank)
-        expected = sum(box.numel for box in piece.boxes)
-        if local.shape != (expected,):
-            raise ValueError(f"local: expected shape ({expected},) for {cut}, found {tuple(local.shape)}")
-        return piece
+        return cls.of(local, Share(cut, mesh, shape not in (None, cut.shape)))
 
     def __init__(self, *_: Any) -> None:
         pass
 
-    @property
-    def rank(self) -> int:
-        """This rank's place among the ranks that the tensor is cut for."""
-        coordinate = self.device_mesh.get_coordinate()
-        if not coordinate:
-            raise RuntimeError(f"expected a rank of {self.device_mesh}, found another")
-        return coordinate[0]
+    @classmethod
+    def of(cls, local: Tensor, share: Share) -> "PieceTensor":
+        """The tensor of which this rank stores `local`. ValueError if it has not the shape that `share` says."""
+        if local.shape != (share.numel,):
+            raise ValueError(f"local: expected shape ({share.numel},) for {share.cut}, found {tuple(local.shape)}")
+        piece: PieceTensor = new_dtensor(cls, local, share.spec(local.dtype))
+        piece.share = share
+        return piece
 
-    def _boxes_of(self, rank: int) -> tuple[Box, ...]:
-        if self.is_number:
-            return (Box((), (), 0),) if self.cut.run(rank)[1] else ()
-        return self.cut.boxes(rank)
+    @property
+    def cut(self) -> Cut:
+        """How the tensor, or the one that the number belongs to, is cut among the ranks."""
+        return self.share.cut
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What this rank stores."""
+        return self.share.boxes
 
     @property
     def is_number(self) -> bool:
         """Whether this is a number that belongs to the cut tensor, not elements of it."""
-        return tuple(self.shape) != self.cut.shape
+        return self.share.is_number
 
     @property
     def local(self) -> Tensor:
@@ -97,25 +96,27 @@ class PieceTensor(DTensor):
         """Of a tensor of the original shape, what this rank stores, 1-D; a view where `full` is contiguous."""
         if self.is_number:
             return full.reshape(-1)[: len(self.boxes)]
-        first, numel = self.cut.run(self.rank)
+        first, numel = self.share.run
         return full.reshape(-1)[first : first + numel]
 
     # --- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        if not self.share.is_written:
+            return []
         properties = TensorProperties.create_from_tensor(self.local)
-        chunks = self.__create_chunk_list__()
+        size = torch.Size(self.share.shape)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
-            for chunk in chunks
+            for chunk in self.share.chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
+        return list(self.share.chunks)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
@@ -131,7 +132,7 @@ class PieceTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The tensor in its original shape, on every rank of the mesh: one all-gather, in which all take part."""
         mesh = self.device_mesh
-        sizes = [sum(box.numel for box in self._boxes_of(rank)) for rank in range(mesh.size())]
+        sizes = [sum(box.numel for box in self.share.boxes_of(rank)) for rank in range(mesh.size())]
         sent = self.local.new_zeros(max(sizes), device=self._compute_device())
         sent[: self.local.numel()] = self.local
         rows = collectives.all_gather(sent, mesh.size(), mesh.get_group().group_name).view(mesh.size(), -1)
@@ -179,17 +180,17 @@ class PieceTensor(DTensor):
         )
 
     def _with(self, local: Tensor) -> "PieceTensor":
-        return PieceTensor(local, self.cut, self.device_mesh, tuple(self.shape))
+        return PieceTensor.of(local, self.share)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PieceTensor":
         copied = memo[id(self)] = self._with(self.local.clone())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PieceTensor, (self.local.clone(), self.cut, self.device_mesh, tuple(self.shape))
+        return PieceTensor, (self.local.clone(), self.cut, self.device_mesh, self.share.shape)
 
     def __repr__(self, *_: Any) -> str:  # type: ignore[override]  # DTensor takes another argument
-        return f"PieceTensor(shape={tuple(self.shape)}, local={self.local}, boxes={self.boxes})"
+        return f"PieceTensor(shape={self.share.shape}, local={self.local}, boxes={self.boxes})"
 
 
 def _to(piece: PieceTensor, *args: Any, **kwargs: Any) -> PieceTensor:

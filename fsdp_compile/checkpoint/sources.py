@@ -113,7 +113,7 @@ class DcpSource(Source):
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(spec.shape):
             raise CheckpointError(f"{self._path}, with {name}: its pieces are not the whole tensor; it was not saved")
         if len(chunks) == 1:
-            return self._load(MetadataIndex(name, chunks[0].offsets)).contiguous()
+            return _values(self._load(MetadataIndex(name, chunks[0].offsets)))
         whole = torch.empty(spec.shape, dtype=spec.dtype)
         for chunk in chunks:
             box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -121,12 +121,13 @@ class DcpSource(Source):
         return whole
 
     def value(self, name: str) -> Any:  # noqa: D102
-        return self._load(MetadataIndex(name))
+        return self._load(MetadataIndex(name), weights_only=False)
 
-    def _load(self, index: MetadataIndex) -> Any:
+    def _load(self, index: MetadataIndex, weights_only: bool = True) -> Any:
         place = self._places[index]
         with open(self._path / place.relative_path, "rb") as file:
-            return torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=False)
+            slice_ = self._reader._slice_file(file, place)
+            return torch.load(slice_, map_location="cpu", weights_only=weights_only)
 
 
 class SafetensorsSource(Source):
@@ -170,7 +171,12 @@ class TorchSource(Source):
                 self.values.append(name)
 
     def read(self, name: str) -> Tensor:  # noqa: D102
-        return self._leaves[name].detach().contiguous()
+        return _values(self._leaves[name])
 
     def value(self, name: str) -> Any:  # noqa: D102
         return self._leaves[name]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The tensor such that its memory is its values in order: no transposed, conjugate or negative view."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()

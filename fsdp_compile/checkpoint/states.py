@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from fsdp_compile.names import WRAPPED
@@ -48,8 +49,12 @@ class _Optimizer:
 def as_states(state: dict[str, Any]) -> dict[str, Any]:
     """`state` with what DCP takes in the place of models and optimizers.
 
-    ValueError for an optimizer whose parameters are in none of the models.
+    ValueError for an optimizer whose parameters are in none of the models; for a model, an optimizer or an object with
+    `state_dict()` that lies deeper: it would be pickled as it is, and loading would put another one in its place.
     """
+    for key, value in state.items():
+        if isinstance(value, (dict, list, tuple)):
+            _refuse_stateful(value, f"state[{key!r}]")
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     shown = dict(state)
     for key, value in state.items():
@@ -58,6 +63,18 @@ def as_states(state: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, Optimizer):
             shown[key] = _Optimizer(value, _inner(_owner(key, value, models)))
     return shown
+
+
+def _refuse_stateful(nested: Any, where: str) -> None:
+    pairs = nested.items() if isinstance(nested, dict) else enumerate(nested)
+    for key, value in pairs:
+        found = f"{where}[{key!r}]"
+        if isinstance(value, (dict, list, tuple)):
+            _refuse_stateful(value, found)
+        elif isinstance(value, (nn.Module, Optimizer, Stateful)):
+            kind = type(value).__name__
+            raise ValueError(f"{found}: expected a tensor or a plain value, found a {kind}; put what has a "
+                             f"state_dict() into the outermost dict")  # fmt: skip
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -104,7 +104,7 @@ class DirectoryWriter(FileSystemWriter):
         self.path = publish(self._aside, self.root, self.step)
         self._aside = None
         if self.keep is not None:
-            prune(self.root, self.keep)
+            prune(self.root, self.keep, self.path)
 
     def abandon(self) -> None:
         """Remove what a failed save has written."""
@@ -138,21 +138,25 @@ class ItemFile:
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
         else:
-            torch.save(_alone(data.detach().cpu().contiguous()), stream)  # type: ignore[arg-type]  # for buffers only
+            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # for buffers only
         size = self._file.tell() - start
         return WriteResult(index, size, Stored(StorageInfo(self.place.file, start, size), stream.crc32))
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same memory behind a storage that holds nothing else: torch.save writes whole storages.
+    """A tensor on the CPU behind a storage that holds nothing else: torch.save writes whole storages.
 
-    `tensor` is contiguous and on the CPU.
+    The same memory, if it is contiguous and not the lazy conjugate or negative of something; a subclass as it is.
     """
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor
+    tensor = tensor.contiguous().resolve_conj().resolve_neg()
     start = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[start : start + tensor.nbytes]
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

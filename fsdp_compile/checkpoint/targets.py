@@ -35,10 +35,20 @@ from fsdp_compile.checkpoint.torch_private import (
 
 
 class Target(ABC):
-    """A checkpoint to be written at `path`, which does not exist yet: values first, then each of `specs` once."""
+    """A checkpoint to be written at `path`, which does not exist yet: values first, then each of `specs` once.
+
+    With it as a context, files are closed at the end, whatever happens.
+    """
 
     def __init__(self, path: Path, specs: Sequence[Spec], keys: dict[str, Keys], step: int | None, files: int) -> None:
         self.path, self.specs, self.keys, self.step, self.files = path, specs, keys, step, files
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Target":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     @abstractmethod
     def begin(self, values: dict[str, Any]) -> None:
@@ -58,7 +68,6 @@ class DcpTarget(Target):
 
     def begin(self, values: dict[str, Any]) -> None:  # noqa: D102
         self.path.mkdir()
-        self._open = ExitStack()
         places = [Place(str(self.path), f"__{rank}_0.distcp") for rank in range(self.files)]
         self._files = [self._open.enter_context(ItemFile(place)) for place in places]
         self._results: list[list[WriteResult]] = [[] for _ in places]
@@ -91,13 +100,13 @@ class SafetensorsTarget(Target):
     def begin(self, values: dict[str, Any]) -> None:  # noqa: D102
         self._plan = Plan.of(spread(self.specs, self.files), self.path, {})
         self._plan.begin()
-        self._writer = Writer(self._plan)
+        self._writer = self._open.enter_context(Writer(self._plan))
 
     def write(self, name: str, tensor: Tensor) -> None:  # noqa: D102
         self._writer.write(name, tensor.view(-1))
 
     def end(self) -> None:  # noqa: D102
-        self._writer.close()
+        self._open.close()
         self._plan.end()
 
 
@@ -116,10 +125,11 @@ class TorchTarget(Target):
             read, _ = flatten_state_dict(torch.load(self.path, weights_only=False))
         self._holes = {spec.name: offset_in_file(read[spec.name]) for spec in self.specs}
         self._file = os.open(self.path, os.O_WRONLY)
+        self._open.callback(os.close, self._file)
 
     def write(self, name: str, tensor: Tensor) -> None:  # noqa: D102
         write_fully(self._file, memory_of(tensor), self._holes[name])
 
     def end(self) -> None:  # noqa: D102
         os.fsync(self._file)
-        os.close(self._file)
+        self._open.close()

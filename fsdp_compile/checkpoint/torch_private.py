@@ -14,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.serialization import skip_data
 
 __all__ = [
+    "DTensorSpec",
     "StorageInfo",
     "asks_only",
     "flatten_state_dict",

@@ -161,8 +161,10 @@ def local_state(param: nn.Parameter, state: State) -> State:
 def _part(found: Managed, param: nn.Parameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, PieceTensor) and value.cut == found.cut:
+        return value.local.view(()) if value.is_number else value.local
     if value.dim() == 0 and (found.cut.shape or name == "step"):  # of a parameter of shape () all state is 0-d
-        return value.local.view(()) if isinstance(value, PieceTensor) and value.cut == found.cut else _whole(value)
+        return _whole(value)
     if value.shape == param.shape and not isinstance(value, DTensor):
         return value
     part = found.part_of(value)
@@ -171,7 +173,7 @@ def _part(found: Managed, param: nn.Parameter, name: str, value: Any) -> Any:
             f"optimizer state {name} of parameter {found.name}: expected a number, shape {found.cut.shape} or this "
             f"rank's part {tuple(param.shape)}, found shape {tuple(value.shape)}; load the state of the same model"
         )
-    return part if isinstance(value, PieceTensor) and part.data_ptr() == value.local.data_ptr() else part.clone()
+    return part.clone()
 
 
 def _whole(value: Any) -> Any:

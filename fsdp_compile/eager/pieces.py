@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.checkpoint.boxes import Cut
 from fsdp_compile.checkpoint.sharded import PieceTensor
+from fsdp_compile.checkpoint.share import Share
 from fsdp_compile.stages import shard_order
 from fsdp_compile.unit import Unit, unit_of
 
@@ -21,11 +22,16 @@ class Managed:
 
     def __init__(self, unit: Unit, index: int) -> None:
         self.unit, self.index = unit, index
-        flat = unit.flat_of(index)
-        in_flat = index - sum(len(other.params) for other in unit.flats[: unit.flats.index(flat)])
-        shape, origin = flat.layout.shapes[in_flat], flat.layout.offsets[in_flat]
-        self.cut = Cut(shape, origin, flat.layout.shard_numel, shard_order(unit.stages))
-        self.first, self.numel = self.cut.run(unit.rank)
+        self.cut = self._share(False).cut
+        self.first, self.numel = self._share(False).run
+
+    def _share(self, is_number: bool) -> Share:
+        """What its pieces, or the numbers beside it, have in common; the unit keeps it."""
+        shares, key = self.unit.shares, (self.index, is_number)
+        if key not in shares:
+            cut = _cut(self.unit, self.index)
+            shares[key] = Share(cut, self.unit.mesh, is_number)
+        return shares[key]
 
     @property
     def name(self) -> str:
@@ -49,11 +55,11 @@ class Managed:
         """
         if not math.prod(self.cut.shape):
             return local.view(self.cut.shape)
-        return PieceTensor(local, self.cut, self.unit.mesh)
+        return PieceTensor.of(local, self._share(False))
 
     def number(self, local: Tensor) -> PieceTensor:
         """A number that belongs to the parameter; not a copy. `local` has shape `()`, or `[0]` where it is absent."""
-        return PieceTensor(local.view(-1), self.cut, self.unit.mesh, ())
+        return PieceTensor.of(local.view(-1), self._share(True))
 
     def part_of(self, value: Tensor) -> Tensor | None:
         """This rank's part, 1-D `[n]`, of a value of the original shape; None if it has another shape.
@@ -66,6 +72,12 @@ class Managed:
             return None
         full = value.full_tensor() if isinstance(value, DTensor) else value
         return full.reshape(-1)[self.first : self.first + self.numel]
+
+
+def _cut(unit: Unit, index: int) -> Cut:
+    flat, numbers = next(pair for pair in unit.by_flat(range(len(unit.params))) if index in pair[1])
+    layout, at = flat.layout, index - numbers[0]
+    return Cut(layout.shapes[at], layout.offsets[at], layout.shard_numel, shard_order(unit.stages))
 
 
 def managed(param: nn.Parameter) -> Managed | None:

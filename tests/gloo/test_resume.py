@@ -56,6 +56,41 @@ def _goes_on(rank: int, root: Path) -> None:
         checkpoint.save({"optimizer": optimizer}, root, 3)
 
 
+class _Scaled(nn.Module):
+    """A parameter of shape (), whose optimizer state is all of shape () too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(7, 5), nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def _goes_on_with_a_scalar(rank: int, root: Path) -> None:
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = fully_shard(_Scaled())
+        optimizer = torch.optim.NAdam(model.parameters())  # has numbers beside the count of steps
+        model(torch.randn(3, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append({"model": model, "optimizer": optimizer})
+    checkpoint.save(states[0], root, 1)
+    checkpoint.load(states[1], root)
+    found, expected = (state["optimizer"].state.values() for state in reversed(states))
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) and one[key].shape == other[key].shape for key in one)
+    assert_bitwise(states[0]["model"], states[1]["model"], "after a resume")
+
+
+def test_a_scalar_goes_on(two: Ranks, tmp_path: Path) -> None:
+    """State of a parameter of shape () is loaded by the rank that stores it, without the others."""
+    two.run(_goes_on_with_a_scalar, tmp_path)
+
+
 def test_training_goes_on_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
     """A model and its AdamW, named in one dict, train on as if nothing had happened; names are the original ones."""
     two.run(_goes_on, tmp_path)

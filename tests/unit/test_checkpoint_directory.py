@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import directory, storage
+from fsdp_compile.checkpoint.agree import all_succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,6 +88,34 @@ def test_async_save_through_the_writer(tmp_path: Path) -> None:
     assert_loads(tmp_path, 4)
 
 
+def test_lazy_views(tmp_path: Path) -> None:
+    """Of conjugates and negatives, which torch computes when they are read, the values are written."""
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    lazy = {"conjugate": values.conj(), "negative": values.conj().imag, "turned": values.t().conj()[1:]}
+    assert lazy["conjugate"].is_conj() and lazy["negative"].is_neg()
+    checkpoint.save(lazy, tmp_path, 0)
+    found = {name: torch.zeros_like(tensor) for name, tensor in lazy.items()}
+    checkpoint.load(found, tmp_path)
+    for name, tensor in lazy.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("use", [checkpoint.save, checkpoint.load])
+def test_what_lies_too_deep(tmp_path: Path, use: Any) -> None:
+    """A model, an optimizer or the like within a nested dict or list would be pickled as it is: it is refused."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for nested, where in (
+        ({"a": {"b": model}}, r"state\['a'\]\['b'\]: .* found a Linear"),
+        ({"a": [1, {"b": optimizer}]}, r"state\['a'\]\[1\]\['b'\]: .* found a SGD"),
+        ({"a": (schedule,)}, r"state\['a'\]\[0\]: .* found a StepLR; put what has a state_dict\(\)"),
+    ):
+        checkpoint.save(state(), tmp_path, 0)
+        with pytest.raises(ValueError, match=where):
+            use(nested, tmp_path, 0)
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     """A folder that does not exist or lacks the step is an error that names what is there."""
     assert checkpoint.latest(tmp_path / "none") is None
@@ -109,6 +139,11 @@ def test_keep_the_newest(tmp_path: Path) -> None:
     for step in range(5):
         checkpoint.save(state(step), tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    checkpoint.save(state(9), tmp_path, 1, keep=2)  # somebody went back
+    assert names(tmp_path) == ["step-00000001", "step-00000004"]
+    assert_loads(tmp_path, 9, step=1)
+    checkpoint.save(state(9), tmp_path, 2, keep=7)
+    assert len(names(tmp_path)) == 3
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
@@ -215,8 +250,71 @@ def test_leftovers(tmp_path: Path) -> None:
     assert set(names(tmp_path)) == kept - {busy.path.name} | {"step-00000009"}
 
 
+def test_another_save_begins_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the moment when it is seen, a checkpoint is no leftover to others."""
+    rename = Path.rename
+
+    def begin_first(path: Path, target: Path) -> Path:
+        if target.name == "step-00000003":
+            directory.abandon(directory.begin(tmp_path, 4))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", begin_first)
+    checkpoint.save(state(3), tmp_path, 3)
+    assert_loads(tmp_path, 3)
+    assert not (tmp_path / "step-00000003" / ".lock").exists()
+
+
+def test_saves_begin_one_after_the_other(tmp_path: Path) -> None:
+    """Nobody looks for leftovers while another has a folder that is not locked yet."""
+    with ThreadPoolExecutor() as threads:
+        with directory._one_at_a_time(tmp_path):
+            begun = threads.submit(directory.begin, tmp_path, 1)
+            with pytest.raises(TimeoutError):
+                begun.result(timeout=0.2)
+            assert names(tmp_path) == []
+        assert begun.result(timeout=20).path.parent == tmp_path
+
+
+def test_an_old_checkpoint_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save succeeds, and warns."""
+    checkpoint.save(state(1), tmp_path, 1)
+    rename = Path.rename
+
+    def refuse_to_hide(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_to_hide)
+    with pytest.warns(UserWarning, match="could not remove an old checkpoint: .*Permission denied"):
+        checkpoint.save(state(2), tmp_path, 2, keep=1)
+    assert_loads(tmp_path, 2)
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    """As those of any folder that is made."""
+    before = os.umask(0o027)
+    try:
+        checkpoint.save(state(), tmp_path, 0)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "step-00000000").stat().st_mode & 0o777 == 0o750
+
+
+def test_errors_without_words() -> None:
+    """An error that says nothing is an error all the same."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    with pytest.raises(checkpoint.CheckpointError, match=r"reading: rank 0: MemoryError\(\)"):
+        all_succeed(fail, "reading", None)
+
+
 def test_every_file_is_synced_before_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files, then their folder reach the disk before the rename, and the folder of checkpoints after it."""
+    """The name of the folder of checkpoints, which is new, then all files, then their folder reach the disk before the
+    rename, and the folder of checkpoints after it."""
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -234,7 +332,7 @@ def test_every_file_is_synced_before_it_is_seen(tmp_path: Path, monkeypatch: pyt
     hidden = events[-3]
     assert hidden.startswith(".step-00000003.")
     assert events[-3:] == [hidden, "-> step-00000003", "root"]
-    assert events[:-3] == ["__0_0.distcp", ".metadata.tmp", "-> .metadata", "manifest.json"]
+    assert events[:-3] == [tmp_path.name, "__0_0.distcp", ".metadata.tmp", "-> .metadata", "manifest.json"]
 
 
 def test_no_copy_of_contiguous_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from torch import Tensor
 
 import fsdp_compile
 from fsdp_compile import checkpoint
+from fsdp_compile.checkpoint.convert import convert
+from fsdp_compile.checkpoint.sources import TorchSource, open_source
 from fsdp_compile.command_line import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -182,6 +185,54 @@ def test_errors(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_files_are_closed_after_an_error(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was being written nothing stays, neither open nor on the disk."""
+    write(tmp_path / "a", "torch")
+
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TorchSource, "read", fail)
+    with pytest.raises(OSError, match="No space left") as kept:  # holds the frames, and so what they have open
+        convert(open_source(tmp_path / "a"), tmp_path / "b", to, 1 if to == "torch" else 2)
+    assert not [path for path in Path("/proc/self/fd").iterdir() if "/.b." in os.path.realpath(path)], kept
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_lazy_views(tmp_path: Path, to: str) -> None:
+    """Conjugates and negatives stay the values that they are."""
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    expected = {"conjugate": values.conj(), "negative": values.clone().conj().imag}
+    torch.save(expected, tmp_path / "a")
+    dcp.save(expected, checkpoint_id=tmp_path / "c")
+    for source in ("a", "c"):
+        assert run("convert", tmp_path / source, tmp_path / f"b{source}", "--format", to) == 0
+        assert equal(load(tmp_path / f"b{source}", to, blank(expected)), expected)
+
+
+class _Harmful:
+    """An object whose unpickling does something."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the list of tensors says that there is one, other objects are not unpickled."""
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"x": torch.ones(3)}, checkpoint_id="a")
+    torch.save(_Harmful(), "a/__0_0.distcp")
+    metadata = pickle.loads(Path("a/.metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.length = Path("a/__0_0.distcp").stat().st_size
+    Path("a/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError):
+        open_source(Path("a")).read("x")
+    assert not Path("harm").exists()
+
+
 CONVERT = ["checkpoint", "convert", "a", "b"]
 
 
@@ -201,6 +252,8 @@ _MEASURE = """
 import ctypes, sys, torch
 import fsdp_compile
 from fsdp_compile import checkpoint
+from fsdp_compile.checkpoint.convert import convert
+from fsdp_compile.checkpoint.sources import TorchSource, open_source
 from fsdp_compile.command_line import main
 
 def resident(what):

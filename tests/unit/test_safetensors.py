@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,16 @@ def test_wrong_names_and_shapes_change_nothing(tmp_path: Path, change: dict[str,
         checkpoint.load_safetensors(model, tmp_path)
     assert_equal(model.state_dict(), before)
     if "bias" in change:
-        with pytest.raises(checkpoint.CheckpointError, match=said):
+        with pytest.raises(checkpoint.CheckpointError, match=f"{said}; make the model that the files are of"):
             checkpoint.load_safetensors(model, tmp_path, strict=False)
     else:
         checkpoint.load_safetensors(model, tmp_path, strict=False)
         assert torch.equal(model.bias, torch.ones(3))
+
+
+def _header_only(entries: dict[str, Any]) -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(24)
 
 
 def test_damaged_files(tmp_path: Path) -> None:
@@ -147,12 +153,24 @@ def test_damaged_files(tmp_path: Path) -> None:
         (content[:4], "expected a header of safetensors"),
         (struct.pack("<Q", 1 << 60) + content[8:], "expected a header of safetensors"),
         (content.replace(b"[3,2]", b"[3,9]"), "its shape and dtype say 108 bytes"),
+        (content.replace(b"[3,2]", b"-3.2 "), "expected a header of safetensors"),
+        (content.replace(b'"F32"', b'"F33"'), "of dtype F33, which is none of F64, F32"),
+        (struct.pack("<Q", 2) + b"[]", "expected a header of safetensors"),
+        (struct.pack("<Q", 2) + b"17", "expected a header of safetensors"),
+        (_header_only({"weight": {"dtype": "F32", "shape": [-3, -2], "data_offsets": [0, 24]}}), r"shape \(-3, -2\)"),
     ):
         path.write_bytes(broken)
         with pytest.raises(checkpoint.CheckpointError, match=f"{path}.*{said}"):
             checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
     path.write_bytes(content)
-    for index in ("{", '{"weight_map": {"weight": "model.safetensors", "other": "model.safetensors"}}'):
+    (tmp_path.parent / "outside.safetensors").write_bytes(content)
+    for index in (
+        "{",
+        '{"weight_map": {"weight": "model.safetensors", "other": "model.safetensors"}}',
+        '{"weight_map": {"weight": "../outside.safetensors"}}',
+        json.dumps({"weight_map": {"weight": str(path)}}),
+        '{"weight_map": {"weight": 3}}',
+    ):
         (tmp_path / safetensors_file.INDEX).write_text(index)
         with pytest.raises(checkpoint.CheckpointError, match=re.escape(safetensors_file.INDEX)):
             checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
@@ -183,9 +201,66 @@ def test_failing_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pyte
         patch.setattr(os, "pwrite", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 0.*No space left"):
             checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path)
+        assert not [path for path in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(path)]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert_equal(load_file(tmp_path / "model.safetensors"), old.state_dict())
     checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(100, 100), (100, 10**9), (10**9, 100), (10**9, 10**9), (100, 50)])
+def test_export_that_stops_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> None:
+    """After whichever rename or removal the machine stops: all of the old export, all of the new, or an error."""
+    old, new = ({name: torch.full((6, 4), value) for name in "abc"} for value in (1.0, 2.0))
+    seen = set()
+    for stop in range(12):
+        folder = tmp_path / str(stop)
+        checkpoint.save_safetensors(nn.ParameterDict(old), folder, max_shard_size=before)
+        with monkeypatch.context() as patch:
+            left = [stop]
+
+            def stopping(method: Any, left: list[int] = left) -> Any:
+                def call(path: Path, *rest: Any, **options: Any) -> Any:
+                    if left[0] == 0:
+                        raise KeyboardInterrupt
+                    left[0] -= 1
+                    return method(path, *rest, **options)
+
+                return call
+
+            patch.setattr(Path, "rename", stopping(Path.rename))
+            patch.setattr(Path, "unlink", stopping(Path.unlink))
+            with suppress(KeyboardInterrupt):
+                checkpoint.save_safetensors(nn.ParameterDict(new), folder, max_shard_size=after)
+        found = nn.ParameterDict({name: torch.zeros(6, 4) for name in "abc"})
+        try:
+            checkpoint.load_safetensors(found, folder, strict=False)
+        except FileNotFoundError:
+            seen.add("none")
+            continue
+        values = {float(value) for param in found.values() for value in param.detach().unique()}
+        assert values in ({1.0}, {2.0}), f"after {stop}: found {values}"
+        seen |= values
+    assert {1.0, 2.0} <= seen
+
+
+def test_lazy_views(tmp_path: Path) -> None:
+    """Of conjugates and negatives values are written, and into such buffers values are read."""
+    values = torch.randn(3, dtype=torch.complex64)
+
+    def model(of: Tensor) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("conjugate", of.conj())
+        made.register_buffer("negative", of.conj().imag)
+        return made
+
+    checkpoint.save_safetensors(model(values), tmp_path)
+    assert_equal(load_file(tmp_path / "model.safetensors"), {"conjugate": values.conj(), "negative": -values.imag})
+    found = nn.Module()
+    found.register_buffer("conjugate", torch.zeros(3, dtype=torch.complex64).conj())
+    found.register_buffer("negative", torch.zeros(3, dtype=torch.complex64).conj().imag)
+    checkpoint.load_safetensors(found, tmp_path)
+    assert_equal(found.state_dict(), model(values).state_dict())
 
 
 def test_dtype_that_the_format_lacks(tmp_path: Path) -> None:

@@ -167,3 +167,24 @@ def test_errors_of_loading() -> None:
         ValueError, match=r"x: expected the offsets of one of this rank's boxes, \[\(0, 4\), \(1, 0\)\]"
     ):
         found.__get_tensor_shard__(planning.MetadataIndex("x", [2, 0]))
+
+
+def test_who_writes_a_number() -> None:
+    """The rank with the first element, alone: DCP would let the last of several ranks write all that they share."""
+    cut = Cut((2, 3), 4, 8)
+    offered = []
+    for rank in range(3):
+        local = torch.ones(1 if cut.run(rank)[1] else 0)
+        offered.append(
+            len(PieceTensor(local, cut, planning.mesh_seen_by(rank, 3), ()).__create_write_items__("x", None))
+        )
+    assert offered == [1, 0, 0]
+
+
+def test_copies_have_what_follows_from_their_place_in_common() -> None:
+    """Boxes and descriptions are made once for all values that lie alike; another dtype has its own description."""
+    found = piece()
+    twins = [found.clone(), copy.deepcopy(found), found.to(torch.float64), PieceTensor.of(found.local, found.share)]
+    assert all(twin.share is found.share for twin in twins)
+    assert [twin.dtype for twin in twins] == [torch.float32, torch.float32, torch.float64, torch.float32]
+    assert twins[0]._spec is found._spec and twins[2]._spec.tensor_meta.dtype == torch.float64

@@ -1,0 +1,92 @@
+"""Shards that end between rows."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_compile.checkpoint.boxes import Cut
+from fsdp_compile.layout import FlatParamLayout
+from fsdp_compile.rows import MOST, end_between_rows
+
+LINEAR = ((1024, 1024), (1024,))
+GPT_BLOCK = (
+    (768,),
+    (768,),
+    (2304, 768),
+    (2304,),
+    (768, 768),
+    (768,),
+    (768,),
+    (768,),
+    (3072, 768),
+    (3072,),
+    (768, 3072),
+)
+LLAMA_BLOCK = (*[(4096, 4096)] * 4, (11008, 4096), (11008, 4096), (4096, 11008), (4096,), (4096,))
+CONVOLUTION = ((512, 512, 3, 3), (512,))
+
+
+def built(shapes: tuple[tuple[int, ...], ...], world_size: int) -> FlatParamLayout:
+    return FlatParamLayout.build([(str(i), s) for i, s in enumerate(shapes)], world_size, shard_alignment=16)
+
+
+def boxes(layout: FlatParamLayout) -> int:
+    """How many boxes all ranks store of all parameters."""
+    cuts = [Cut(s, at, layout.shard_numel) for s, at in zip(layout.shapes, layout.offsets, strict=True)]
+    return sum(len(cut.boxes(rank)) for cut in cuts for rank in range(layout.world_size))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "world_size", "before", "after"),
+    [
+        (LINEAR, 2, 5, 3),  # each rank rows of the matrix, the last one the vector
+        (GPT_BLOCK, 4, 16, 14),  # 11 parameters and 3 cuts: no fewer are possible
+        (LLAMA_BLOCK, 8, 28, 18),  # one cut stays in a row: rows of the last matrix are of another length
+    ],
+)
+def test_fewer_boxes(shapes: tuple[tuple[int, ...], ...], world_size: int, before: int, after: int) -> None:
+    """Of usual units the ranks store little more boxes than there are parameters and cuts."""
+    layout = built(shapes, world_size)
+    assert (boxes(layout), boxes(end_between_rows(layout, 16))) == (before, after)
+
+
+def test_padding_that_does_not_pay() -> None:
+    """A layout stays as it is where no shard ends in a row, where there is one shard, or where it would take much."""
+    for shapes, world_size in [
+        (((64, 64), (64, 64)), 2),
+        (LINEAR, 1),
+        (((3, 100), (7,)), 2),
+        (CONVOLUTION, 2),
+        (((0, 4), (0,)), 2),
+    ]:
+        layout = built(shapes, world_size)
+        assert end_between_rows(layout, 16) is layout
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 300), max_size=3).map(tuple), min_size=1, max_size=6).map(tuple)
+
+
+@given(SHAPES, st.integers(1, 9))
+def test_what_else_a_layout_has_stays(shapes: tuple[tuple[int, ...], ...], world_size: int) -> None:
+    """Places stay; padding at the end is within the limit; shards keep to their grid; boxes are not more than before.
+
+    E-FLAT-15, E-FLAT-16.
+    """
+    layout = built(shapes, world_size)
+    found = end_between_rows(layout, 16)
+    assert (found.names, found.shapes, found.offsets) == (layout.names, layout.shapes, layout.offsets)
+    assert layout.numel <= found.numel <= layout.numel * (1 + 1 / MOST)
+    assert found.shard_numel % 16 == 0
+    if found is not layout:
+        assert _ends_in_rows(found) < _ends_in_rows(layout)
+
+
+def _ends_in_rows(layout: FlatParamLayout) -> int:
+    """For each cut that is inside of a parameter whether it leaves a part of a row, by the ranks' records."""
+    found = 0
+    for rank in range(layout.world_size):
+        for shape, record in zip(layout.shapes, layout.records(rank), strict=True):
+            found += record is not None and (record.last + 1) % math.prod(shape[1:]) > 0
+    return found
