@@ -5,6 +5,7 @@ search.py finds the best such choice for given units to keep; here it is decided
 launch together.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -12,20 +13,21 @@ from statistics import median
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.compact import compact
+from fsdp_compile.passes.launches import on_grid
 from fsdp_compile.passes.plan import Plan, PlanError, Step
 from fsdp_compile.passes.rules import kept_by_rule, prefetch
 from fsdp_compile.passes.search import Found, search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
 
-MANY = 64  # units beyond which less is tried, to plan within a second
+KEEPS = lambda most: {most, most // 2}
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
+WIDTH = 8  # of many units, states that a search keeps from task to task, so that a plan takes about a second
 SLACK = 2.0  # of many units, how much earlier than they have to be gathers are launched: see search
+NEAR = 1e-4  # a plan no further than this from the shortest one without a budget is as good as that
 _RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
-# Buffers of units beside what a plan needs at least: a little below whole and half ones, since activations differ.
-_ROOMS = (5.8, 3.8, 2.8, 2.4, 1.9, 1.4, 0.9, 0.45, 0.2, 0)
-_ROOMS_OF_MANY = (2.8, 1.9, 1.4, 0.9, 0.45, 0)
-_MERGES = (0.0, 2.0, 8.0, 32.0)  # of many units: neighbours are launched together up to so many latencies of transfer
+_ROOMS = (0.45, 0.9, 1.4, 1.9, 2.9, 3.9)
+_MERGES = (4, 1)  # of many units, how many neighbours one launch may gather or reduce
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,9 @@ def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, w
     if budget is not None and budget < least:
         raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
                         f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
-    few = len(workload.units) <= FEW
-    attempts = _all(workload, budget, merge, width) if few else _some(workload, budget, merge, width)
-    attempts = attempts or [lean(workload)]
-    best = _compacted(workload, min(attempts, key=_rank))
+    few, rounded = len(workload.units) <= FEW, on_grid(workload)
+    attempts = _all(rounded, budget, merge, width) if few else _some(rounded, budget, merge, width)
+    best = _compacted(workload, min(attempts or [lean(workload)], key=_rank))
     bound = lower_bound(workload, None, budget)
     exact = few and all(found.exact for found in attempts)
     names = tuple(workload.units[unit].name for unit in sorted(best.kept))
@@ -107,7 +108,7 @@ def _all(workload: Workload, budget: int | None, merge: int, width: int | None) 
     attempts: list[Found] = []
     best = float("inf")
     for kept in _subsets(workload):
-        if lower_bound(workload, kept) > best or not _fits(workload, kept, budget):
+        if lower_bound(workload, kept, budget) > best or not _fits(workload, kept, budget):
             continue
         found = search(workload, kept, budget, merge=merge, width=width, beat=best)
         if found is not None:
@@ -122,25 +123,60 @@ def _subsets(workload: Workload) -> Iterator[frozenset[int]]:
 
 
 def _some(workload: Workload, budget: int | None, merge: int, width: int | None) -> list[Found]:
-    """The best plan of some that do not depend on the budget, of those that it allows: more memory is never slower.
+    """Plans that do not depend on the budget, those that it allows: more memory is never slower.
 
-    For each choice of what to keep, plans are searched for within what that needs at least, and somewhat more.
+    They are the plans by rules, and for each limit of a ladder what is found within that. Left out is what cannot be
+    better than a plan that is known, and limits above the first one within which a plan is as good as without.
     """
-    width = width or max(2, 800 // len(workload.tasks))
-    best = min((found for found in _by_rule(workload) if budget is None or found.peak <= budget), key=_rank)
-    merges = sorted({_together(workload) if merge > 1 else 0.0, 0.0}, reverse=True)
-    for kept in _last_ones(workload):
-        if lower_bound(workload, kept) >= best.seconds:
+    rules = list(_by_rule(workload))
+    plans = [found for found in rules if budget is None or found.peak <= budget]
+    limits = (limit for limit in _ladder(workload, rules) if budget is None or limit <= budget)
+    ladder = {limit: lower_bound(workload, None, limit) for limit in limits}
+    near = lower_bound(workload) * (1 + NEAR)
+    for limit in (limit for limit, bound in ladder.items() if bound <= near):
+        found = _within(workload, limit, min(found.seconds for found in plans), merge, width)
+        plans += found
+        if any(each.seconds <= near for each in found):
+            return plans
+    for limit, bound in reversed(ladder.items()):
+        best = min(found.seconds for found in plans)
+        if near < bound < best:
+            plans += _within(workload, limit, best, merge, width)
+    return plans
+
+
+def _within(workload: Workload, limit: int, beat: float, merge: int, width: int | None) -> list[Found]:
+    """Plans within `limit` bytes that take less than `beat` seconds."""
+    plans: list[Found] = []
+    width = width or max(WIDTH, 800 // len(workload.tasks))
+    for kept, most in product(_last_ones(workload, limit), _MERGES if merge > 1 and workload.latency else (1,)):
+        if lower_bound(workload, kept, limit) >= beat:
             continue
-        for limit, together in product(_limits(workload, kept, budget), merges):
-            found = search(
-                workload, kept, limit,
-                merge=merge, together=together, width=width, beat=best.seconds, slack=SLACK,
-            )  # fmt: skip
-            found = found and _compacted(workload, found)
-            if found and (budget is None or found.peak <= budget):
-                best = min(best, found, key=_rank)
-    return [best]
+        found = search(workload, kept, limit, merge=most, width=width, beat=beat, slack=SLACK)
+        if found is not None:
+            plans.append(_compacted(workload, found))
+            beat = min(beat, plans[-1].seconds)
+    return plans
+
+
+def _ladder(workload: Workload, rules: list[Found]) -> list[int]:
+    """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all are kept."""
+    least, most = smallest_budget(workload), smallest_budget(workload, workload.always_kept | set(workload.keepable))
+    typical = max(1, int(median(unit.gathered for unit in workload.units)))
+    rooms = [0, *_ROOMS]
+    while least + rooms[-1] * typical < most + 8 * typical:
+        rooms.append(rooms[-2] * 2)
+    return sorted({least + int(room * typical) for room in rooms} | {found.peak for found in rules})
+
+
+def _last_ones(workload: Workload, limit: int) -> Iterator[frozenset[int]]:
+    """The last units of forward, which backward reads first: as many as fit, one less, half of them."""
+    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    kept = [workload.always_kept | set(by_last_read[:count]) for count in range(len(by_last_read) + 1)]
+    most = bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1
+    for count in sorted(KEEPS(most), reverse=True):
+        if count >= 0:
+            yield kept[count]
 
 
 def _rank(found: Found) -> tuple[float, int]:
@@ -155,36 +191,6 @@ def _by_rule(workload: Workload) -> Iterator[Found]:
         timeline = simulate(workload, plan)
         found = Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
         yield _compacted(workload, found)
-
-
-def _limits(workload: Workload, kept: frozenset[int], budget: int | None) -> Iterator[int | None]:
-    """Within what memory to search: what keeping `kept` needs, and room for some more buffers, up to the budget."""
-    least = smallest_budget(workload, kept)
-    typical = median(unit.gathered for unit in workload.units)
-    if budget is None or least <= budget:
-        yield None  # launches nothing early without need, and may fit
-    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS_OF_MANY:
-        limit = least + int(room * typical)
-        if budget is None or limit <= budget:
-            yield limit
-
-
-def _together(workload: Workload) -> float:
-    """Up to how many seconds of transfer neighbours had better be launched together, if memory is no limit."""
-    if not workload.latency:
-        return 0.0
-    tried = [(search(workload, workload.always_kept, None, together=merges * workload.latency, width=1, slack=SLACK),
-              merges) for merges in _MERGES]  # fmt: skip
-    return min((found.seconds, merges) for found, merges in tried if found is not None)[1] * workload.latency
-
-
-def _last_ones(workload: Workload) -> Iterator[frozenset[int]]:
-    """The last units of forward, which backward reads first: all of them, some, none."""
-    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
-    step = 1 if len(workload.units) <= MANY else 2
-    counts = [1 << power for power in range(0, len(by_last_read).bit_length(), step)]
-    for count in (len(by_last_read), *reversed(counts), 0):
-        yield workload.always_kept | set(by_last_read[:count])
 
 
 def _fits(workload: Workload, kept: frozenset[int], budget: int | None) -> bool:
