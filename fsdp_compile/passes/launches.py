@@ -77,16 +77,19 @@ def room_for_gathers(workload: Workload, index: int, budget: int | None) -> floa
 
 
 def opens_of(workload: Workload, gathers: list[Launch], reduces: list[Launch], slack: float) -> list[int]:
-    """The task before which each gather may be issued first, see `slack` of search."""
+    """The task before which each gather may be issued first.
+
+    That is no earlier than it has to be if everything computes without a stop, and so many times what it takes.
+    """
     starts = [0.0, *accumulate(task.seconds for task in workload.tasks)]
     jobs = [(starts[launch.first], number, launch) for number, launch in enumerate(gathers)]
     jobs += [(starts[launch.first + 1] + launch.seconds, -1, launch) for launch in reduces]
     opens, latest = [0] * len(gathers), float("inf")
     for until, number, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
-        latest = min(latest, until) - launch.seconds
+        latest = min(latest, until) - launch.seconds - workload.latency
         if number >= 0:
             split = workload.backward if launch.first >= workload.backward else 0
-            opens[number] = max(split, bisect_right(starts, latest - slack * launch.seconds) - 1)
+            opens[number] = max(split, bisect_right(starts, latest - slack * (launch.seconds + workload.latency)) - 1)
             if number and gathers[number - 1].first < workload.backward <= launch.first:
                 latest = float("inf")  # nothing of backward is launched in forward
     return opens

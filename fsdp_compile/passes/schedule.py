@@ -20,14 +20,11 @@ from fsdp_compile.passes.search import Found, search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
 
-KEEPS = lambda most: {most, most // 2}
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
-WIDTH = 8  # of many units, states that a search keeps from task to task, so that a plan takes about a second
-SLACK = 2.0  # of many units, how much earlier than they have to be gathers are launched: see search
-NEAR = 1e-4  # a plan no further than this from the shortest one without a budget is as good as that
+WIDTH = 10  # of many units, states that a search keeps from task to task, so that a plan takes about a second
+NEAR = 1e-5  # a plan no further than this from the shortest one without a budget is as good as that
 _RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
-_ROOMS = (0.45, 0.9, 1.4, 1.9, 2.9, 3.9)
-_MERGES = (4, 1)  # of many units, how many neighbours one launch may gather or reduce
+_ROOMS = (0, 0.45, 0.9, 1.4, 1.9, 2.9, 3.9)
 
 
 @dataclass(frozen=True)
@@ -126,19 +123,22 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
     """Plans that do not depend on the budget, those that it allows: more memory is never slower.
 
     They are the plans by rules, and for each limit of a ladder what is found within that. Left out is what cannot be
-    better than a plan that is known, and limits above the first one within which a plan is as good as without.
+    better than a plan that is known, and limits above the first one within which a plan is as good as within the last.
     """
     rules = list(_by_rule(workload))
     plans = [found for found in rules if budget is None or found.peak <= budget]
-    limits = (limit for limit in _ladder(workload, rules) if budget is None or limit <= budget)
-    ladder = {limit: lower_bound(workload, None, limit) for limit in limits}
-    near = lower_bound(workload) * (1 + NEAR)
-    for limit in (limit for limit, bound in ladder.items() if bound <= near):
-        found = _within(workload, limit, min(found.seconds for found in plans), merge, width)
+    ladder = _ladder(workload, rules)
+    longest = max(found.seconds for found in rules)
+    last = _within(workload, ladder[-1], longest, merge, width)
+    near = min(found.seconds for found in (*last, *rules)) * (1 + NEAR)
+    bounds = {limit: lower_bound(workload, None, limit) for limit in ladder if budget is None or limit <= budget}
+    for limit in (limit for limit, bound in bounds.items() if bound <= near):
+        beat = max(near, min(found.seconds for found in plans))
+        found = last if limit == ladder[-1] else _within(workload, limit, beat, merge, width)
         plans += found
         if any(each.seconds <= near for each in found):
             return plans
-    for limit, bound in reversed(ladder.items()):
+    for limit, bound in reversed(bounds.items()):
         best = min(found.seconds for found in plans)
         if near < bound < best:
             plans += _within(workload, limit, best, merge, width)
@@ -146,37 +146,48 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
 
 
 def _within(workload: Workload, limit: int, beat: float, merge: int, width: int | None) -> list[Found]:
-    """Plans within `limit` bytes that take less than `beat` seconds."""
+    """Plans within `limit` bytes that take no more than `beat` seconds."""
     plans: list[Found] = []
     width = width or max(WIDTH, 800 // len(workload.tasks))
-    for kept, most in product(_last_ones(workload, limit), _MERGES if merge > 1 and workload.latency else (1,)):
-        if lower_bound(workload, kept, limit) >= beat:
+    for kept, most in product(_last_ones(workload, limit), _merges(workload, limit, merge)):
+        if lower_bound(workload, kept, limit) > beat:
             continue
-        found = search(workload, kept, limit, merge=most, width=width, beat=beat, slack=SLACK)
+        found = search(workload, kept, limit, merge=most, width=width, beat=beat)
         if found is not None:
-            plans.append(_compacted(workload, found))
-            beat = min(beat, plans[-1].seconds)
+            plans.append(found)
+            beat = min(beat, found.seconds)
     return plans
+
+
+def _merges(workload: Workload, limit: int, merge: int) -> tuple[int, ...]:
+    """How many neighbours one launch may gather or reduce: 1, and what half of the room is enough for."""
+    if merge == 1 or not workload.latency:
+        return (1,)
+    room = (limit - smallest_budget(workload)) // (2 * _typical(workload))
+    return (min(16, max(4, 1 << room.bit_length() - 1 if room else 0)), 1)
+
+
+def _typical(workload: Workload) -> int:
+    return max(1, int(median(unit.gathered for unit in workload.units)))
 
 
 def _ladder(workload: Workload, rules: list[Found]) -> list[int]:
     """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all are kept."""
     least, most = smallest_budget(workload), smallest_budget(workload, workload.always_kept | set(workload.keepable))
-    typical = max(1, int(median(unit.gathered for unit in workload.units)))
-    rooms = [0, *_ROOMS]
+    rooms, typical = list(_ROOMS), _typical(workload)
     while least + rooms[-1] * typical < most + 8 * typical:
         rooms.append(rooms[-2] * 2)
-    return sorted({least + int(room * typical) for room in rooms} | {found.peak for found in rules})
+    peaks = {found.peak for found in rules}
+    limits = (least + int(room * typical) for room in rooms)
+    return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
 
 
-def _last_ones(workload: Workload, limit: int) -> Iterator[frozenset[int]]:
-    """The last units of forward, which backward reads first: as many as fit, one less, half of them."""
+def _last_ones(workload: Workload, limit: int) -> list[frozenset[int]]:
+    """The last units of forward, which backward reads first: as many as fit, and half of them."""
     by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
     kept = [workload.always_kept | set(by_last_read[:count]) for count in range(len(by_last_read) + 1)]
-    most = bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1
-    for count in sorted(KEEPS(most), reverse=True):
-        if count >= 0:
-            yield kept[count]
+    most = max(0, bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1)
+    return [kept[count] for count in sorted({most, most // 2}, reverse=True)]
 
 
 def _rank(found: Found) -> tuple[float, int]:
@@ -189,8 +200,7 @@ def _by_rule(workload: Workload) -> Iterator[Found]:
     for forward, backward, before_wait, in_flight in _RULES:
         plan = prefetch(workload, forward, backward, before_wait, in_flight)
         timeline = simulate(workload, plan)
-        found = Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
-        yield _compacted(workload, found)
+        yield Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
 
 
 def _fits(workload: Workload, kept: frozenset[int], budget: int | None) -> bool:

@@ -63,6 +63,7 @@ class _State(NamedTuple):
     steps: _Steps | None
 
 
+SLACK = 8.0  # with a width, how much earlier than they have to be gathers are launched: see opens_of
 _Key = tuple[float, float, float, int]  # see _order
 
 
@@ -74,7 +75,6 @@ def search(
     merge: int = 1,
     width: int | None = None,
     beat: float = float("inf"),
-    slack: float | None = None,
 ) -> Found | None:
     """The shortest plan for `workload` that keeps `kept`; None if all are longer than `beat` seconds or over budget.
 
@@ -83,12 +83,10 @@ def search(
         kept: units whose gathered buffers stay between forward and backward.
         budget: bytes that may live at most; None: no limit.
         merge: how many neighbours the search may make one launch.
-        width: states that are kept from task to task; None: all.
+        width: states that are kept from task to task, and no gather is launched far too early; None: all.
         beat: seconds of a plan that is known already; the search ends where it cannot find a shorter one.
-        slack: launch what there is whenever the link is idle, but a gather no earlier than it has to be if everything
-            computes without a stop, and so many times what it takes. None: try every place.
     """
-    machine = _Search(workload, kept, budget, merge, width, beat, slack)
+    machine = _Search(workload, kept, budget, merge, width, beat)
     end = machine.run()
     if end is None:
         return None
@@ -106,10 +104,11 @@ class _Search:
         merge: int,
         width: int | None,
         beat: float,
-        slack: float | None,
     ) -> None:
         self.workload, self.between, self.latency = workload, workload.between, workload.latency
         self.merge, self.width, self.beat, self.was_cut = merge, width, beat * (1 + 1e-12), False
+        # How many one launch may take; of many, not every number.
+        self.sizes = [size for size in range(1, merge + 1) if size <= 4 or width is None or not size & (size - 1)]
         self.budget = float("inf") if budget is None else budget
         self.hybrid = any(unit.replicate for unit in workload.units)
         self.strict = budget is not None or self.hybrid  # whether memory, or when reduces are waited for, matters
@@ -117,7 +116,9 @@ class _Search:
         # Without a limit on memory an idle link had better carry what there is: all gathers of a direction can be
         # launched at once, in one order, and a reduce that queues behind them has no reader to keep waiting.
         self.forced = not (self.strict or merge > 1)
-        self.opens = [0] * len(self.gathers) if slack is None else opens_of(workload, self.gathers, self.reduces, slack)
+        self.opens = [0] * len(self.gathers)
+        if width is not None:
+            self.opens = opens_of(workload, self.gathers, self.reduces, SLACK)
         self._sum_launches(budget)
         self._sum_tasks(kept)
 
@@ -238,8 +239,9 @@ class _Search:
     def _launch_reduces(self, state: _State, index: int, out: list[_State]) -> None:
         gathers, reduces, now, link, replicas, done, pending, live, least, steps = state
         link = (now if now > link else link) + self.latency - self.reduce_seconds[reduces]
-        for stop in range(reduces + 1, min(reduces + self.merge, len(self.ready)) + 1):
-            if self.ready[stop - 1] >= index:
+        for size in self.sizes:
+            stop = reduces + size
+            if stop > len(self.ready) or self.ready[stop - 1] >= index:
                 break
             end = link + self.reduce_seconds[stop]
             new = _Steps(steps, "reduce", reduces, stop, index)
@@ -248,11 +250,14 @@ class _Search:
 
     def _launch_gathers(self, state: _State, index: int, out: list[_State]) -> None:
         start, between, budget = state.gathers, self.between[index], self.budget
-        for stop in range(start + 1, min(start + self.merge, len(self.first)) + 1):
+        for size in self.sizes:
+            stop = start + size
+            if stop > len(self.first):
+                break
             if self.first[stop - 1] >= self.workload.backward > index or self.opens[stop - 1] > index:
                 break
-            size = self.gather_bytes[stop] - self.gather_bytes[start]
-            while state.live + size + between > budget:  # wait for as few reduces as leave room
+            more = self.gather_bytes[stop] - self.gather_bytes[start]
+            while state.live + more + between > budget:  # wait for as few reduces as leave room
                 if not state.pending:
                     return
                 state = self._wait_oldest(state, index)
@@ -261,7 +266,7 @@ class _Search:
             least = max(least, end + self.left[self.first[start]])
             new = _Steps(steps, "gather", start, stop, index)
             out.append(
-                _State(stop, reduces, now, end, replicas, done + (end,) * (stop - start), pending, live + size, least, new)
+                _State(stop, reduces, now, end, replicas, done + (end,) * (stop - start), pending, live + more, least, new)
             )
 
     def _wait_oldest(self, state: _State, index: int) -> _State:
