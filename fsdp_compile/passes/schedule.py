@@ -8,7 +8,7 @@ launch together.
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations
 from statistics import median
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
@@ -21,10 +21,12 @@ from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
 
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
-WIDTH = 10  # of many units, states that a search keeps from task to task, so that a plan takes about a second
-NEAR = 1e-5  # a plan no further than this from the shortest one without a budget is as good as that
+WIDTH = 8  # of many units, states that a search keeps from task to task at least
+STATES = 2000  # and in all, more or less: to plan within a second
+NEAR = 1e-5  # a plan no further than this from the best one within the last limit is as good as that
 _RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
-_ROOMS = (0, 0.45, 0.9, 1.4, 1.9, 2.9, 3.9)
+# Buffers of units beside what a plan needs at least: a little below whole and half ones, since activations differ.
+_ROOMS = (0, 0.45, 0.9, 1.9, 2.9, 3.9)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, w
     few, rounded = len(workload.units) <= FEW, on_grid(workload)
     attempts = _all(rounded, budget, merge, width) if few else _some(rounded, budget, merge, width)
     best = _compacted(workload, min(attempts or [lean(workload)], key=_rank))
-    bound = lower_bound(workload, None, budget)
+    bound = lower_bound(workload, None, budget, 1 if merge == 1 else None)
     exact = few and all(found.exact for found in attempts)
     names = tuple(workload.units[unit].name for unit in sorted(best.kept))
     return Schedule(best.plan, names, best.seconds, best.peak, bound, exact)
@@ -148,8 +150,8 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
 def _within(workload: Workload, limit: int, beat: float, merge: int, width: int | None) -> list[Found]:
     """Plans within `limit` bytes that take no more than `beat` seconds."""
     plans: list[Found] = []
-    width = width or max(WIDTH, 800 // len(workload.tasks))
-    for kept, most in product(_last_ones(workload, limit), _merges(workload, limit, merge)):
+    width = width or max(WIDTH, STATES // len(workload.tasks))
+    for kept, most in _choices(workload, limit, merge):
         if lower_bound(workload, kept, limit) > beat:
             continue
         found = search(workload, kept, limit, merge=most, width=width, beat=beat)
@@ -159,12 +161,20 @@ def _within(workload: Workload, limit: int, beat: float, merge: int, width: int 
     return plans
 
 
-def _merges(workload: Workload, limit: int, merge: int) -> tuple[int, ...]:
-    """How many neighbours one launch may gather or reduce: 1, and what half of the room is enough for."""
+def _choices(workload: Workload, limit: int, merge: int) -> list[tuple[frozenset[int], int]]:
+    """What to keep, and how many neighbours one launch may gather or reduce.
+
+    The last units of forward are kept, which backward reads first: as many as fit, or half of them. Half of the room
+    is for what is launched together, or less.
+    """
+    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    kept = [workload.always_kept | set(by_last_read[:count]) for count in range(len(by_last_read) + 1)]
+    most = max(0, bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1)
     if merge == 1 or not workload.latency:
-        return (1,)
-    room = (limit - smallest_budget(workload)) // (2 * _typical(workload))
-    return (min(16, max(4, 1 << room.bit_length() - 1 if room else 0)), 1)
+        return [(kept[count], 1) for count in sorted({most, most // 2}, reverse=True)]
+    room = max(4, (limit - smallest_budget(workload)) // (2 * _typical(workload)))
+    together = min(16, 1 << room.bit_length() - 1)  # a power of 2
+    return [(kept[most], together), (kept[most], 2), *([(kept[most // 2], 2)] if most else [])]
 
 
 def _typical(workload: Workload) -> int:
@@ -180,14 +190,6 @@ def _ladder(workload: Workload, rules: list[Found]) -> list[int]:
     peaks = {found.peak for found in rules}
     limits = (least + int(room * typical) for room in rooms)
     return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
-
-
-def _last_ones(workload: Workload, limit: int) -> list[frozenset[int]]:
-    """The last units of forward, which backward reads first: as many as fit, and half of them."""
-    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
-    kept = [workload.always_kept | set(by_last_read[:count]) for count in range(len(by_last_read) + 1)]
-    most = max(0, bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1)
-    return [kept[count] for count in sorted({most, most // 2}, reverse=True)]
 
 
 def _rank(found: Found) -> tuple[float, int]:

@@ -266,7 +266,9 @@ class _Search:
             least = max(least, end + self.left[self.first[start]])
             new = _Steps(steps, "gather", start, stop, index)
             out.append(
-                _State(stop, reduces, now, end, replicas, done + (end,) * (stop - start), pending, live + more, least, new)
+                _State(
+                    stop, reduces, now, end, replicas, done + (end,) * (stop - start), pending, live + more, least, new
+                )
             )
 
     def _wait_oldest(self, state: _State, index: int) -> _State:
@@ -387,6 +389,5 @@ def _gives_back_earlier(one: _State, other: _State) -> bool:
         return True
     more = len(other.pending) - len(one.pending)
     return more >= 0 and all(
-        mine[1:] == its[1:] and mine[0] <= its[0]
-        for mine, its in zip(one.pending, other.pending[more:], strict=True)
+        mine[1:] == its[1:] and mine[0] <= its[0] for mine, its in zip(one.pending, other.pending[more:], strict=True)
     )

@@ -2,6 +2,8 @@ import random
 
 import pytest
 from every_plan import shortest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from workloads import blocks, random_workload
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
@@ -68,6 +70,25 @@ def test_more_memory_is_never_slower_for_many(latency):
     seconds = [schedule(workload, budget).seconds for budget in (*budgets, None)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < 0.8 * seconds[0]
+
+
+@given(
+    count=st.integers(8, 20),
+    forward=st.floats(0.2, 2),
+    latency=st.sampled_from([0, 0.02, 0.3]),
+    keep=st.sampled_from([None, False]),
+    seed=st.integers(0, 1 << 16),
+    parts=st.lists(st.floats(1, 4), min_size=2, max_size=2),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_more_memory_is_never_slower_by_construction(count, forward, latency, keep, seed, parts):
+    """Of any two budgets the larger one has a plan that is no slower, within it, and no shorter than the bound."""
+    workload = blocks(count, forward, latency, keep, random.Random(seed))
+    budgets = [int(smallest_budget(workload) * part) for part in sorted(parts)]
+    tight, roomy = (schedule(workload, budget) for budget in budgets)
+    assert tight.bound <= tight.seconds * (1 + 1e-9) and tight.peak <= budgets[0]
+    assert roomy.bound <= roomy.seconds * (1 + 1e-9) and roomy.peak <= budgets[1]
+    assert roomy.seconds <= tight.seconds * (1 + 1e-12) and roomy.bound <= tight.bound * (1 + 1e-9)
 
 
 def test_uneven():
