@@ -1,8 +1,8 @@
 """The planner: where to gather, wait, free and reduce, and what to keep, so that the step is short within its memory.
 
 Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch.
-search.py finds the best such choice for given units to keep; here it is decided which to keep, and what small units to
-launch together.
+search.py finds the best such choice for given units to keep; here it is decided which to keep, and within how much
+memory to search.
 """
 
 from bisect import bisect_right
@@ -178,7 +178,9 @@ def _choices(workload: Workload, limit: int, merge: int) -> list[tuple[frozenset
 
 
 def _typical(workload: Workload) -> int:
-    return max(1, int(median(unit.gathered for unit in workload.units)))
+    """Bytes of a gathered buffer; of many small ones and a few large ones, enough that a ladder has few limits."""
+    sizes = [unit.gathered for unit in workload.units]
+    return max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes)))
 
 
 def _ladder(workload: Workload, rules: list[Found]) -> list[int]:

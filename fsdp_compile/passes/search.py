@@ -1,7 +1,8 @@
 """The best plan for given units to keep: a search from task to task.
 
 Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no
-more memory. That is exact, until more than `width` states are left.
+more memory. That is exact, but with a `width`: then the most promising ones are kept, no gather is launched far too
+early, and not every number of neighbours is launched together.
 
 Three choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
 can as well be issued later. A reduce that is done can as well be waited for. One that is not need not be waited for
@@ -83,8 +84,9 @@ def search(
         kept: units whose gathered buffers stay between forward and backward.
         budget: bytes that may live at most; None: no limit.
         merge: how many neighbours the search may make one launch.
-        width: states that are kept from task to task, and no gather is launched far too early; None: all.
-        beat: seconds of a plan that is known already; the search ends where it cannot find a shorter one.
+        width: states that are kept from task to task; None: all.
+        beat: seconds of a plan that is known already; the search ends where it cannot find one as
+            short, and else finds what it finds without.
     """
     machine = _Search(workload, kept, budget, merge, width, beat)
     end = machine.run()
@@ -92,7 +94,7 @@ def search(
         return None
     plan = machine.plan_of(end)
     timeline = simulate(workload, plan)
-    return Found(plan, kept, timeline.makespan, timeline.peak, not machine.was_cut)
+    return Found(plan, kept, timeline.makespan, timeline.peak, width is None)
 
 
 class _Search:
@@ -106,7 +108,7 @@ class _Search:
         beat: float,
     ) -> None:
         self.workload, self.between, self.latency = workload, workload.between, workload.latency
-        self.merge, self.width, self.beat, self.was_cut = merge, width, beat * (1 + 1e-12), False
+        self.merge, self.width, self.beat = merge, width, beat * (1 + 1e-12)
         # How many one launch may take; of many, not every number.
         self.sizes = [size for size in range(1, merge + 1) if size <= 4 or width is None or not size & (size - 1)]
         self.budget = float("inf") if budget is None else budget
@@ -348,7 +350,6 @@ class _Search:
         return self._with_least(sorted(states, key=lambda state: self._order(state, index)), self.width)
 
     def _with_least(self, states: list[_State], width: int) -> list[_State]:
-        self.was_cut = True
         return [*states[:width], min(states[width:], key=lambda state: (state.live, -state.reduces))]
 
     def _prune(self, found: Iterable[_State], index: int) -> list[_State]:
