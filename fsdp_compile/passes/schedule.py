@@ -190,7 +190,7 @@ def _ladder(workload: Workload, rules: list[Found]) -> list[int]:
     while least + rooms[-1] * typical < most + 8 * typical:
         rooms.append(rooms[-2] * 2)
     peaks = {found.peak for found in rules}
-    limits = (least + int(room * typical) for room in rooms)
+    limits = [*(least + int(room * typical) for room in rooms), most + 32 * typical]  # the last: two launches of many
     return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
 
 
