@@ -1,31 +1,32 @@
 """The planner: where to gather, wait, free and reduce, and what to keep, so that the step is short within its memory.
 
 Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch.
-search.py finds the best such choice for given units to keep; here it is decided which to keep, and what small units to
-launch together.
+search.py finds the best such choice for given units to keep; here it is decided which to keep, and within how much
+memory to search.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations
 from statistics import median
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.compact import compact
+from fsdp_compile.passes.launches import on_grid
 from fsdp_compile.passes.plan import Plan, PlanError, Step
 from fsdp_compile.passes.rules import kept_by_rule, prefetch
 from fsdp_compile.passes.search import Found, search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
 
-MANY = 64  # units beyond which less is tried, to plan within a second
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
-SLACK = 2.0  # of many units, how much earlier than they have to be gathers are launched: see search
+WIDTH = 8  # of many units, states that a search keeps from task to task at least
+STATES = 2000  # and in all, more or less: to plan within a second
+NEAR = 1e-5  # a plan no further than this from the best one within the last limit is as good as that
 _RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
 # Buffers of units beside what a plan needs at least: a little below whole and half ones, since activations differ.
-_ROOMS = (5.8, 3.8, 2.8, 2.4, 1.9, 1.4, 0.9, 0.45, 0.2, 0)
-_ROOMS_OF_MANY = (2.8, 1.9, 1.4, 0.9, 0.45, 0)
-_MERGES = (0.0, 2.0, 8.0, 32.0)  # of many units: neighbours are launched together up to so many latencies of transfer
+_ROOMS = (0, 0.45, 0.9, 1.9, 2.9, 3.9)
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,10 @@ def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, w
     if budget is not None and budget < least:
         raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
                         f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
-    few = len(workload.units) <= FEW
-    attempts = _all(workload, budget, merge, width) if few else _some(workload, budget, merge, width)
-    attempts = attempts or [lean(workload)]
-    best = _compacted(workload, min(attempts, key=_rank))
-    bound = lower_bound(workload, None, budget)
+    few, rounded = len(workload.units) <= FEW, on_grid(workload)
+    attempts = _all(rounded, budget, merge, width) if few else _some(rounded, budget, merge, width)
+    best = _compacted(workload, min(attempts or [lean(workload)], key=_rank))
+    bound = lower_bound(workload, None, budget, 1 if merge == 1 else None)
     exact = few and all(found.exact for found in attempts)
     names = tuple(workload.units[unit].name for unit in sorted(best.kept))
     return Schedule(best.plan, names, best.seconds, best.peak, bound, exact)
@@ -107,7 +107,7 @@ def _all(workload: Workload, budget: int | None, merge: int, width: int | None) 
     attempts: list[Found] = []
     best = float("inf")
     for kept in _subsets(workload):
-        if lower_bound(workload, kept) > best or not _fits(workload, kept, budget):
+        if lower_bound(workload, kept, budget) > best or not _fits(workload, kept, budget):
             continue
         found = search(workload, kept, budget, merge=merge, width=width, beat=best)
         if found is not None:
@@ -122,25 +122,76 @@ def _subsets(workload: Workload) -> Iterator[frozenset[int]]:
 
 
 def _some(workload: Workload, budget: int | None, merge: int, width: int | None) -> list[Found]:
-    """The best plan of some that do not depend on the budget, of those that it allows: more memory is never slower.
+    """Plans that do not depend on the budget, those that it allows: more memory is never slower.
 
-    For each choice of what to keep, plans are searched for within what that needs at least, and somewhat more.
+    They are the plans by rules, and for each limit of a ladder what is found within that. Left out is what cannot be
+    better than a plan that is known, and limits above the first one within which a plan is as good as within the last.
     """
-    width = width or max(2, 800 // len(workload.tasks))
-    best = min((found for found in _by_rule(workload) if budget is None or found.peak <= budget), key=_rank)
-    merges = sorted({_together(workload) if merge > 1 else 0.0, 0.0}, reverse=True)
-    for kept in _last_ones(workload):
-        if lower_bound(workload, kept) >= best.seconds:
+    rules = list(_by_rule(workload))
+    plans = [found for found in rules if budget is None or found.peak <= budget]
+    ladder = _ladder(workload, rules)
+    longest = max(found.seconds for found in rules)
+    last = _within(workload, ladder[-1], longest, merge, width)
+    near = min(found.seconds for found in (*last, *rules)) * (1 + NEAR)
+    bounds = {limit: lower_bound(workload, None, limit) for limit in ladder if budget is None or limit <= budget}
+    for limit in (limit for limit, bound in bounds.items() if bound <= near):
+        beat = max(near, min(found.seconds for found in plans))
+        found = last if limit == ladder[-1] else _within(workload, limit, beat, merge, width)
+        plans += found
+        if any(each.seconds <= near for each in found):
+            return plans
+    for limit, bound in reversed(bounds.items()):
+        best = min(found.seconds for found in plans)
+        if near < bound < best:
+            plans += _within(workload, limit, best, merge, width)
+    return plans
+
+
+def _within(workload: Workload, limit: int, beat: float, merge: int, width: int | None) -> list[Found]:
+    """Plans within `limit` bytes that take no more than `beat` seconds."""
+    plans: list[Found] = []
+    width = width or max(WIDTH, STATES // len(workload.tasks))
+    for kept, most in _choices(workload, limit, merge):
+        if lower_bound(workload, kept, limit) > beat:
             continue
-        for limit, together in product(_limits(workload, kept, budget), merges):
-            found = search(
-                workload, kept, limit,
-                merge=merge, together=together, width=width, beat=best.seconds, slack=SLACK,
-            )  # fmt: skip
-            found = found and _compacted(workload, found)
-            if found and (budget is None or found.peak <= budget):
-                best = min(best, found, key=_rank)
-    return [best]
+        found = search(workload, kept, limit, merge=most, width=width, beat=beat)
+        if found is not None:
+            plans.append(found)
+            beat = min(beat, found.seconds)
+    return plans
+
+
+def _choices(workload: Workload, limit: int, merge: int) -> list[tuple[frozenset[int], int]]:
+    """What to keep, and how many neighbours one launch may gather or reduce.
+
+    The last units of forward are kept, which backward reads first: as many as fit, or half of them. Half of the room
+    is for what is launched together, or less.
+    """
+    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    kept = [workload.always_kept | set(by_last_read[:count]) for count in range(len(by_last_read) + 1)]
+    most = max(0, bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1)
+    if merge == 1 or not workload.latency:
+        return [(kept[count], 1) for count in sorted({most, most // 2}, reverse=True)]
+    room = max(4, (limit - smallest_budget(workload)) // (2 * _typical(workload)))
+    together = min(16, 1 << room.bit_length() - 1)  # a power of 2
+    return [(kept[most], together), (kept[most], 2), *([(kept[most // 2], 2)] if most else [])]
+
+
+def _typical(workload: Workload) -> int:
+    """Bytes of a gathered buffer; of many small ones and a few large ones, enough that a ladder has few limits."""
+    sizes = [unit.gathered for unit in workload.units]
+    return max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes)))
+
+
+def _ladder(workload: Workload, rules: list[Found]) -> list[int]:
+    """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all are kept."""
+    least, most = smallest_budget(workload), smallest_budget(workload, workload.always_kept | set(workload.keepable))
+    rooms, typical = list(_ROOMS), _typical(workload)
+    while least + rooms[-1] * typical < most + 8 * typical:
+        rooms.append(rooms[-2] * 2)
+    peaks = {found.peak for found in rules}
+    limits = [*(least + int(room * typical) for room in rooms), most + 32 * typical]  # the last: two launches of many
+    return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
 
 
 def _rank(found: Found) -> tuple[float, int]:
@@ -153,38 +204,7 @@ def _by_rule(workload: Workload) -> Iterator[Found]:
     for forward, backward, before_wait, in_flight in _RULES:
         plan = prefetch(workload, forward, backward, before_wait, in_flight)
         timeline = simulate(workload, plan)
-        found = Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
-        yield _compacted(workload, found)
-
-
-def _limits(workload: Workload, kept: frozenset[int], budget: int | None) -> Iterator[int | None]:
-    """Within what memory to search: what keeping `kept` needs, and room for some more buffers, up to the budget."""
-    least = smallest_budget(workload, kept)
-    typical = median(unit.gathered for unit in workload.units)
-    if budget is None or least <= budget:
-        yield None  # launches nothing early without need, and may fit
-    for room in _ROOMS if len(workload.units) <= MANY else _ROOMS_OF_MANY:
-        limit = least + int(room * typical)
-        if budget is None or limit <= budget:
-            yield limit
-
-
-def _together(workload: Workload) -> float:
-    """Up to how many seconds of transfer neighbours had better be launched together, if memory is no limit."""
-    if not workload.latency:
-        return 0.0
-    tried = [(search(workload, workload.always_kept, None, together=merges * workload.latency, width=1, slack=SLACK),
-              merges) for merges in _MERGES]  # fmt: skip
-    return min((found.seconds, merges) for found, merges in tried if found is not None)[1] * workload.latency
-
-
-def _last_ones(workload: Workload) -> Iterator[frozenset[int]]:
-    """The last units of forward, which backward reads first: all of them, some, none."""
-    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
-    step = 1 if len(workload.units) <= MANY else 2
-    counts = [1 << power for power in range(0, len(by_last_read).bit_length(), step)]
-    for count in (len(by_last_read), *reversed(counts), 0):
-        yield workload.always_kept | set(by_last_read[:count])
+        yield Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
 
 
 def _fits(workload: Workload, kept: frozenset[int], budget: int | None) -> bool:

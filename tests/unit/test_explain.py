@@ -30,7 +30,7 @@ reduce blocks.0                      100   1020.000     50.000    970.000  depen
 reduce root                           70    720.000      0.000    720.000  link
 
 step      16520.000 ms: computing 12400.000, the rest 4120.000
-bound     16460.000 ms, which no plan can beat; this one is 0.36% above
+bound     16500.000 ms, which no plan can beat; this one is 0.12% above
 memory    472 bytes at most, budget: no limit
 """,
     )

@@ -1,12 +1,17 @@
 import random
+from dataclasses import replace
+from time import process_time
 
 import pytest
 from every_plan import shortest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from workloads import blocks, random_workload
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan import PlanError
 from fsdp_compile.passes.schedule import lean, schedule
+from fsdp_compile.passes.search import search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.verify import verify
 
@@ -70,6 +75,34 @@ def test_more_memory_is_never_slower_for_many(latency):
     assert seconds[-1] < 0.8 * seconds[0]
 
 
+@given(
+    count=st.integers(8, 20),
+    forward=st.floats(0.2, 2),
+    latency=st.sampled_from([0, 0.02, 0.3]),
+    keep=st.sampled_from([None, False]),
+    seed=st.integers(0, 1 << 16),
+    parts=st.lists(st.floats(1, 4), min_size=2, max_size=2),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_more_memory_is_never_slower_by_construction(count, forward, latency, keep, seed, parts):
+    """Of any two budgets the larger one has a plan that is no slower, within it, and no shorter than the bound."""
+    workload = blocks(count, forward, latency, keep, random.Random(seed))
+    budgets = [int(smallest_budget(workload) * part) for part in sorted(parts)]
+    tight, roomy = (schedule(workload, budget) for budget in budgets)
+    assert tight.bound <= tight.seconds * (1 + 1e-9) and tight.peak <= budgets[0]
+    assert roomy.bound <= roomy.seconds * (1 + 1e-9) and roomy.peak <= budgets[1]
+    assert roomy.seconds <= tight.seconds * (1 + 1e-12) and roomy.bound <= tight.bound * (1 + 1e-9)
+
+
+def test_one_large_unit():
+    """Many small units beside a large one: few limits on memory are tried, and the plan is as near to the bound."""
+    workload = blocks(40, keep=None)
+    units = (replace(workload.units[0], gathered=10**9), *workload.units[1:])
+    start = process_time()
+    assert schedule(replace(workload, units=units)).gap <= 0.01
+    assert process_time() - start < 20  # hundreds of limits would take minutes
+
+
 def test_uneven():
     """128 uneven units within four times the smallest budget: 2 % from the bound."""
     workload = blocks(127, rng=random.Random(1), keep=None)
@@ -108,6 +141,27 @@ def test_bound_formula():
         backward = sum(task.seconds for task in workload.tasks[split:])
         least = first + max(forward, ahead - first) + max(backward, back + sum(reduces) - reduces[-1]) + reduces[-1]
         assert lower_bound(workload) >= least - 1e-9
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3])
+def test_no_plan_beats_the_bound(merge):
+    """Within any budget the bound is no more than what trying everything finds, and no budget makes it lower."""
+    for seed in range(500, 560):
+        rng = random.Random(seed)
+        workload = random_workload(rng, rng.randint(1, 3))
+        budget = smallest_budget(workload) + rng.choice([0, 1, 2, 4])
+        bound = lower_bound(workload, None, budget, merge)
+        assert lower_bound(workload) - 1e-9 <= bound <= shortest(workload, budget, merge) + 1e-9
+
+
+def test_what_is_known_changes_no_plan():
+    """A search that knows of a plan as long as what it finds, finds the same; of one that no plan can beat, none."""
+    for seed in range(4):
+        workload = blocks(12, rng=random.Random(seed), latency=0.3)
+        budget = int(1.3 * smallest_budget(workload))
+        found = search(workload, frozenset(), budget, merge=4, width=6)
+        assert search(workload, frozenset(), budget, merge=4, width=6, beat=found.seconds).plan == found.plan
+        assert search(workload, frozenset(), budget, merge=4, width=6, beat=lower_bound(workload) / 2) is None
 
 
 def test_lean_needs_the_smallest_budget():
