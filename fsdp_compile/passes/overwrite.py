@@ -40,7 +40,7 @@ def reads_before(name: str, writes: list[Write]) -> list[Read] | None:
     _compute_now(name)
     for write in writes:
         write.value.realize()
-    if any(name in write.value.get_read_names() for write in writes):
+    if any(write.value.get_name() == name for write in writes):  # a view of a parameter, as it is
         return None
     reads = [
         Read([output.get_name() for output in operation.get_outputs()], *part)

@@ -15,7 +15,7 @@ from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.compact import compact
 from fsdp_compile.passes.launches import on_grid
 from fsdp_compile.passes.plan import Plan, PlanError, Step
-from fsdp_compile.passes.rules import kept_by_rule, prefetch
+from fsdp_compile.passes.rules import kept_by_rule, prefetch, take_turns
 from fsdp_compile.passes.search import Found, search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
@@ -201,8 +201,7 @@ def _rank(found: Found) -> tuple[float, int]:
 def _by_rule(workload: Workload) -> Iterator[Found]:
     """Plans that need no search: without any prefetch, and as other systems make them; ours is never slower."""
     yield lean(workload)
-    for forward, backward, before_wait, in_flight in _RULES:
-        plan = prefetch(workload, forward, backward, before_wait, in_flight)
+    for plan in (*(prefetch(workload, *rule) for rule in _RULES), take_turns(workload)):
         timeline = simulate(workload, plan)
         yield Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
 
