@@ -27,6 +27,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
 BACKEND = "emulated"
+FREE = 1e18  # bytes per second: a link that takes no time
 
 untraced: Any = torch.compiler.disable  # a compiled DDP calls these from C++ while Dynamo watches
 

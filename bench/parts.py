@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from bench import systems
+from bench.link import FREE
 from bench.rounds import Side
 from bench.worker import Spec
 from fsdp_compile.passes import PASSES
 
 LATENCY = 20e-6  # seconds of a collective's launch on the emulated link
-FREE = 1e18  # bytes per second: a link that takes no time
 CHECKED = 20  # the step at which losses are compared
 TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at different places
 
@@ -60,7 +60,8 @@ PARTS = {
     "gloo_lora": Part("the same, frozen with adapters, fp32", "gloo", "lora", PEERS),
     "many_small": Part("2,000 parameters in 100 units, two gloo ranks, fp32", "gloo", "many_small", EAGER, steps=2),
     "link": Part(
-        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", PEERS, 8, ratios=(0.3, 0.6, 0.9), looks=("calls", "memory")
+        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, "ours_planned"), 8, ratios=(0.3, 0.6, 0.9),
+        looks=("calls", "memory"),
     ),
     "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),
     "link_1024": Part("the same, 1024 ranks", "link", "gpt", PEERS, 1024, ratios=(0.6,), looks=("calls",)),

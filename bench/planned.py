@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from bench import link, systems
-from bench.link import LINK
+from bench.link import FREE, LINK
 from bench.memory import curve, resident
 from bench.models import WORKLOADS
-from bench.parts import FREE, link_for
+from bench.parts import link_for
 from bench.report import machine, today, versions
 from fsdp_compile import fully_shard
 from fsdp_compile.passes import marks

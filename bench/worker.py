@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench import link, systems
 from bench.copies import GeneratedCode, copied, release
-from bench.link import LINK
+from bench.link import FREE, LINK
 from bench.memory import curve, peak_rss, resident, thinned
 from bench.models import WORKLOADS
 
@@ -151,7 +151,11 @@ class Worker:
         return [self.step() for _ in range(steps)]
 
     def configure(self, latency: float, bandwidth: float) -> None:
-        """Set the emulated link."""
+        """Set the emulated link, and let the system plan for it."""
+        LINK.configure(0.0, FREE)
+        if bandwidth < FREE:
+            batch = [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
+            self.prepared.configured(f"custom:{latency},{bandwidth}", batch)
         LINK.configure(latency, bandwidth)
 
     def calls(self) -> dict[str, Any]:

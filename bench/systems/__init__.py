@@ -52,6 +52,9 @@ class Prepared:
     after_backward: Callable[[], None] = lambda: None
     scale: float = 1.0
 
+    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        """The link is another one from here on: for systems that plan for it, which may run steps on `batch`."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -82,6 +85,7 @@ SYSTEMS = {
     "ours": System("ours, eager", "ours", "#7fb3a8"),
     "ours_blocks": System("ours, blocks compiled", "ours_blocks", "#4f9d96", "blocks"),
     "ours_compiled": System("ours, compiled", "ours_compiled", "#17766e", "whole"),
+    "ours_planned": System("ours, compiled, planned for the link", "ours_planned", "#0b4f4a", "whole"),
 }
 
 

@@ -1,6 +1,7 @@
 """Ours, eager: the default policy has to find the same units that the others are told."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +14,10 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     return Prepared(sharded := shard(model, blocks, setup), sharded)
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> nn.Module:
+def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options: Any) -> nn.Module:
     precision = fsdp_compile.MixedPrecision(torch.bfloat16, torch.float32) if setup.bf16 else None
     ahead = setup.blocking  # as FSDP2 is told: on CUDA the host's running ahead has the same effect
-    fsdp_compile.fully_shard(model, mesh=setup.mesh, mixed_precision=precision, forward_prefetch=ahead)
+    fsdp_compile.fully_shard(model, mesh=setup.mesh, mixed_precision=precision, forward_prefetch=ahead, **options)
     missed = [block for block in blocks if not isinstance(block, fsdp_compile.FSDPModule)]
     if missed:
         raise RuntimeError(f"expected each block to be a unit, found {len(missed)} that are not; compare equal units")

@@ -61,12 +61,14 @@ class Costs:
         collective: seconds that a link needs for what this node starts, without latency.
         latency: seconds that each launch takes beside that.
         contention: see `Workload`.
+        memory: whether bytes are counted too.
     """
 
     node: Callable[[fx.Node], float]
     collective: Callable[[fx.Node], float]
     latency: float = 0.0
     contention: float = 0.0
+    memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
     ready = [spans[-1][1] for spans in writes.values()]
-    memory = _memory(graph, computing, reduces.values(), ready) if costs else [0] * len(computing)
+    memory = _memory(graph, computing, reduces.values(), ready) if costs and costs.memory else [0] * len(computing)
     workload = Workload(
         tasks=tuple(
             Task(

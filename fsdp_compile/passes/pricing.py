@@ -17,6 +17,9 @@ from fsdp_compile.passes.machines import DEVICES, Device, device, link
 from fsdp_compile.passes.plan import PlanError
 from fsdp_compile.passes.tags import tagged
 from fsdp_compile.passes.torch_private import direction, group_named, hint_of
+from fsdp_compile.passes.work import node_work
+
+_FLOPS_PER_BYTE = 30.0  # what machines compute while they move a byte: 10 (CPU, float32) to 300 (H100, bfloat16)
 
 
 def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
@@ -43,6 +46,16 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
     world = max(group_named(start.args[GROUP_ARGUMENT[start.target]]).size() for start in starts)  # type: ignore[arg-type,index]  # fx
     return Costs(of_node, of_collective, float(launch_seconds(world, wire)))
+
+
+def shares() -> Costs:
+    """Where no link is named: what a task takes beside others, in no unit, for a machine of the middle kind."""
+
+    def of_node(node: fx.Node) -> float:
+        work = node_work(node)
+        return _number(work.flops + _FLOPS_PER_BYTE * (work.read_bytes + work.written_bytes))
+
+    return Costs(of_node, lambda start: 0.0, memory=False)
 
 
 def measured_seconds(config: CompileConfig, tasks: int) -> list[float] | None:

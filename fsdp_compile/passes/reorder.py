@@ -14,7 +14,7 @@ from fsdp_compile.passes.choose import choose, timed
 from fsdp_compile.passes.from_graph import Reading, read, with_preparation
 from fsdp_compile.passes.marks import mark_tasks
 from fsdp_compile.passes.plan import Plan, PlanError, Step
-from fsdp_compile.passes.pricing import costs_of
+from fsdp_compile.passes.pricing import costs_of, shares
 from fsdp_compile.passes.tags import get_tag, tagged
 from fsdp_compile.passes.verify import verify
 from fsdp_compile.passes.views import is_product, readers
@@ -27,7 +27,7 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
         PlanError: the plan is none for this graph.
     """
     _place_hand_overs(graph)
-    reading = read(graph, costs_of(graph, config))
+    reading = read(graph, costs_of(graph, config) or shares())
     workload = timed(reading.workload, config)
     plan = choose(workload, config)
     verify(workload, plan, config.budget)

@@ -42,9 +42,8 @@ def take_turns(workload: Workload) -> Plan:
     steps += _gathers(workload, [each for each in gathers if each[1] < split], 0, 1, True)
     backward = [each for each in gathers if each[1] >= split]
     reduces = workload.reduces()
-    waits = {
-        number: later[2] + 1 for number, later in enumerate(reduces[1:])
-    }  # at the latest: when the next one is ready
+    ready_at = {unit: ready for unit, _, ready in reduces}
+    waits = {number: ready + 1 for number, (_, _, ready) in enumerate(reduces[1:])}  # at the latest: with the next one
     steps += [((split, 2, -1), _step(workload, "gather", unit)) for unit, _, _ in backward[:1]]
     for number, (unit, first, _) in enumerate(backward):
         steps.append(((first, 2, 4 * number), _step(workload, "wait", unit)))
@@ -52,7 +51,10 @@ def take_turns(workload: Workload) -> Plan:
             following, end, _ = backward[number + 1]
             due = [each for each, (_, _, ready) in enumerate(reduces) if ready < first < waits.get(each, end)]
             sent = sum(workload.units[reduces[each][0]].packed for each in due)
-            at = _turn(workload, first, end, sent, workload.units[following].gathered)
+            turn = _turn(workload, first, end, sent, workload.units[following].gathered)
+            at = max(
+                first, min(turn, ready_at.get(unit, turn))
+            )  # never after the next reduce: ranks may turn elsewhere
             waits.update((each, min(at, waits.get(each, at))) for each in due)
             steps.append(((at, 2, 4 * number - 1), _step(workload, "gather", following)))
     for number, (unit, _, ready) in enumerate(reduces):
@@ -63,12 +65,10 @@ def take_turns(workload: Workload) -> Plan:
 
 
 def _turn(workload: Workload, first: int, end: int, sent: int, gathered: int) -> int:
-    """The task, from `first` to `end`, before which the part of the work is done that `sent` bytes may take."""
-    known = any(task.seconds for task in workload.tasks)
-    work = [task.seconds if known else 1.0 for task in workload.tasks[first:end]]
-    share = sum(work) * sent / ((sent + gathered) or 1)
-    done = [0.0, *accumulate(work)]
-    return first + next(number for number, each in enumerate(done) if each >= share * (1 - 1e-9))
+    """The task, from `first` to `end`, before which about the part of the work is done that `sent` bytes may take."""
+    done = [0.0, *accumulate(task.seconds for task in workload.tasks[first:end])]
+    share = done[-1] * sent / ((sent + gathered) or 1)
+    return first + min(range(len(done)), key=lambda number: abs(done[number] - share))
 
 
 def kept_by_rule(workload: Workload) -> frozenset[int]:

@@ -1,0 +1,44 @@
+"""Ours, the whole model one graph, planned for the link by the seconds that its tasks take on it."""
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.systems import Prepared, Setup, ours
+from fsdp_compile.passes import marks
+
+MEASURED = 5  # steps
+
+
+class Planned(Prepared):
+    """Compiled anew for each link: once with marks, to time tasks, once by the plan for these times."""
+
+    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        """Plan for `link`, as `options={"link": ...}` names it; the link itself takes no time meanwhile."""
+        marked = _compiled(self.model, link=link, mark=True)
+        self._run(marked, batch)
+        marks.reset()
+        for _ in range(MEASURED):
+            self._run(marked, batch)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            marks.save(file.name)
+            self.forward = _compiled(self.model, link=link, times=file.name)
+            self._run(self.forward, batch)
+
+    def _run(self, forward: Any, batch: Sequence[Tensor]) -> None:
+        forward(*batch).backward()
+        self.model.zero_grad()
+
+
+def _compiled(model: nn.Module, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
+
+
+def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    ours.shard(model, blocks, setup, reshard_after_forward="auto")  # the plan says which units stay
+    compiled: Any = torch.compile(model, fullgraph=True)
+    return Planned(model, compiled)
