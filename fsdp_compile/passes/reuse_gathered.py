@@ -21,12 +21,11 @@ from fsdp_compile.passes.views import is_pointwise, is_product, is_view, readers
 
 def reuse_gathered(graph: fx.Graph, config: CompileConfig) -> None:
     """Let each pack whose unit is gathered in the same graph have the gathered buffer."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    products = [index for node, index in place.items() if is_product(node)]
     waits = {get_tag(gather).unit: next(iter(gather.users)) for gather in tagged(graph, "gather")}  # type: ignore[union-attr]  # tagged
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         wait = waits.get(get_tag(pack).unit)  # type: ignore[union-attr]  # likewise
-        if wait is not None and _fits(pack, wait) and _in_time(pack, wait, place, products):
+        place = {node: index for index, node in enumerate(graph.nodes)}  # the last one has moved nodes
+        if wait is not None and _fits(pack, wait) and _in_time(pack, wait, place):
             _put_in_order(pack, wait, place)
             pack.args = (*pack.args, wait)
 
@@ -51,25 +50,28 @@ def _fits(pack: fx.Node, wait: fx.Node) -> bool:
     return only_packed and only_sent and all(reader.op != "output" for reader in readers(wait)[1])
 
 
-def _in_time(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int], products: list[int]) -> bool:
+def _in_time(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int]) -> bool:
     """Whether gradients are computed while the parameters are there, and the last of them about when those go.
 
     Gradients that come later had better have a buffer of their own: until then there is none. A matrix product before
-    the wait had better stay there, for the gather to hide behind, and no reduce should wait for readers beyond another.
+    the first reader, where the plan will wait, had better stay there, for the gather to hide behind, and no reduce
+    should wait for readers beyond another product.
     """
     written = [place[grad] for grad in gradients_of(pack)]
     read = [place[reader] for reader in readers(wait)[1]]
     if not read or min(written) > max(read):
         return False
-    early = any(is_product(grad) and place[grad] < place[wait] for grad in gradients_of(pack))
-    return not early and not any(max(written) < product < max(read) for product in products)
+    early = any(is_product(grad) and place[grad] < min(read) for grad in gradients_of(pack))
+    between = (node for node, at in place.items() if max(written) < at < max(read))
+    return not early and not any(map(is_product, between))
 
 
 def _put_in_order(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int]) -> None:
-    """No gradient before the gather; and the last one last, after all that reads parameters."""
-    for early in [grad for grad in gradients_of(pack) if place[grad] < place[wait]]:
-        wait.append(early)
-    gradient, reader = (max(nodes, key=lambda node: place[node]) for nodes in (gradients_of(pack), readers(wait)[1]))
+    """No gradient before the first reader; and the last one last, after all that reads parameters."""
+    first, reader = (choose(readers(wait)[1], key=lambda node: place[node]) for choose in (min, max))
+    for early in [grad for grad in gradients_of(pack) if place[grad] < place[first]]:
+        first.append(early)
+    gradient = max(gradients_of(pack), key=lambda node: place[node])
     if place[gradient] < place[reader]:
         reader.append(gradient)
     end = max(place[gradient], place[reader])
