@@ -180,7 +180,8 @@ class Unit:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks of `group`, as a 1-D mesh."""
-        return DeviceMesh.from_group(self.group, self.device.type)
+        make: Any = torch.compiler.disable(DeviceMesh.from_group)  # the first use may be in a compiled step
+        return make(self.group, self.device.type)
 
     @property
     def has_frozen(self) -> bool:

@@ -13,17 +13,25 @@ from fsdp_compile.unit import Unit, unit_of
 
 
 class Managed:
-    """A parameter that is sharded, and its place.
-
-    Attributes:
-        cut: how it is cut among the ranks.
-        is_here: whether this rank stores some of it.
-    """
+    """A parameter that is sharded, and its place. Made in compiled steps too: all that it tells is found when asked."""
 
     def __init__(self, unit: Unit, index: int) -> None:
         self.unit, self.index = unit, index
-        self.cut = self._share(False).cut
-        self.first, self.numel = self._share(False).run
+
+    @property
+    def cut(self) -> Cut:
+        """How it is cut among the ranks."""
+        return self._share(False).cut
+
+    @property
+    def first(self) -> int:
+        """Its first element that this rank stores, of the flattened ones."""
+        return self._share(False).run[0]
+
+    @property
+    def numel(self) -> int:
+        """How many elements this rank stores."""
+        return self._share(False).run[1]
 
     def _share(self, is_number: bool) -> Share:
         """What its pieces, or the numbers beside it, have in common; the unit keeps it."""
