@@ -76,7 +76,11 @@ def _title(part: Found, setting: Found) -> str:
 
 def _timeline(name: str, part: Found) -> Path:
     """One step of ours above one of FSDP2's: what computes, what waits, what is on the link."""
-    order = [system for system in ("ours_compiled", "ours", "fsdp2_compile", "fsdp2") if system in part["calls"]]
+    order = [
+        system
+        for system in ("ours_planned", "ours_compiled", "ours", "fsdp2_compile", "fsdp2")
+        if system in part["calls"]
+    ]
     shown = [order[0], *[system for system in order[1:] if system.startswith("fsdp2")][:1]]
     figure, axes = plt.subplots(figsize=(9, 0.75 * 2 * len(shown) + 0.6))
     for row, system in enumerate(shown):
