@@ -8,7 +8,7 @@ reshard.py              gathers are recomputed in backward or saved; proof that 
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reuse_gathered.py       which is the gathered buffer itself, where that is possible; overwrite.py: after all reads
 from_graph.py           tasks and units of a graph; liveness.py: bytes that live; pricing.py: what nodes cost
-choose.py               which plan: from a file, the best by cost, or by rules.py: one unit ahead
+choose.py               which plan: from a file, the best by cost, or by rules.py: a unit ahead, in turns
 reorder.py              the order of the plan; pin it
 marks.py                seconds of tasks, measured while a graph runs
 exchange.py             reduce-scatters that gloo runs become exchanges of slices

@@ -1,4 +1,4 @@
-"""Which plan a graph gets: the one in a file, the best one for its costs, or one unit ahead."""
+"""Which plan a graph gets: the one in a file, the best one for its costs, or a fixed rule."""
 
 import logging
 import pathlib
