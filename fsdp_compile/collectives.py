@@ -22,6 +22,8 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 ALL_GATHER_INTO = _c10d.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 ALL_TO_ALL = _c10d.all_to_all_single.default
+ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
 BROADCAST = _c10d.broadcast_.default
 ALL_REDUCE = _c10d.all_reduce.default
 ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
@@ -33,8 +35,11 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
     ALL_TO_ALL: 3,
     ALL_REDUCE: 2,
     ALL_REDUCE_IN_PLACE: 2,
+    ALL_GATHER_COALESCED: 2,
+    REDUCE_SCATTER_COALESCED: 3,
 }
 STARTS = tuple(GROUP_ARGUMENT)
+COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_COALESCED}  # one launch of several
 
 _COPYING = ("gloo", "fake")  # backends that copy on the CPU; the fake one, whose ranks do not exist, stands for gloo
 _copies: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()

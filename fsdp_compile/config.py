@@ -28,7 +28,7 @@ class CompileConfig:
             or they plan differently and say so.
         device: what computes, a name in `DEVICES` there; None: found by the device's own name.
         budget: bytes that may live at once in a graph: shards, activations, gathered and packed buffers. Needs `link`.
-        times: path of a JSON file with measured seconds of each task (`fsdp_compile.passes.marks` writes it). Needs
+        times: path of a JSON file with measured seconds (`fsdp_compile.passes.marks` writes it). Needs
             `link`, and the same file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` or JSON under the headings `forward:` and `backward:`.
         mark: measure the seconds of each task while the graph runs, for `times`.

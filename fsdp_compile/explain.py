@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -166,7 +166,9 @@ def explain(
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if isinstance(made, FSDPModule) else fully_shard(made, reshard_after_forward="auto")
         workload = _workload_of(sharded, example_inputs, config)
-    return report(workload, schedule(workload, budget, merge=1).plan, budget)
+    if device not in (None, "cpu"):  # where it computes, not here, one call launches several units
+        workload = replace(workload, can_merge=True)
+    return report(workload, schedule(workload, budget).plan, budget)
 
 
 @contextmanager

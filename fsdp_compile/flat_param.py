@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.engine import replace_data
 from fsdp_compile.join import Arrival, Entry, Join, ShardViews, Tie
-from fsdp_compile.layout import FlatParamLayout, ShardRecord
+from fsdp_compile.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord
 from fsdp_compile.rows import end_between_rows
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
@@ -42,8 +42,9 @@ class FlatParam:
     def __init__(
         self, params: NamedParams, shards: int, rank: int, device: torch.device, pin_memory: bool = False
     ) -> None:
-        layout = FlatParamLayout.build([(n, tuple(p.shape)) for n, p in params], shards, shard_alignment=16)
-        self.layout = end_between_rows(layout, 16)
+        shapes = [(name, tuple(param.shape)) for name, param in params]
+        layout = FlatParamLayout.build(shapes, shards, shard_alignment=DEFAULT_ALIGNMENT)
+        self.layout = end_between_rows(layout, DEFAULT_ALIGNMENT)
         self.params = [param for _, param in params]
         self.rank = rank
         self.unsynced: Any = None  # eager.accumulate.Unsynced

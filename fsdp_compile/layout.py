@@ -144,12 +144,12 @@ class FlatParamLayout:
         end = 0
         for name, dims in parameters:
             shape = tuple(map(as_int, dims))
-            offset = _round_up(end, alignment)
+            offset = round_up(end, alignment)
             end = offset + math.prod(shape)
             names.append(name)
             shapes.append(shape)
             offsets.append(offset)
-        numel = _round_up(end, world_size * shard_alignment)
+        numel = round_up(end, world_size * shard_alignment)
         return cls(tuple(names), tuple(shapes), tuple(offsets), numel, world_size, alignment)
 
     @property
@@ -259,5 +259,6 @@ def _at_least_one(what: str, value: int) -> None:
         raise ValueError(f"{what} must be at least 1, found {value}")
 
 
-def _round_up(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `count`."""
     return -(-count // multiple) * multiple

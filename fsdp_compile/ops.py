@@ -14,7 +14,7 @@
     wait_gather(full, sent) -> `full`, filled by a gather or exchange only in Inductor's graphs: `sent` lives so long
     agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
                                                                       are about to run (passes/agreement.py)
-    mark(graph, number)      -> the same                              only where tasks are measured (passes/marks.py)
+    mark(graph, ...)         -> the same                              only where tasks are measured (passes/marks.py)
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
@@ -66,7 +66,7 @@ torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor sent) -> Te
 torch.library.define(
     "fsdp_flat::agree", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
-torch.library.define("fsdp_flat::mark", "(str graph, int number, Device device) -> Tensor", tags=_OPAQUE)
+torch.library.define("fsdp_flat::mark", "(str graph, int stretch, int number, Device device) -> Tensor", tags=_OPAQUE)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
@@ -248,7 +248,7 @@ def _agree_fake(sequence: str, groups: list[str], timeout: float, device: torch.
 
 
 @torch.library.register_fake("fsdp_flat::mark")
-def _mark_fake(graph: str, number: int, device: torch.device) -> Tensor:
+def _mark_fake(graph: str, stretch: int, number: int, device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 

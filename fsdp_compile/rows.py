@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 
-from fsdp_compile.layout import FlatParamLayout
+from fsdp_compile.layout import FlatParamLayout, round_up
 
 MOST = 512
 """At most one element in so many may be padding for this."""
@@ -26,7 +26,7 @@ def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParam
     rows = [math.prod(shape[1:]) for shape in layout.shapes]  # elements that one index into the first dimension gives
     used = layout.offsets[-1] + layout.numels[-1]
     steps = {layout.world_size * math.lcm(row, shard_alignment) for row in rows if row}
-    sizes = {-(-used // step) * step for step in steps}
+    sizes = {round_up(used, step) for step in steps}
     wider = [replace(layout, numel=size) for size in sizes if layout.numel < size <= layout.numel * (1 + 1 / MOST)]
     return min([layout, *wider], key=lambda each: (_cut_rows(each, rows), each.numel)) if wider else layout
 

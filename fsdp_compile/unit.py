@@ -13,7 +13,6 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -76,6 +75,7 @@ class Unit:
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (eager/state_types.py), or None.
         shares: what this rank stores of each parameter, as state dicts say it (eager/pieces.py), as far as they did.
+            This, like `mesh`, by the kind of device: a model may move, and a copy of it may move elsewhere.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Unit:
         self.unsharded: Any = None  # eager.gathered.Gathered
         self.summoned: Any = None  # eager.summon.Summoned
         self.state_settings: StateDictSettings | None = None
-        self.shares: dict[tuple[int, bool], Any] = {}
+        self.shares: dict[tuple[int, bool, str], Any] = {}
+        self._meshes: dict[str, DeviceMesh] = {}
         self.places = Places(len(self.params))
         self.note_dtypes()
         self.mark()
@@ -177,11 +178,13 @@ class Unit:
         """Whether ranks store different parts of the parameters; False under NO_SHARD."""
         return self.flats[0].layout.world_size > 1
 
-    @cached_property
+    @property
     def mesh(self) -> DeviceMesh:
-        """The ranks of `group`, as a 1-D mesh."""
-        make: Any = torch.compiler.disable(DeviceMesh.from_group)  # the first use may be in a compiled step
-        return make(self.group, self.device.type)
+        """The ranks of `group`, as a 1-D mesh of the devices that the unit computes on now."""
+        kind = self.device.type
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(self.group, kind)
+        return self._meshes[kind]
 
     @property
     def has_frozen(self) -> bool:
@@ -222,11 +225,16 @@ class Unit:
 
     def flat_of(self, index: int) -> FlatParam:
         """The flat parameter that the unit's parameter `index` lies in."""
+        return self.in_flat(index)[0]
+
+    def in_flat(self, index: int) -> tuple[FlatParam, int]:
+        """The flat parameter that the unit's parameter `index` lies in, and its index there."""
+        at = index
         for flat in self.flats:
-            if index < len(flat.params):
-                return flat
-            index -= len(flat.params)
-        raise IndexError(f"{self}: expected the index of one of {len(self.params)} parameters")
+            if at < len(flat.params):
+                return flat, at
+            at -= len(flat.params)
+        raise IndexError(f"{self}: expected the index of one of {len(self.params)} parameters, found {index}")
 
     def by_flat(self, values: Sequence[T]) -> Iterator[tuple[FlatParam, Sequence[T]]]:
         """Cut a sequence of one value per parameter into one sequence per flat parameter."""

@@ -25,11 +25,12 @@ class Mirrored(nn.Module):
         self.weight = nn.Parameter(torch.rand(width) + 0.5)
         self.square = nn.Parameter(0.2 * torch.randn(width, width))
         self.norm = nn.LayerNorm(width)
+        self.above, self.below = nn.Parameter(torch.rand(width)), nn.Parameter(torch.rand(width))  # of one gradient
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.sin(x * self.weight.flip(0)) * self.weight
         y = y + (y @ self.square) @ self.square.t()
-        return self.norm(y) + y * (self.square * self.weight).sum(1)
+        return torch.tanh(self.norm(y) + self.above + self.below) + y * (self.square * self.weight).sum(1)
 
 
 def awkward() -> Case:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.checkpoint.boxes import Cut
 from fsdp_compile.checkpoint.sharded import PieceTensor
+from fsdp_compile.checkpoint.share import Share
 from fsdp_compile.layout import FlatParamLayout
 
 
@@ -36,7 +37,7 @@ def pieces(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[
     for name, origin in zip(layout.names, layout.offsets, strict=True):
         cut = Cut(tuple(full[name].shape), origin, layout.shard_numel)
         first, numel = cut.run(rank)
-        state[name] = PieceTensor(full[name].reshape(-1)[first : first + numel].clone(), cut, mesh)
+        state[name] = PieceTensor(full[name].reshape(-1)[first : first + numel].clone(), Share(cut, mesh))
     return state
 
 

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compile import fully_shard
 from fsdp_compile.eager.pieces import managed
 from fsdp_compile.names import clean_names
+from fsdp_compile.unit import unit_of
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -100,5 +101,8 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> It
 
 
 def _mine(param: nn.Parameter, full: Tensor) -> Tensor:
-    found = managed(param)
-    return full if found is None else full.reshape(-1)[found.first : found.first + found.numel]
+    if managed(param) is None:
+        return full
+    unit, index = unit_of(param)
+    record = unit.records[index]
+    return full.reshape(-1)[record.first : record.last + 1] if record else full.new_empty(0)

@@ -17,6 +17,7 @@ The command `fsdp-compile checkpoint`
     sources.py             any format, read one tensor at a time
     targets.py             any format, written one tensor at a time
     convert.py             from one to the other
+disk.py            values of tensors as bytes, and bytes that have reached the disk
 agree.py           one rank decides, or all succeed
 torch_private.py   the private torch names that this folder needs, and the versions they were checked on
 """

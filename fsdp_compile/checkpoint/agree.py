@@ -1,6 +1,6 @@
 """Ranks that read and write files together: one decides, or all succeed, and an error of one is an error of all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -41,11 +41,19 @@ def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup |
     try:
         work()
     except Exception as error:
-        said[0] = str(error) or repr(error)  # some say nothing, such as a MemoryError
+        said[0] = in_words(error)
     if dist.is_initialized():
         mine, said = said[0], [None] * dist.get_world_size(group)
         dist.all_gather_object(said, mine, group=group)
     if any(said):
-        raise CheckpointError(
-            f"{doing}: " + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said) if what)
-        )
+        raise failed_on(doing, {rank: what for rank, what in enumerate(said) if what})
+
+
+def in_words(error: BaseException) -> str:
+    """What an error says; its name if it says nothing, such as a MemoryError."""
+    return str(error) or repr(error)
+
+
+def failed_on(doing: str, said: Mapping[int, str]) -> CheckpointError:
+    """The error of all ranks where those in `said` have failed."""
+    return CheckpointError(f"{doing}: " + "; ".join(f"rank {rank}: {what}" for rank, what in said.items()))

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_compile.checkpoint.directory import sync_folder
+from fsdp_compile.checkpoint.disk import sync_folder
 from fsdp_compile.checkpoint.sources import Source
 from fsdp_compile.checkpoint.targets import DcpTarget, SafetensorsTarget, Target, TorchTarget
 

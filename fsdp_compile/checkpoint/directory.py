@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from fsdp_compile.caller import warn_caller
+from fsdp_compile.checkpoint.disk import sync_folder
 from fsdp_compile.checkpoint.manifest import NAME as MANIFEST
 from fsdp_compile.checkpoint.manifest import CheckpointError, Manifest
 
@@ -87,7 +88,7 @@ def begin(root: Path, step: int) -> Aside:
         remove_leftovers(root)
         path = root / f".step-{step:08d}.{secrets.token_hex(4)}"
         path.mkdir()
-        lock = open(path / _LOCK, "wb")  # noqa: SIM115  (open until the save ends)
+        lock = open(path / _LOCK, "wb")  # noqa: SIM115  (its lock is held until the save ends)
         _try_lock(lock)
     return Aside(path, lock)
 
@@ -136,15 +137,6 @@ def remove_leftovers(root: Path) -> None:
     for path in root.iterdir():
         if _HIDDEN.fullmatch(path.name) and not _is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _remove(path: Path) -> None:

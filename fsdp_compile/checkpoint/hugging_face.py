@@ -52,6 +52,7 @@ def save_safetensors(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part. What was in the folder stays.
+        OSError: on all ranks, if the first one could not make the files or give them their names.
         ValueError: parameters are summoned; or a dtype is none that safetensors has.
     """
     _sharded_units(model, "save_safetensors")
@@ -173,7 +174,8 @@ def _stored(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[tuple[int,
     if found is None:
         return tuple(tensor.shape), flat, 0, is_first(group)
     unit, index = found
-    record = unit.records[index]
+    home, at = unit.in_flat(index)
+    record = home.layout.record(at, home.rank)
     copies = unit.replicas if unit.is_sharded else unit.group
     saves = copies is None or dist.get_rank(copies) == 0
-    return unit.shapes[index], flat, record.first if record else 0, saves and record is not None
+    return home.layout.shapes[at], flat, record.first if record else 0, saves and record is not None

@@ -5,13 +5,14 @@ name the tensor, and who reads a few tensors checks these alone.
 """
 
 import json
-import os
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from fsdp_compile.checkpoint.disk import write_synced
 
 NAME = "manifest.json"
 METADATA = ".metadata"  # DCP's own list of what was saved
@@ -37,7 +38,7 @@ class Manifest:
     """Every file of a checkpoint with the pieces that fill it, and the step at which it was saved, if there is one."""
 
     step: int | None
-    files: dict[str, list[Piece]] = field(default_factory=dict)
+    files: dict[str, list[Piece]]  # each file's in the order of its bytes
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; it carries its own checksum."""
@@ -70,15 +71,12 @@ class Manifest:
         Raises:
             CheckpointError: they differ, or the manifest knows no such piece.
         """
-        piece = self._starts.get((file, start))
-        if piece is None:
+        pieces = self.files.get(file, [])
+        at = bisect_left(pieces, start, key=lambda piece: piece.start)
+        if at == len(pieces) or pieces[at].start != start:
             raise damaged(folder / file, "?", f"{NAME} knows nothing that begins at byte {start}")
-        if _crc_of_stream(stream, piece) != piece.crc32:
-            raise damaged(folder / file, piece.name, "its bytes are not those that were written")
-
-    @cached_property
-    def _starts(self) -> dict[tuple[str, int], Piece]:
-        return {(file, piece.start): piece for file, pieces in self.files.items() for piece in pieces}
+        if _crc_of_stream(stream, pieces[at]) != pieces[at].crc32:
+            raise damaged(folder / file, pieces[at].name, "its bytes are not those that were written")
 
 
 def damaged(path: Path, name: str, what: str) -> CheckpointError:
@@ -91,14 +89,6 @@ def checksum(file: Path) -> Piece:
     piece = Piece("the list of all tensors", 0, file.stat().st_size, 0)
     with open(file, "rb") as stream:
         return piece._replace(crc32=_crc_of_stream(stream, piece))
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _parse(path: Path) -> Manifest:

@@ -7,7 +7,6 @@ A tensor is one run of bytes, and so is what a rank stores of it. The `safetenso
 tensors or slices along a dimension, so it is not what is needed here; tests compare with it.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -20,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compile.checkpoint.directory import sync_folder
-from fsdp_compile.checkpoint.manifest import CheckpointError, write_synced
+from fsdp_compile.checkpoint.disk import in_order, memory_of, sync, sync_folder, write_fully, write_synced
+from fsdp_compile.checkpoint.manifest import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 CHUNK = 1 << 24  # bytes of a buffer where values are converted or come from another device
@@ -154,6 +153,11 @@ class Plan:
             plan.headers[file], plan.sizes[file] = header, start
         return plan
 
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return next(iter(self.headers)).parent
+
     def begin(self) -> None:
         """Make the files, hidden, with their headers and sizes and holes for the values."""
         for file, header in self.headers.items():
@@ -161,8 +165,7 @@ class Plan:
             with open(hidden(file), "wb") as stream:
                 stream.write(header)
                 stream.truncate(self.sizes[file])
-                stream.flush()
-                os.fsync(stream.fileno())
+                sync(stream)
 
     def end(self) -> None:
         """Give the files, whose values are on the disk, their names, and remove those of an earlier export.
@@ -170,7 +173,7 @@ class Plan:
         Whenever this stops: the folder has all of one export, or several files without an index, which `find` refuses.
         So an earlier index goes first and the new one comes last.
         """
-        folder = next(iter(self.headers)).parent
+        folder = self.folder
         (folder / INDEX).unlink(missing_ok=True)
         sync_folder(folder)
         for file in self.headers:
@@ -188,7 +191,7 @@ class Plan:
 
     def abandon(self) -> None:
         """Remove what was not given its name."""
-        for file in self.headers:
+        for file in (*self.headers, self.folder / INDEX):
             hidden(file).unlink(missing_ok=True)
 
 
@@ -264,20 +267,13 @@ class Writer:
             self._files.clear()
 
 
-def write_fully(file: int, content: memoryview, at: int) -> None:
-    """Write all of `content` at byte `at` of an open file."""
-    while content:
-        written = os.pwrite(file, content, at)
-        content, at = content[written:], at + written
-
-
 def _parts(values: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
     """`values` on the CPU in `dtype`: themselves if they are, else copies of a part at a time."""
     if values.device.type == "cpu" and values.dtype == dtype:
-        yield values.contiguous().resolve_conj().resolve_neg()
+        yield in_order(values)
     else:
         for part in values.split(CHUNK // max(dtype.itemsize, values.element_size())):
-            yield part.to("cpu", dtype).resolve_conj().resolve_neg()
+            yield in_order(part.to("cpu", dtype))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -311,8 +307,3 @@ def _fill(file: int, at: int, target: Tensor, place: Place) -> None:
         if not count:
             raise CheckpointError(f"{place.file}, with {place.spec.name}: expected {len(left)} more bytes at {at}")
         left, at = left[count:], at + count
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read and write, without numpy."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 0)).cast("B")

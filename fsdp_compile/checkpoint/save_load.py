@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_compile.checkpoint.agree import first_decides
+from fsdp_compile.checkpoint.agree import failed_on, first_decides, in_words
 from fsdp_compile.checkpoint.directory import at_step, newest, published, step_of
-from fsdp_compile.checkpoint.manifest import CheckpointError, Manifest
+from fsdp_compile.checkpoint.manifest import Manifest
 from fsdp_compile.checkpoint.states import as_states
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
 
@@ -101,5 +101,4 @@ def _errors_of_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except dcp.CheckpointException as error:
-        said = "; ".join(f"rank {rank}: {str(found) or repr(found)}" for rank, (found, _) in error.failures.items())
-        raise CheckpointError(f"{doing}: {said}") from error
+        raise failed_on(doing, {rank: in_words(found) for rank, (found, _) in error.failures.items()}) from error

@@ -26,39 +26,31 @@ from fsdp_compile.checkpoint.torch_private import asks_only, new_dtensor, run_pl
 
 
 class PieceTensor(DTensor):
-    """A tensor of which each rank of a group stores one run of its flattened elements, as `cut` says.
+    """A tensor of which each rank of a group stores one run of its flattened elements, as `share` says.
 
-    Or, with `shape=()` beside a `cut` of another shape: a number that belongs to the cut tensor, such as a count of
-    steps, of which every rank that stores some of the tensor has a copy, and no other rank.
+    Or a number that belongs to such a tensor, such as a count of steps: every rank that stores some of the tensor has a
+    copy, and no other rank.
 
     Args:
         local: what this rank stores, 1-D `[n]`, n >= 0: it is not copied. For a number, `[1]` or `[0]`.
-        cut: how the tensor is cut among the ranks.
-        mesh: 1-D, the ranks.
-        shape: `cut.shape`, also if None, or `()`.
+        share: what that is of the tensor; one for all values that lie alike.
 
     Raises:
-        ValueError: `local` has not the shape that `cut` says.
+        ValueError: `local` has not the shape that `share` says.
     """
 
-    share: Share  # the same for all values of this cut
+    share: Share
 
-    def __new__(  # noqa: D102  (the class says it)
-        cls, local: Tensor, cut: Cut, mesh: DeviceMesh, shape: tuple[int, ...] | None = None
-    ) -> "PieceTensor":
-        return cls.of(local, Share(cut, mesh, shape not in (None, cut.shape)))
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    @classmethod
-    def of(cls, local: Tensor, share: Share) -> "PieceTensor":
-        """The tensor of which this rank stores `local`. ValueError if it has not the shape that `share` says."""
+    def __new__(cls, local: Tensor, share: Share) -> "PieceTensor":
+        """To torch a DTensor of the full shape; `local` has its dtype."""
         if local.shape != (share.numel,):
             raise ValueError(f"local: expected shape ({share.numel},) for {share.cut}, found {tuple(local.shape)}")
         piece: PieceTensor = new_dtensor(cls, local, share.spec(local.dtype))
         piece.share = share
         return piece
+
+    def __init__(self, *_: Any) -> None:
+        pass
 
     @property
     def cut(self) -> Cut:
@@ -91,13 +83,6 @@ class PieceTensor(DTensor):
             storage = run.untyped_storage()[start : start + run.nbytes]
             return torch.empty(0, dtype=run.dtype).set_(storage, 0, box.sizes, strides_of(box.sizes))
         return run.view(box.sizes)
-
-    def cut_out(self, full: Tensor) -> Tensor:
-        """Of a tensor of the original shape, what this rank stores, 1-D; a view where `full` is contiguous."""
-        if self.is_number:
-            return full.reshape(-1)[: len(self.boxes)]
-        first, numel = self.share.run
-        return full.reshape(-1)[first : first + numel]
 
     # --- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
 
@@ -180,16 +165,16 @@ class PieceTensor(DTensor):
         )
 
     def _with(self, local: Tensor) -> "PieceTensor":
-        return PieceTensor.of(local, self.share)
+        return PieceTensor(local, self.share)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PieceTensor":
         copied = memo[id(self)] = self._with(self.local.clone())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PieceTensor, (self.local.clone(), self.cut, self.device_mesh, self.share.shape)
+        return PieceTensor, (self.local.clone(), self.share)
 
-    def __repr__(self, *_: Any) -> str:  # type: ignore[override]  # DTensor takes another argument
+    def __repr__(self) -> str:  # type: ignore[override]  # as in DTensor: without Tensor's argument
         return f"PieceTensor(shape={self.share.shape}, local={self.local}, boxes={self.boxes})"
 
 
@@ -206,7 +191,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         )
     if source.shape != target.shape:
         raise ValueError(f"copy_: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
-    target.local.copy_(source.local if isinstance(source, PieceTensor) else target.cut_out(source), non_blocking)
+    target.local.copy_(source.local if isinstance(source, PieceTensor) else target.share.part_of(source), non_blocking)
     return target
 
 
@@ -222,4 +207,4 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     ),
 }
 
-torch.serialization.add_safe_globals([PieceTensor, Cut])
+torch.serialization.add_safe_globals([PieceTensor, Share, Cut])

@@ -5,8 +5,10 @@ places alone is here, and is made once.
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,6 +59,11 @@ class Share:
         """How many elements are stored here."""
         return sum(box.numel for box in self.boxes)
 
+    def part_of(self, full: Tensor) -> Tensor:
+        """Of a tensor of the full shape, what is stored here, 1-D; a view where `full` is contiguous."""
+        first = 0 if self.is_number else self.run[0]
+        return full.reshape(-1)[first : first + self.numel]
+
     @cached_property
     def chunks(self) -> list[ChunkStorageMetadata]:
         """The boxes as torch.distributed.checkpoint describes them."""
@@ -75,3 +82,6 @@ class Share:
         if dtype not in self._specs:
             self._specs[dtype] = make_spec(self.mesh, self.shape, dtype)
         return self._specs[dtype]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Share, (self.cut, self.mesh, self.is_number)  # not what follows from them

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from fsdp_compile.checkpoint import safetensors_file
 from fsdp_compile.checkpoint.directory import newest
+from fsdp_compile.checkpoint.disk import in_order
 from fsdp_compile.checkpoint.manifest import METADATA, CheckpointError
 from fsdp_compile.checkpoint.manifest import NAME as MANIFEST
 from fsdp_compile.checkpoint.safetensors_file import Spec
@@ -108,19 +109,21 @@ class DcpSource(Source):
             else:
                 self.values.append(name)
 
-    def read(self, name: str) -> Tensor:  # noqa: D102  (the protocol says it)
+    def read(self, name: str) -> Tensor:
+        """Put together from its pieces. CheckpointError if they are not all there, or altered."""
         spec, chunks = self.tensors[name], self._chunks[name]
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(spec.shape):
             raise CheckpointError(f"{self._path}, with {name}: its pieces are not the whole tensor; it was not saved")
         if len(chunks) == 1:
-            return _values(self._load(MetadataIndex(name, chunks[0].offsets)))
+            return in_order(self._load(MetadataIndex(name, chunks[0].offsets)).detach())
         whole = torch.empty(spec.shape, dtype=spec.dtype)
         for chunk in chunks:
             box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[box] = self._load(MetadataIndex(name, chunk.offsets))
         return whole
 
-    def value(self, name: str) -> Any:  # noqa: D102
+    def value(self, name: str) -> Any:
+        """Unpickled, as DCP itself does: whatever was saved runs."""
         return self._load(MetadataIndex(name), weights_only=False)
 
     def _load(self, index: MetadataIndex, weights_only: bool = True) -> Any:
@@ -142,7 +145,8 @@ class SafetensorsSource(Source):
         self.tensors = {name: place.spec for name, place in self._places.items()}
         self.keys = {name: (name,) for name in self.tensors}
 
-    def read(self, name: str) -> Tensor:  # noqa: D102
+    def read(self, name: str) -> Tensor:
+        """Read into new memory. CheckpointError if the file ends before."""
         place = self._places[name]
         read = torch.empty(math.prod(place.spec.shape), dtype=place.spec.dtype)
         safetensors_file.read_run(place, read)
@@ -170,13 +174,10 @@ class TorchSource(Source):
             else:
                 self.values.append(name)
 
-    def read(self, name: str) -> Tensor:  # noqa: D102
-        return _values(self._leaves[name])
+    def read(self, name: str) -> Tensor:
+        """The mapped file, unless its values have to be put in order."""
+        return in_order(self._leaves[name].detach())
 
-    def value(self, name: str) -> Any:  # noqa: D102
+    def value(self, name: str) -> Any:
+        """As it was loaded."""
         return self._leaves[name]
-
-
-def _values(tensor: Tensor) -> Tensor:
-    """The tensor such that its memory is its values in order: no transposed, conjugate or negative view."""
-    return tensor.detach().contiguous().resolve_conj().resolve_neg()

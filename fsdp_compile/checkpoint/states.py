@@ -53,7 +53,7 @@ def as_states(state: dict[str, Any]) -> dict[str, Any]:
     `state_dict()` that lies deeper: it would be pickled as it is, and loading would put another one in its place.
     """
     for key, value in state.items():
-        if isinstance(value, (dict, list, tuple)):
+        if not isinstance(value, Stateful):
             _refuse_stateful(value, f"state[{key!r}]")
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     shown = dict(state)
@@ -65,16 +65,13 @@ def as_states(state: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _refuse_stateful(nested: Any, where: str) -> None:
-    pairs = nested.items() if isinstance(nested, dict) else enumerate(nested)
-    for key, value in pairs:
-        found = f"{where}[{key!r}]"
-        if isinstance(value, (dict, list, tuple)):
-            _refuse_stateful(value, found)
-        elif isinstance(value, (nn.Module, Optimizer, Stateful)):
-            kind = type(value).__name__
-            raise ValueError(f"{found}: expected a tensor or a plain value, found a {kind}; put what has a "
-                             f"state_dict() into the outermost dict")  # fmt: skip
+def _refuse_stateful(value: Any, where: str) -> None:
+    if isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_stateful(inner, f"{where}[{key!r}]")
+    elif isinstance(value, Stateful):  # as models and optimizers are
+        raise ValueError(f"{where}: expected a tensor or a plain value, found a {type(value).__name__}; put what has a "
+                         f"state_dict() into the outermost dict")  # fmt: skip
 
 
 def _inner(model: nn.Module) -> nn.Module:

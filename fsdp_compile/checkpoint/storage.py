@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdp_compile.checkpoint.directory import Aside, abandon, begin, prune, publish
+from fsdp_compile.checkpoint.disk import in_order, sync
 from fsdp_compile.checkpoint.manifest import METADATA, Manifest, Piece, checksum, pieces_by_file
 from fsdp_compile.checkpoint.torch_private import StorageInfo
 
@@ -138,15 +139,14 @@ class ItemFile:
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
         else:
-            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # for buffers only
+            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # torch names IO[bytes], and only writes
         size = self._file.tell() - start
         return WriteResult(index, size, Stored(StorageInfo(self.place.file, start, size), stream.crc32))
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         with self._file:
             if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                sync(self._file)
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _alone(tensor: Tensor) -> Tensor:
     """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return tensor
-    tensor = tensor.contiguous().resolve_conj().resolve_neg()
+    tensor = in_order(tensor)
     start = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[start : start + tensor.nbytes]
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

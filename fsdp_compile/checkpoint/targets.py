@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_compile.checkpoint.directory import sync_folder
-from fsdp_compile.checkpoint.safetensors_file import Plan, Spec, Writer, memory_of, spread, write_fully
+from fsdp_compile.checkpoint.disk import memory_of, sync_folder, write_fully
+from fsdp_compile.checkpoint.safetensors_file import Plan, Spec, Writer, spread
 from fsdp_compile.checkpoint.sources import Keys
 from fsdp_compile.checkpoint.storage import ItemFile, Place, describe
 from fsdp_compile.checkpoint.torch_private import (
@@ -66,7 +66,8 @@ class Target(ABC):
 class DcpTarget(Target):
     """A folder of DCP, as many ranks would write it: each tensor in as many pieces, cut along its first dimension."""
 
-    def begin(self, values: dict[str, Any]) -> None:  # noqa: D102
+    def begin(self, values: dict[str, Any]) -> None:
+        """Make the files; the first has what is no tensor."""
         self.path.mkdir()
         places = [Place(str(self.path), f"__{rank}_0.distcp") for rank in range(self.files)]
         self._files = [self._open.enter_context(ItemFile(place)) for place in places]
@@ -78,7 +79,8 @@ class DcpTarget(Target):
             self._results[0].append(self._files[0].write(MetadataIndex(name), pickled))
             self._metadata.state_dict_metadata[name] = BytesStorageMetadata()
 
-    def write(self, name: str, tensor: Tensor) -> None:  # noqa: D102
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one piece into each file."""
         chunks, at = [], 0
         for rank, piece in enumerate(tensor.chunk(self.files) if tensor.numel() and tensor.ndim else [tensor]):
             offsets = torch.Size([at, *[0] * tensor.ndim][: tensor.ndim])
@@ -88,7 +90,8 @@ class DcpTarget(Target):
         properties = TensorProperties(dtype=tensor.dtype)
         self._metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
 
-    def end(self) -> None:  # noqa: D102
+    def end(self) -> None:
+        """Add metadata and manifest to the files."""
         self._open.close()
         describe(self.path, self.step, self._metadata, self._results, FileSystemWriter(self.path).finish)
         sync_folder(self.path)
@@ -97,15 +100,18 @@ class DcpTarget(Target):
 class SafetensorsTarget(Target):
     """A folder in Hugging Face's layout, without what is no tensor."""
 
-    def begin(self, values: dict[str, Any]) -> None:  # noqa: D102
+    def begin(self, values: dict[str, Any]) -> None:
+        """Make the files, with room for the tensors; `values` are left out."""
         self._plan = Plan.of(spread(self.specs, self.files), self.path, {})
         self._plan.begin()
         self._writer = self._open.enter_context(Writer(self._plan))
 
-    def write(self, name: str, tensor: Tensor) -> None:  # noqa: D102
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write it to its place."""
         self._writer.write(name, tensor.view(-1))
 
-    def end(self) -> None:  # noqa: D102
+    def end(self) -> None:
+        """Give the files their names."""
         self._open.close()
         self._plan.end()
 
@@ -116,7 +122,8 @@ class TorchTarget(Target):
     The zip file's own checksums are those of the holes; torch does not look at them.
     """
 
-    def begin(self, values: dict[str, Any]) -> None:  # noqa: D102
+    def begin(self, values: dict[str, Any]) -> None:
+        """Write the file with holes, and find where they are."""
         with no_memory():
             tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in self.specs}
         found = values | tensors
@@ -127,9 +134,11 @@ class TorchTarget(Target):
         self._file = os.open(self.path, os.O_WRONLY)
         self._open.callback(os.close, self._file)
 
-    def write(self, name: str, tensor: Tensor) -> None:  # noqa: D102
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Fill its hole."""
         write_fully(self._file, memory_of(tensor), self._holes[name])
 
-    def end(self) -> None:  # noqa: D102
+    def end(self) -> None:
+        """Wait for the disk."""
         os.fsync(self._file)
         self._open.close()

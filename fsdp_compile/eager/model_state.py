@@ -48,9 +48,9 @@ class KeepsState:
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refresh_own(self)
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # likewise
         with _saving(self) as saving:
-            for name, param in self._parameters.items():  # type: ignore[attr-defined]
+            for name, param in self._parameters.items():  # type: ignore[attr-defined]  # likewise
                 found = managed(param) if param is not None and prefix + name in destination else None
                 if found is not None:
                     destination[prefix + name] = saving.value(found)
@@ -178,7 +178,7 @@ def _load(found: Managed, param: nn.Parameter, value: Any) -> str | None:
             expected += f", or {tuple(param.shape)} as saved with LOCAL_STATE_DICT by the same rank of as many"
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         return f"expected {expected}, found {what}"
-    if found.numel and local.data_ptr() != param.data_ptr():
+    if found.is_here and local.data_ptr() != param.data_ptr():
         param.copy_(local)
     torch.autograd.graph.increment_version([param])  # on all ranks, for who gathered before
     return None

@@ -34,8 +34,12 @@ _unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def watch_state(optimizer: Optimizer, *_: Any) -> None:
     """From now on convert what goes in and out of `optimizer`'s state dict, if it has sharded parameters."""
-    if optimizer in _watched or optimizer in _unrelated:
-        return
+    if optimizer not in _watched and optimizer not in _unrelated:
+        _watch(optimizer)
+
+
+@torch.compiler.disable  # once for each optimizer, in a step that may be compiled; state may have been loaded before
+def _watch(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(managed(param) for param in params):
         _unrelated.add(optimizer)
@@ -161,7 +165,7 @@ def local_state(param: nn.Parameter, state: State) -> State:
 def _part(found: Managed, param: nn.Parameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if isinstance(value, PieceTensor) and value.cut == found.cut:
+    if found.is_alike(value):
         return value.local.view(()) if value.is_number else value.local
     if value.dim() == 0 and (found.cut.shape or name == "step"):  # of a parameter of shape () all state is 0-d
         return _whole(value)
@@ -182,5 +186,5 @@ def _whole(value: Any) -> Any:
 
 def _whole_elsewhere(found: Managed, value: Any) -> None:
     """Take part in the gather of a value that other ranks need whole."""
-    if isinstance(value, DTensor) and not (isinstance(value, PieceTensor) and value.cut == found.cut):
+    if isinstance(value, DTensor) and not found.is_alike(value):
         value.full_tensor()

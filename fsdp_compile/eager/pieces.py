@@ -1,6 +1,7 @@
 """Between a parameter's part of the shard and the values in state dicts; for parameters and optimizer state alike."""
 
 import math
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,7 +14,7 @@ from fsdp_compile.unit import Unit, unit_of
 
 
 class Managed:
-    """A parameter that is sharded, and its place. Made in compiled steps too: all that it tells is found when asked."""
+    """A parameter that is sharded, and its place. It costs nothing: all that it tells is found when asked."""
 
     def __init__(self, unit: Unit, index: int) -> None:
         self.unit, self.index = unit, index
@@ -23,22 +24,12 @@ class Managed:
         """How it is cut among the ranks."""
         return self._share(False).cut
 
-    @property
-    def first(self) -> int:
-        """Its first element that this rank stores, of the flattened ones."""
-        return self._share(False).run[0]
-
-    @property
-    def numel(self) -> int:
-        """How many elements this rank stores."""
-        return self._share(False).run[1]
-
     def _share(self, is_number: bool) -> Share:
         """What its pieces, or the numbers beside it, have in common; the unit keeps it."""
-        shares, key = self.unit.shares, (self.index, is_number)
+        unit = self.unit
+        shares, key = unit.shares, (self.index, is_number, unit.device.type)
         if key not in shares:
-            cut = _cut(self.unit, self.index)
-            shares[key] = Share(cut, self.unit.mesh, is_number)
+            shares[key] = Share(_cut(unit, self.index), unit.mesh, is_number)
         return shares[key]
 
     @property
@@ -54,7 +45,7 @@ class Managed:
     @property
     def is_here(self) -> bool:
         """Whether this rank stores some of it."""
-        return self.numel > 0
+        return self._share(False).numel > 0
 
     def piece(self, local: Tensor) -> Tensor:
         """`local`, this rank's part `[n]`, as a tensor of the original shape; not a copy.
@@ -63,28 +54,32 @@ class Managed:
         """
         if not math.prod(self.cut.shape):
             return local.view(self.cut.shape)
-        return PieceTensor.of(local, self._share(False))
+        return PieceTensor(local, self._share(False))
 
     def number(self, local: Tensor) -> PieceTensor:
         """A number that belongs to the parameter; not a copy. `local` has shape `()`, or `[0]` where it is absent."""
-        return PieceTensor.of(local.view(-1), self._share(True))
+        return PieceTensor(local.view(-1), self._share(True))
+
+    def is_alike(self, value: Any) -> TypeGuard[PieceTensor]:
+        """Whether `value` is a piece that is cut as the parameter is: no rank needs what others store of it."""
+        return isinstance(value, PieceTensor) and value.cut == self.cut
 
     def part_of(self, value: Tensor) -> Tensor | None:
         """This rank's part, 1-D `[n]`, of a value of the original shape; None if it has another shape.
 
         A part of memory that is the value's. Of values that are distributed otherwise all ranks gather the whole.
         """
-        if isinstance(value, PieceTensor) and value.cut == self.cut and not value.is_number:
+        if self.is_alike(value) and not value.is_number:
             return value.local
         if tuple(value.shape) != self.cut.shape:
             return None
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        return full.reshape(-1)[self.first : self.first + self.numel]
+        return self._share(False).part_of(full)
 
 
 def _cut(unit: Unit, index: int) -> Cut:
-    flat, numbers = next(pair for pair in unit.by_flat(range(len(unit.params))) if index in pair[1])
-    layout, at = flat.layout, index - numbers[0]
+    flat, at = unit.in_flat(index)
+    layout = flat.layout
     return Cut(layout.shapes[at], layout.offsets[at], layout.shard_numel, shard_order(unit.stages))
 
 

@@ -7,20 +7,41 @@ keep.py                 which units stay gathered, where that is left open
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reuse_gathered.py       which is the gathered buffer itself, where that is possible; overwrite.py: after all reads
-from_graph.py           tasks and units of a graph; liveness.py: bytes that live; pricing.py: what nodes cost
-choose.py               which plan: from a file, the best by cost, or by rules.py: a unit ahead, in turns
-reorder.py              the order of the plan; pin it
-marks.py                seconds of tasks, measured while a graph runs
+reorder.py              the graph in the order of a plan; pin that order
+  choose.py             which plan: from a file, the best by cost, or by rules.py: a unit ahead, in turns
+  from_graph.py         tasks and units of a graph; liveness.py: bytes that live
+  marks.py              seconds of tasks, measured while a graph runs; times.py: used for other graphs of the model
+coalesce.py             what the plan launches together becomes one call
 exchange.py             reduce-scatters that gloo runs become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
 direct.py               generated code calls the process group itself: lowering, and what it calls
 agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
-tags.py, views.py, text.py, torch_private.py   shared: tags, looking through views, printing, private torch state
+
+Plans, on plain numbers:
+
+workload.py             what a step computes and communicates: tasks and units
+plan.py                 which unit is gathered, waited for, freed and reduced before which task; as text and JSON
+simulate.py             what a plan takes, in seconds and bytes; verify.py: whether it keeps the rules of a plan
+rules.py                plans without a search
+schedule.py             the best plan: what to keep, within how much memory
+search.py               the best one for given units to keep; launches.py: what it may launch, and from where on
+bound.py                what no plan can beat
+compact.py              gathers no earlier than pays
+
+Costs, as numbers or expressions:
+
+cost.py                 seconds of collectives and of computing; machines.py: links and devices with their figures
+work.py                 what a node computes, reads and writes; measured.py: seconds of calls that were measured
+pricing.py              what the nodes and collectives of one graph cost, by the configuration
+
+Shared: tags.py, what a node is to us; views.py, what kind of node it is, and who reads it through views; text.py, a
+graph printed; torch_private.py, the compiler's state.
 """
 
 from fsdp_compile.passes import agreement  # noqa: F401  (the body of an operator)
 from fsdp_compile.passes.agree import agree
+from fsdp_compile.passes.coalesce import coalesce
 from fsdp_compile.passes.exchange import exchange
 from fsdp_compile.passes.gather_into import gather_into
 from fsdp_compile.passes.insert_collectives import insert_collectives
@@ -39,6 +60,7 @@ PASSES = (
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reuse_gathered", "post_grad", reuse_gathered),
     Pass("reorder", "post_grad", reorder),
+    Pass("coalesce", "post_grad", coalesce),
     Pass("exchange", "post_grad", exchange),
     Pass("gather_into", "post_grad", gather_into),
     Pass("agree", "post_grad", agree),

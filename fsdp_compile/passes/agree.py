@@ -20,7 +20,7 @@ def agree(graph: fx.Graph, config: CompileConfig) -> None:
     names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
     groups = list(dict.fromkeys(names))
     sequence = "\n".join(_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True))
-    value = starts[0].meta["val"]
+    value = _sent(starts[0])[0].meta["val"]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         arguments = (sequence, groups, config.agreement_timeout, value.device)
         node = graph.create_node("call_function", AGREE, arguments, name="agree")
@@ -29,8 +29,13 @@ def agree(graph: fx.Graph, config: CompileConfig) -> None:
 
 
 def _describe(start: fx.Node, group: int) -> str:
-    tag = get_tag(start)
-    sent: fx.Node = start.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    value = sent.meta["val"]
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{tag}, {value.numel() * value.element_size()} bytes of {dtype}, group {group}"
+    values = [sent.meta["val"] for sent in _sent(start)]
+    sizes = " + ".join(str(value.numel() * value.element_size()) for value in values)
+    dtype = str(values[0].dtype).removeprefix("torch.")
+    return f"{get_tag(start)}, {sizes} bytes of {dtype}, group {group}"
+
+
+def _sent(start: fx.Node) -> list[fx.Node]:
+    """What a collective sends; several, if one call launches several."""
+    sent = start.args[0]
+    return [sent] if isinstance(sent, fx.Node) else list(sent)  # type: ignore[arg-type]  # fx arguments are untyped

@@ -50,11 +50,11 @@ def lower_bound(
         budget: bytes that may live at once; None: no limit.
         merge: how many units one launch may gather or reduce; None: any number.
     """
-    return _Bound(workload, kept, budget, merge or len(workload.units)).seconds()
+    return _Bound(workload, kept, inf if budget is None else budget, merge or len(workload.units)).seconds()
 
 
 class _Bound:
-    def __init__(self, workload: Workload, kept: frozenset[int] | None, budget: int | None, merge: int) -> None:
+    def __init__(self, workload: Workload, kept: frozenset[int] | None, budget: float, merge: int) -> None:
         self.workload, self.units, self.latency, self.merge = workload, workload.units, workload.latency, merge
         self.budget, split = budget, workload.backward
         self.done = [0.0, *accumulate(task.seconds for task in workload.tasks)]
@@ -62,11 +62,12 @@ class _Bound:
         gathers = gathers_of(workload, workload.always_kept | set(workload.keepable) if kept is None else kept)
         self.forward = [launch for launch in gathers if launch.first < split]
         self.backward = [launch for launch in gathers if launch.first >= split]
-        self.reduces = list(reversed(reduces_of(workload)))
-        back = reaches_back(workload, self.reduces[::-1], budget, merge)
+        reduces = reduces_of(workload)
+        self.ready, self.reduces = [launch.first for launch in reduces], reduces[::-1]
+        back = reaches_back(workload, reduces, budget, merge)
         self.reaches_of_reduces = [len(self.reduces) - start for start in reversed(back[1:])]
         self.tails = self._tails()
-        self.rooms = [inf if budget is None else budget - least for least in _least_memory(workload, stays)]
+        self.rooms = [budget - least for least in _least_memory(workload, stays)]
         beside = (room_for_gathers(workload, index, budget) for index in range(split, len(workload.tasks)))
         self.most_room = list(accumulate(beside, max))
         self.late = [(unit, first) for unit, (first, _) in workload.reads_in_backward.items() if unit not in stays]
@@ -88,9 +89,8 @@ class _Bound:
         replicas = min((launch.replicate for launch in self.reduces), default=0.0)
         least = self._least_end(self.reduces, after, self.reaches_of_reduces)
         yield least + (replicas + self.latency if replicas else 0.0)
-        ready = sorted(launch.first for launch in self.reduces)
         for index in range(split, len(self.done) - 1):
-            unsent = len(ready) - bisect_left(ready, index)
+            unsent = len(self.reduces) - bisect_left(self.ready, index)
             yield ends[index + 1 - split] + self._forced(index) + self.tails[unsent]
         moved = sum(launch.seconds for launch in self.backward) + self.latency * bool(self.backward)
         yield moved + self.tails[-1]

@@ -3,11 +3,9 @@
 import logging
 import pathlib
 import re
-from dataclasses import replace
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.plan import Plan, PlanError
-from fsdp_compile.passes.pricing import measured_seconds
 from fsdp_compile.passes.rules import prefetch, take_turns
 from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.torch_private import direction
@@ -25,7 +23,7 @@ def choose(workload: Workload, config: CompileConfig) -> Plan:
     if config.plan is not None:
         plan = plan_in(config.plan, direction())
     elif config.link is not None:
-        plan = schedule(workload, config.budget, merge=1).plan  # graphs launch each collective by itself
+        plan = schedule(workload, config.budget).plan
     elif config.reduces_in_flight == 1:
         plan = take_turns(workload)
     else:
@@ -33,15 +31,6 @@ def choose(workload: Workload, config: CompileConfig) -> Plan:
         plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
     plan_log.debug("%s:\n%s", direction(), plan, extra={"workload": workload})  # for who wants to time it
     return plan
-
-
-def timed(workload: Workload, config: CompileConfig) -> Workload:
-    """`workload` with the seconds that were measured, if there are any."""
-    seconds = measured_seconds(config, len(workload.tasks))
-    if seconds is None:
-        return workload
-    tasks = (replace(task, seconds=measured) for task, measured in zip(workload.tasks, seconds, strict=True))
-    return replace(workload, tasks=tuple(tasks))
 
 
 def plan_in(path: str, heading: str) -> Plan:

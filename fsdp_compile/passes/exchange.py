@@ -12,7 +12,7 @@ from torch import fx
 from fsdp_compile.collectives import ALL_TO_ALL, GROUP_ARGUMENT, REDUCE_SCATTER, WAIT, copies
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.direct import wait_directly
-from fsdp_compile.passes.tags import get_tag, set_tag, tagged
+from fsdp_compile.passes.tags import set_tag, tag_of, tagged
 
 aten = torch.ops.aten
 _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
@@ -37,9 +37,7 @@ def _exchange(graph: fx.Graph, reduce: fx.Node) -> None:
         mean = graph.create_node("call_function", _OVER_ROWS[op], (rows, [0]), name=f"mean_{unit}")  # type: ignore[index]  # fx arguments are untyped
     wait.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not rows)
     mean.meta = dict(wait.meta)
-    tag = get_tag(reduce)
-    assert tag is not None
-    set_tag(mean, replace(tag, kind="mean"))
+    set_tag(mean, replace(tag_of(reduce), kind="mean"))
     rows.meta = {"val": received.view(ranks, part)}
     reduce.target, reduce.args = ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)  # type: ignore[operator]  # likewise
     reduce.meta["val"] = wait.meta["val"] = received

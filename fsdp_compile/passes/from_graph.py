@@ -14,9 +14,10 @@ from torch import fx
 
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.ops import PACK_GRADS
+from fsdp_compile.passes.coalesce import can_coalesce
 from fsdp_compile.passes.liveness import live_bytes, size_of
 from fsdp_compile.passes.reuse_gathered import gradients_of, is_reused
-from fsdp_compile.passes.tags import Tag, get_tag, module_path, tagged
+from fsdp_compile.passes.tags import get_tag, module_path, tag_of, tagged
 from fsdp_compile.passes.torch_private import is_tangent
 from fsdp_compile.passes.views import CAST, is_product, is_view, readers
 from fsdp_compile.passes.workload import Task, UnitCost, Workload
@@ -126,6 +127,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
         latency=costs.latency if costs else 0.0,
         contention=costs.contention if costs else 0.0,
+        can_merge=all(can_coalesce([each.start[-1] for each in kind]) for kind in (gathers.values(), reduces.values())),
     )
     return Reading(workload, tasks, gathers, reduces, tail)
 
@@ -136,7 +138,7 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     found: dict[fx.Node, str] = {}
     taken: Counter[str] = Counter()
     for start in tagged(graph, "gather", "reduce"):
-        tag = _tag(start)
+        tag = tag_of(start)
         if _is_last_gather(start) if tag.kind == "gather" else not _is_further_reduce(start):
             unit: object = tag.unit if tag.unit >= 0 else start
             path = tag.path or "root"
@@ -145,12 +147,6 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
                 names[unit] = path if taken[path] == 1 else f"{path}:{taken[path]}"
             found[start] = names[unit]
     return found
-
-
-def _tag(node: fx.Node) -> Tag:
-    tag = get_tag(node)
-    assert tag is not None
-    return tag
 
 
 def _is_last_gather(start: fx.Node) -> bool:
@@ -306,6 +302,7 @@ def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs 
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
         keep=_keep(gather.start[-1]) if gather else False,
+        module=(tag_of(gather.start[-1]).path or "root") if gather else "",
     )
 
 
@@ -316,5 +313,5 @@ def _allocates(node: fx.Node) -> bool:
 
 def _keep(gather: fx.Node) -> bool | None:
     """Whether a gathered buffer stays for backward; None: to be decided."""
-    reshards = _tag(gather).reshard
+    reshards = tag_of(gather).reshard
     return None if reshards is None else not reshards

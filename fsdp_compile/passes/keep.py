@@ -1,7 +1,8 @@
 """`reshard_after_forward="auto"`: which units stay gathered between forward and backward, decided on the joint graph.
 
 By cost if the configuration names a link: the units whose second gather would make the step longer, as far as the
-budget goes. Without one: the units that backward reads before any other gather could hide.
+budget goes, which holds for the whole step: what is kept lives in both of its graphs. Without a link: the units that
+backward reads before any other gather could hide.
 """
 
 from dataclasses import replace
@@ -13,6 +14,7 @@ from fsdp_compile.passes.from_graph import read
 from fsdp_compile.passes.pricing import costs_of
 from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.tags import get_tag, set_tag, tagged
+from fsdp_compile.passes.times import timed_step
 from fsdp_compile.passes.workload import Workload
 
 
@@ -26,7 +28,10 @@ def decide_what_to_keep(graph: fx.Graph, config: CompileConfig) -> None:
         return
     costs = costs_of(graph, config)
     reading = read(graph, costs, joint=True)
-    kept = schedule(reading.workload, config.budget, merge=1).kept if costs else _first_in_backward(reading.workload)
+    if costs:
+        kept = schedule(timed_step(reading, config), config.budget).kept
+    else:
+        kept = _first_in_backward(reading.workload)
     numbers = {tag.unit for name in kept if (tag := get_tag(reading.gathers[name].start[-1]))}
     for node in graph.nodes:
         tag = get_tag(node)

@@ -1,4 +1,4 @@
-"""What a plan may launch: gathers and reduces in their order, small neighbours together."""
+"""What a plan may launch: gathers and reduces in their order, and up to which neighbours together."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from fsdp_compile.passes.workload import Workload
 
 
 class Launch(NamedTuple):
-    """What may be launched: units from `first` on, before it for gathers (their reader), after it for reduces."""
+    """What may be launched for a unit: a gather before task `first`, its first reader; a reduce after it."""
 
-    units: tuple[int, ...]
+    unit: int
     first: int
     bytes: int
     seconds: float  # on the link, without latency
@@ -23,16 +23,16 @@ class Launch(NamedTuple):
 def gathers_of(workload: Workload, kept: frozenset[int]) -> list[Launch]:
     """The gathers, by first reader."""
     costs = [(unit, first, workload.units[unit]) for unit, first, _ in workload.gathers(kept)]
-    return [Launch((unit,), first, cost.gathered, cost.gather) for unit, first, cost in costs]
+    return [Launch(unit, first, cost.gathered, cost.gather) for unit, first, cost in costs]
 
 
 def reduces_of(workload: Workload) -> list[Launch]:
     """The reduces, in the order in which they get ready."""
     costs = [(unit, ready, workload.units[unit]) for unit, _, ready in workload.reduces()]
-    return [Launch((unit,), ready, cost.packed, cost.reduce, cost.replicate) for unit, ready, cost in costs]
+    return [Launch(unit, ready, cost.packed, cost.reduce, cost.replicate) for unit, ready, cost in costs]
 
 
-def reaches(workload: Workload, gathers: list[Launch], budget: int | None, merge: int) -> list[int]:
+def reaches(workload: Workload, gathers: list[Launch], budget: float, merge: int) -> list[int]:
     """Up to which of `gathers` each one can be launched at most: in their order, within `budget` bytes.
 
     Beside the first reader of each live all that are launched with it and read later.
@@ -51,7 +51,7 @@ def reaches(workload: Workload, gathers: list[Launch], budget: int | None, merge
     return found
 
 
-def reaches_back(workload: Workload, reduces: list[Launch], budget: int | None, merge: int) -> list[int]:
+def reaches_back(workload: Workload, reduces: list[Launch], budget: float, merge: int) -> list[int]:
     """From which of `reduces` on those before each number can be one launch, at best: see `reaches`.
 
     Beside the last writer of each live all that are launched with it and were ready before, and what that task reads.
@@ -61,17 +61,15 @@ def reaches_back(workload: Workload, reduces: list[Launch], budget: int | None, 
     for stop, launch in enumerate(reduces, 1):
         task = workload.tasks[launch.first]
         beside = task.memory + sum(workload.units[unit].gathered for unit in task.reads)
-        room = inf if budget is None else budget - beside
+        room = budget - beside
         while start < stop - 1 and (sums[stop] - sums[start] > room or stop - start > merge):
             start += 1
         found.append(start)
     return found
 
 
-def room_for_gathers(workload: Workload, index: int, budget: int | None) -> float:
+def room_for_gathers(workload: Workload, index: int, budget: float) -> float:
     """Bytes that gathered buffers can have beside a task and what it writes."""
-    if budget is None:
-        return inf
     task = workload.tasks[index]
     return budget - task.memory - sum(workload.units[unit].packed for unit in task.writes)
 
@@ -84,14 +82,14 @@ def opens_of(workload: Workload, gathers: list[Launch], reduces: list[Launch], s
     starts = [0.0, *accumulate(task.seconds for task in workload.tasks)]
     jobs = [(starts[launch.first], number, launch) for number, launch in enumerate(gathers)]
     jobs += [(starts[launch.first + 1] + launch.seconds, -1, launch) for launch in reduces]
-    opens, latest = [0] * len(gathers), float("inf")
+    opens, latest = [0] * len(gathers), inf
     for until, number, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
         latest = min(latest, until) - launch.seconds - workload.latency
         if number >= 0:
             split = workload.backward if launch.first >= workload.backward else 0
             opens[number] = max(split, bisect_right(starts, latest - slack * (launch.seconds + workload.latency)) - 1)
             if number and gathers[number - 1].first < workload.backward <= launch.first:
-                latest = float("inf")  # nothing of backward is launched in forward
+                latest = inf  # nothing of backward is launched in forward
     return opens
 
 
@@ -113,11 +111,6 @@ def on_grid(workload: Workload) -> Workload:
         ),
         latency=rounded(workload.latency),
     )
-
-
-def units_of(launches: list[Launch]) -> tuple[int, ...]:
-    """Numbers of the units of several launches."""
-    return tuple(unit for launch in launches for unit in launch.units)
 
 
 def suffix_sums(numbers: Iterable[float]) -> list[float]:

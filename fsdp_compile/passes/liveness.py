@@ -10,11 +10,10 @@ import operator
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-import torch
 from torch import Tensor, fx
 
 from fsdp_compile.passes.torch_private import is_caller_owned, size_hint
-from fsdp_compile.passes.views import is_pointwise, is_view
+from fsdp_compile.passes.views import is_loop, is_pointwise, is_view, reads
 
 
 def size_of(node: fx.Node) -> int:
@@ -78,7 +77,7 @@ def _own_size(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
         return size_of(node)
     if node not in place or is_view(node) or _is_mutation(node):
         return 0
-    if _is_fused_away(node) and len(list(_readers(node))) == 1:
+    if _is_fused_away(node) and len(list(reads(node))) == 1:
         return 0
     return size_of(node)
 
@@ -90,21 +89,5 @@ def _is_mutation(node: fx.Node) -> bool:
 
 def _is_fused_away(node: fx.Node) -> bool:
     """Whether all readers are computed by loops that can compute this too."""
-    return _is_pointwise(node) and all(_is_loop(reader) for reader in _readers(node))
-
-
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
-def _is_loop(node: fx.Node) -> bool:
-    reduces = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
-    return _is_pointwise(node) or reduces
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return is_pointwise(node) or (node.op == "call_function" and not node.all_input_nodes)  # a constant
+    is_constant = node.op == "call_function" and not node.all_input_nodes
+    return (is_pointwise(node) or is_constant) and all(map(is_loop, reads(node)))

@@ -1,4 +1,4 @@
-"""Seconds of each task of a compiled graph, measured while it runs: what `CompileConfig.times` reads.
+"""Seconds of the tasks of a compiled graph, measured while it runs: what `CompileConfig.times` reads.
 
     compiled = torch.compile(model, backend="fsdp_compile", options={"mark": True})
     for _ in range(5): step(compiled)
@@ -18,39 +18,41 @@ import torch
 from torch import fx
 
 from fsdp_compile.ops import MARK
-from fsdp_compile.passes.pricing import graph_name
 from fsdp_compile.passes.tags import tagged
+from fsdp_compile.passes.times import graph_name, stretches
+from fsdp_compile.passes.torch_private import direction
 
 Moment = float | torch.cuda.Event
 
-_moments: defaultdict[tuple[str, int], list[Moment]] = defaultdict(list)
+_moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, number of the mark
 
 
 def mark_tasks(graph: fx.Graph, tasks: list[list[fx.Node]]) -> None:
     """Put a mark before and one after each task."""
-    name = graph_name(len(tasks))
-    for number, nodes in enumerate(tasks):
+    name = graph_name(direction(), tasks)
+    for number, (nodes, stretch) in enumerate(zip(tasks, stretches(tasks), strict=True)):
         with graph.inserting_before(nodes[0]):
-            _mark(graph, name, 2 * number)
+            _mark(graph, name, stretch, 2 * number)
         with graph.inserting_after(nodes[-1]):
-            _mark(graph, name, 2 * number + 1)
+            _mark(graph, name, stretch, 2 * number + 1)
 
 
-def _mark(graph: fx.Graph, name: str, number: int) -> None:
+def _mark(graph: fx.Graph, name: str, stretch: int, number: int) -> None:
     value = tagged(graph, "gather", "reduce")[0].meta["val"]
-    mark = graph.create_node("call_function", MARK, (name, number, value.device), name=f"mark_{number}")
+    arguments = (name, stretch, number, value.device)
+    mark = graph.create_node("call_function", MARK, arguments, name=f"mark_{number}")
     with value.fake_mode:
         mark.meta["val"] = MARK(*mark.args)
 
 
 @torch.library.impl("fsdp_flat::mark", "default")
-def _note(graph: str, number: int, device: torch.device) -> torch.Tensor:
+def _note(graph: str, stretch: int, number: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        _moments[graph, number].append(event)
+        _moments[graph, stretch, number].append(event)
     else:
-        _moments[graph, number].append(time.perf_counter())
+        _moments[graph, stretch, number].append(time.perf_counter())
     return torch.empty(0, device=device)
 
 
@@ -60,11 +62,13 @@ def reset() -> None:
 
 
 def seconds() -> dict[str, list[float]]:
-    """By graph, the median seconds of each of its tasks."""
+    """By graph, the seconds of each of its stretches: the sum of its tasks' medians."""
     found: dict[str, list[float]] = {}
-    for graph in dict.fromkeys(name for name, _ in _moments):
-        tasks = sum(name == graph for name, _ in _moments) // 2
-        found[graph] = [_median(_moments[graph, 2 * task], _moments[graph, 2 * task + 1]) for task in range(tasks)]
+    for (graph, stretch, number), begins in _moments.items():
+        total = found.setdefault(graph, [])
+        total += [0.0] * (stretch + 1 - len(total))
+        if number % 2 == 0:
+            total[stretch] += _median(begins, _moments[graph, stretch, number + 1])
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_compile.passes.work import formula_of
+from fsdp_compile.passes.views import formula_of
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # an operator, its arguments, its keyword arguments
 

@@ -48,9 +48,9 @@ def reads_before(name: str, writes: list[Write]) -> list[Read] | None:
         if name in _names_read(operation)
         for part in _parts(operation, name)
     ]
-    order = {
-        _computed_by(write, number): set(_met(reads, write.offset, write.numel)) for number, write in enumerate(writes)
-    }
+    order: dict[str, set[str]] = {}
+    for number, write in enumerate(writes):  # one value may be the gradient of several parameters
+        order.setdefault(_computed_by(write, number), set()).update(_met(reads, write.offset, write.numel))
     try:
         TopologicalSorter(order).prepare()
     except CycleError:

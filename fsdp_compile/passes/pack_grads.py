@@ -117,8 +117,7 @@ def _lower_pack(grads, layout, into=None):  # type: ignore[no-untyped-def]  # In
 
 
 def _writes(grads, parsed):  # type: ignore[no-untyped-def]  # likewise
-    segments = [segment for segment in parsed.segments if segment.parameter is not None]
-    given = [(grads[segment.parameter], segment) for segment in segments]
+    given = [(_gradient(grads, segment), segment) for segment in parsed.segments]
     return [Write(grad, segment.offset, segment.numel) for grad, segment in given if grad is not None]
 
 
@@ -136,8 +135,9 @@ def _new_pack(ir, grads, parsed):  # type: ignore[no-untyped-def]  # likewise
     packed = ir.ConcatKernel(name=None, layout=whole, inputs=[])
     box = ir.StorageBox(packed)
     pieces = [_place(ir, grads, segment, box) for segment in parsed.segments]
-    fillers = [piece for piece, segment in zip(pieces, parsed.segments, strict=True) if _is_filler(grads, segment)]
-    _fill_late(V.graph, fillers, [buffer for buffer in pieces if not any(buffer is filler for filler in fillers)])
+    given = [(piece, _gradient(grads, segment)) for piece, segment in zip(pieces, parsed.segments, strict=True)]
+    fillers = [piece for piece, grad in given if grad is None]
+    _fill_late(V.graph, fillers, [piece for piece, grad in given if grad is not None])
     return _registered(ir, packed, pieces, box)
 
 
@@ -153,7 +153,7 @@ def _overwrite(ir, grads, parsed, into, reads):  # type: ignore[no-untyped-def] 
 
 def _place(ir, grads, segment, box):  # type: ignore[no-untyped-def]  # likewise
     """Let a gradient, or zeros, be written into its window of `box`."""
-    grad = None if segment.parameter is None else grads[segment.parameter]
+    grad = _gradient(grads, segment)
     size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
     where = ir.FixedLayout(
         device=box.get_device(), dtype=box.get_dtype(), size=size,
@@ -163,8 +163,9 @@ def _place(ir, grads, segment, box):  # type: ignore[no-untyped-def]  # likewise
     return _fill(ir, window) if grad is None else _write_into(ir, grad, window)
 
 
-def _is_filler(grads, segment):  # type: ignore[no-untyped-def]  # likewise
-    return segment.parameter is None or grads[segment.parameter] is None
+def _gradient(grads, segment):  # type: ignore[no-untyped-def]  # likewise
+    """What is to be written into a segment of the buffer; None: zeros."""
+    return None if segment.parameter is None else grads[segment.parameter]
 
 
 def _registered(ir, packed, pieces, box):  # type: ignore[no-untyped-def]  # likewise

@@ -1,7 +1,5 @@
 """What the nodes and collectives of one graph cost, by the configuration; planning asks nobody else."""
 
-import json
-import pathlib
 from typing import Any
 
 import sympy
@@ -14,9 +12,8 @@ from fsdp_compile.passes.cost import all_reduce_seconds, launch_seconds, node_se
 from fsdp_compile.passes.from_graph import Costs
 from fsdp_compile.passes.liveness import size_of
 from fsdp_compile.passes.machines import DEVICES, Device, device, link
-from fsdp_compile.passes.plan import PlanError
 from fsdp_compile.passes.tags import tagged
-from fsdp_compile.passes.torch_private import direction, group_named, hint_of
+from fsdp_compile.passes.torch_private import group_named, hint_of
 from fsdp_compile.passes.work import node_work
 
 _FLOPS_PER_BYTE = 30.0  # what machines compute while they move a byte: 10 (CPU, float32) to 300 (H100, bfloat16)
@@ -56,27 +53,6 @@ def shares() -> Costs:
         return _number(work.flops + _FLOPS_PER_BYTE * (work.read_bytes + work.written_bytes))
 
     return Costs(of_node, lambda start: 0.0, memory=False)
-
-
-def measured_seconds(config: CompileConfig, tasks: int) -> list[float] | None:
-    """Seconds of each of this graph's tasks, in order, from the file `config.times`; None without a file.
-
-    Raises:
-        PlanError: the file has none for a graph of this direction and so many tasks.
-    """
-    if config.times is None:
-        return None
-    table = json.loads(pathlib.Path(config.times).read_text())
-    name = graph_name(tasks)
-    if name not in table:
-        raise PlanError(f"times: expected {config.times} to have {name!r}, found {', '.join(table) or 'nothing'}; "
-                        "measure this model with these inputs again")  # fmt: skip
-    return [float(seconds) for seconds in table[name]]
-
-
-def graph_name(tasks: int) -> str:
-    """What files of times call the graph that is being compiled: its direction and number of tasks."""
-    return f"{direction()} of {tasks} tasks"
 
 
 def _device_of(where: torch.device) -> Device:

@@ -1,6 +1,7 @@
 """Order: choose a plan, verify it, put the graph into its order; then pin that order against Inductor's scheduler."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
 
 from torch import fx
@@ -10,12 +11,13 @@ from torch.utils._ordered_set import OrderedSet
 from fsdp_compile.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.ops import AGREE, HAND_OVER, MARK, PACK_GRADS, WAIT_GATHER
-from fsdp_compile.passes.choose import choose, timed
+from fsdp_compile.passes.choose import choose
 from fsdp_compile.passes.from_graph import Reading, read, with_preparation
 from fsdp_compile.passes.marks import mark_tasks
 from fsdp_compile.passes.plan import Plan, PlanError, Step
 from fsdp_compile.passes.pricing import costs_of, shares
-from fsdp_compile.passes.tags import get_tag, tagged
+from fsdp_compile.passes.tags import get_tag, set_tag, tag_of, tagged
+from fsdp_compile.passes.times import timed
 from fsdp_compile.passes.verify import verify
 from fsdp_compile.passes.views import is_product, readers
 
@@ -28,7 +30,7 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
     """
     _place_hand_overs(graph)
     reading = read(graph, costs_of(graph, config) or shares())
-    workload = timed(reading.workload, config)
+    workload = timed(reading, config)
     plan = choose(workload, config)
     verify(workload, plan, config.budget)
     apply(graph, reading, plan)
@@ -52,6 +54,7 @@ def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
 
     The first stage of a gather in two stages goes one launch ahead of the second.
     """
+    _number_launches(reading, plan)
     names = [name for step in plan.of("gather") for name in step.units]
     leads = {one: reading.gathers[other].first for one, other in pairwise(names)}
     order: dict[fx.Node, None] = {}
@@ -63,6 +66,14 @@ def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
     output = graph.output_node()
     for node in order:
         output.prepend(node)
+
+
+def _number_launches(reading: Reading, plan: Plan) -> None:
+    """Note on starts which of them the plan launches together."""
+    for number, step in enumerate(plan.of("gather", "reduce")):
+        for name in step.units if len(step.units) > 1 else ():
+            start = (reading.gathers if step.kind == "gather" else reading.reduces)[name].start[-1]
+            set_tag(start, replace(tag_of(start), launch=number))
 
 
 def _before_each_task(reading: Reading, plan: Plan) -> list[list[Step]]:
@@ -118,7 +129,12 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
     if not tagged(graph, "gather", "reduce", "hand_over"):
         return
     events = [node for node in graph.nodes if _is_event(node)]
-    preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(events)})
+    preserve_node_ordering(graph, {after: OrderedSet([_done(before)]) for before, after in pairwise(events)})
+
+
+def _done(event: fx.Node) -> fx.Node:
+    """What to wait for: of a call that returns several tensors, the first."""
+    return event.next if isinstance(event.meta["val"], list) else event
 
 
 def _is_event(node: fx.Node) -> bool:

@@ -24,8 +24,10 @@ def reuse_gathered(graph: fx.Graph, config: CompileConfig) -> None:
     waits = {get_tag(gather).unit: next(iter(gather.users)) for gather in tagged(graph, "gather")}  # type: ignore[union-attr]  # tagged
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         wait = waits.get(get_tag(pack).unit)  # type: ignore[union-attr]  # likewise
+        if wait is None or not _fits(pack, wait):
+            continue
         place = {node: index for index, node in enumerate(graph.nodes)}  # the last one has moved nodes
-        if wait is not None and _fits(pack, wait) and _in_time(pack, wait, place):
+        if _in_time(pack, wait, place):
             _put_in_order(pack, wait, place)
             pack.args = (*pack.args, wait)
 
@@ -62,20 +64,21 @@ def _in_time(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int]) -> bool
     if not read or min(written) > max(read):
         return False
     early = any(is_product(grad) and place[grad] < min(read) for grad in gradients_of(pack))
-    between = (node for node, at in place.items() if max(written) < at < max(read))
+    between = list(place)[max(written) + 1 : max(read)]
     return not early and not any(map(is_product, between))
 
 
 def _put_in_order(pack: fx.Node, wait: fx.Node, place: Mapping[fx.Node, int]) -> None:
     """No gradient before the first reader; and the last one last, after all that reads parameters."""
-    first, reader = (choose(readers(wait)[1], key=lambda node: place[node]) for choose in (min, max))
-    for early in [grad for grad in gradients_of(pack) if place[grad] < place[first]]:
+    reading, gradients = readers(wait)[1], gradients_of(pack)
+    first, reader = (choose(reading, key=place.__getitem__) for choose in (min, max))
+    for early in [grad for grad in gradients if place[grad] < place[first]]:
         first.append(early)
-    gradient = max(gradients_of(pack), key=lambda node: place[node])
+    gradient = max(gradients, key=place.__getitem__)
     if place[gradient] < place[reader]:
         reader.append(gradient)
     end = max(place[gradient], place[reader])
-    before = {node for node in _computed_with(readers(wait)[1]) if place[node] <= end}
+    before = {node for node in _computed_with(reading) if place[node] <= end}
     for node in _next_of(before, place, end):
         if gradient not in node.all_input_nodes:
             gradient.prepend(node)
@@ -100,8 +103,8 @@ def _next_of(before: set[fx.Node], place: Mapping[fx.Node, int], end: int) -> li
     memory, and that would have to be written first.
     """
     found: list[fx.Node] = []
-    for node in sorted(before, key=lambda node: place[node]):
-        for user in sorted(node.users, key=lambda user: place[user]):
+    for node in sorted(before, key=place.__getitem__):
+        for user in sorted(node.users, key=place.__getitem__):
             chain = []
             while is_view(user) and place[user] > end and len(user.users) == 1:
                 chain.append(user)

@@ -1,13 +1,25 @@
-"""Plans by a fixed rule: gathers a number of units ahead, reduces as they get ready."""
+"""Plans by a fixed rule: gathers when a unit is read or some units ahead, reduces as they get ready.
 
-from collections.abc import Iterator
-from itertools import accumulate
+What one module has in several units (of two dtypes, frozen beside trained) is gathered as one: a rule that looked one
+such unit ahead would find what is read next, and nothing would hide the module after that.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, groupby, pairwise
 
 from fsdp_compile.passes.plan import Kind, Plan, Step
 from fsdp_compile.passes.workload import Workload
 
 _Place = tuple[int, int, int]  # before which task; frees, reduces, gathers; in order
 _Gather = tuple[int, int, int]  # unit, first and last task that read it
+
+
+def lean(workload: Workload) -> Plan:
+    """The plan that needs the least memory: gather when a unit is read, reduce when it is ready, wait at once."""
+    gathers = workload.gathers(workload.always_kept)
+    issued: list[_Place] = [(first, 2, number - len(gathers)) for number, (_, first, _) in enumerate(gathers)]
+    waited: list[_Place] = [(ready + 1, 1, 2 * each + 2) for each, (_, _, ready) in enumerate(workload.reduces())]
+    return _plan(workload, gathers, issued, waited)
 
 
 def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool, in_flight: int) -> Plan:
@@ -22,12 +34,11 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
         before_wait: whether that gather is issued before the wait.
         in_flight: reduces that may be under way at once, the one that is issued included.
     """
-    gathers, split = workload.gathers(kept_by_rule(workload)), workload.backward
-    steps = [((last + 1, 0, number), _step(workload, "free", unit)) for number, (unit, _, last) in enumerate(gathers)]
-    steps += _gathers(workload, [each for each in gathers if each[1] < split], 0, forward, before_wait)
-    steps += _gathers(workload, [each for each in gathers if each[1] >= split], split, backward, before_wait)
-    steps += _reduces(workload, in_flight)
-    return Plan(tuple(Step(step.kind, step.units, at) for (at, _, _), step in sorted(steps, key=lambda each: each[0])))
+    gathers = workload.gathers(kept_by_rule(workload))
+    split = _first_of_backward(workload, gathers)
+    issued = _ahead(workload, gathers[:split], 0, 0, forward, before_wait)
+    issued += _ahead(workload, gathers[split:], split, workload.backward, backward, before_wait)
+    return _plan(workload, gathers, issued, _once_in_flight(workload, in_flight))
 
 
 def take_turns(workload: Workload) -> Plan:
@@ -37,31 +48,47 @@ def take_turns(workload: Workload) -> Plan:
     way, then the gather of the next one, each for a part of that time as large as its part of the bytes. If they take
     less time than computing does, no more is exposed than with both at once, and a buffer less is alive.
     """
-    gathers, split = workload.gathers(kept_by_rule(workload)), workload.backward
-    steps = [((last + 1, 0, number), _step(workload, "free", unit)) for number, (unit, _, last) in enumerate(gathers)]
-    steps += _gathers(workload, [each for each in gathers if each[1] < split], 0, 1, True)
-    backward = [each for each in gathers if each[1] >= split]
+    gathers = workload.gathers(kept_by_rule(workload))
+    split = _first_of_backward(workload, gathers)
+    modules = _modules(workload, gathers[split:])
+    turns, waits = _turns(workload, gathers[split:], modules)
+    issued = _ahead(workload, gathers[:split], 0, 0, 1, True)
+    issued += [(workload.backward, 2, each - len(modules[0])) for each in modules[0]] if modules else []
+    for at, (before, following) in zip(turns, pairwise(modules), strict=True):
+        issued += [_beside_wait(at, split + before[0], True)] * len(following)
+    numbers = range(len(workload.reduces()))
+    waited = [(waits[each], 1, 2 * each + 4) if each in waits else _at_the_end(workload, each) for each in numbers]
+    return _plan(workload, gathers, issued, waited)
+
+
+def _modules(workload: Workload, gathers: list[_Gather]) -> list[Sequence[int]]:
+    """Which of `gathers` are of one module and follow each other."""
+    names = [workload.units[unit].module or workload.units[unit].name for unit, _, _ in gathers]
+    return [list(run) for _, run in groupby(range(len(gathers)), key=names.__getitem__)]
+
+
+def _turns(
+    workload: Workload, gathers: list[_Gather], modules: list[Sequence[int]]
+) -> tuple[list[int], dict[int, int]]:
+    """Before which task the gathers of each of backward's modules but the first are issued; each reduce waited for.
+
+    By number; what is waited for at the end is left out.
+    """
     reduces = workload.reduces()
-    ready_at = {unit: ready for unit, _, ready in reduces}
     waits = {number: ready + 1 for number, (_, _, ready) in enumerate(reduces[1:])}  # at the latest: with the next one
-    steps += [((split, 2, -1), _step(workload, "gather", unit)) for unit, _, _ in backward[:1]]
-    for number, (unit, first, _) in enumerate(backward):
-        steps.append(((first, 2, 4 * number), _step(workload, "wait", unit)))
-        if number + 1 < len(backward):
-            following, end, _ = backward[number + 1]
-            due = [each for each, (_, _, ready) in enumerate(reduces) if ready < first < waits.get(each, end)]
-            sent = sum(workload.units[reduces[each][0]].packed for each in due)
-            turn = _turn(workload, first, end, sent, workload.units[following].gathered)
-            at = max(
-                first, min(turn, ready_at.get(unit, turn))
-            )  # never after the next reduce: ranks may turn elsewhere
-            waits.update((each, min(at, waits.get(each, at))) for each in due)
-            steps.append(((at, 2, 4 * number - 1), _step(workload, "gather", following)))
-    for number, (unit, _, ready) in enumerate(reduces):
-        place = (waits[number], 1, 2 * number + 4) if number in waits else (len(workload.tasks), 3, number)
-        steps += [((ready + 1, 1, 2 * number + 1), _step(workload, "reduce", unit))]
-        steps += [(place, _step(workload, "wait_reduce", unit))]
-    return Plan(tuple(Step(step.kind, step.units, at) for (at, _, _), step in sorted(steps, key=lambda each: each[0])))
+    turns = []
+    for module, following in pairwise(modules):
+        first, end = gathers[module[0]][1], gathers[following[0]][1]
+        due = [each for each, (_, _, ready) in enumerate(reduces) if ready < first < waits.get(each, end)]
+        sent = sum(workload.units[reduces[each][0]].packed for each in due)
+        gathered = sum(workload.units[gathers[each][0]].gathered for each in following)
+        turn = _turn(workload, first, end, sent, gathered)
+        ready = [
+            workload.writes[unit][1] for unit, _, _ in (gathers[each] for each in module) if unit in workload.writes
+        ]
+        turns.append(max(first, min([turn, *ready])))  # never after the next reduce: ranks may turn elsewhere
+        waits.update((each, min(turns[-1], waits.get(each, turns[-1]))) for each in due)
+    return turns, waits
 
 
 def _turn(workload: Workload, first: int, end: int, sent: int, gathered: int) -> int:
@@ -77,32 +104,60 @@ def kept_by_rule(workload: Workload) -> frozenset[int]:
     return workload.always_kept | (set(forward[-1:]) & set(workload.keepable))
 
 
-def _gathers(
-    workload: Workload, gathers: list[_Gather], start: int, ahead: int, before_wait: bool
-) -> Iterator[tuple[_Place, Step]]:
-    """Waits at first readers; beside the wait for gather i, gather i + `ahead` is issued."""
-    at_once = gathers[:ahead]
-    for number, (unit, _, _) in enumerate(at_once):
-        yield (start, 2, number - len(gathers)), _step(workload, "gather", unit)
-    for number, (unit, first, _) in enumerate(gathers):
-        order = 4 * number
-        yield (first, 2, order), _step(workload, "wait", unit)
-        if number + ahead < len(gathers):
-            yield (
-                (first, 2, order - 1 if before_wait else order + 1),
-                _step(workload, "gather", gathers[number + ahead][0]),
-            )
+def _first_of_backward(workload: Workload, gathers: list[_Gather]) -> int:
+    """How many of `gathers` are forward's."""
+    return sum(first < workload.backward for _, first, _ in gathers)
 
 
-def _reduces(workload: Workload, in_flight: int) -> Iterator[tuple[_Place, Step]]:
-    """Each as soon as it is ready, once no more than `in_flight - 1` others are under way; the rest at the end."""
+def _ahead(
+    workload: Workload, gathers: list[_Gather], number: int, start: int, ahead: int, before_wait: bool
+) -> list[_Place]:
+    """Where gathers from a `number` on are issued: of so many modules before task `start`, of others beside the first
+    wait of an earlier module.
+    """
+    modules, places = _modules(workload, gathers), list[_Place]()
+    for index, module in enumerate(modules):
+        if index < ahead:
+            places += [(start, 2, each - len(gathers)) for each in module]
+        else:
+            beside = modules[index - ahead][0]
+            places += [_beside_wait(gathers[beside][1], number + beside, before_wait)] * len(module)
+    return places
+
+
+def _beside_wait(at: int, number: int, before_wait: bool) -> _Place:
+    """Before task `at`, and where the gather of a `number` is waited for there, before or after that."""
+    return at, 2, 4 * number - 1 if before_wait else 4 * number + 1
+
+
+def _once_in_flight(workload: Workload, in_flight: int) -> list[_Place]:
+    """Where reduces are waited for: each before there would be more than `in_flight` under way; the rest at the end."""
     reduces = workload.reduces()
-    for number, (unit, _, ready) in enumerate(reduces):
-        yield (ready + 1, 1, 2 * number + 1), _step(workload, "reduce", unit)
-        later = number + in_flight
-        place = (reduces[later][2] + 1, 1, 2 * later) if later < len(reduces) else (len(workload.tasks), 3, number)
-        yield place, _step(workload, "wait_reduce", unit)
+    places: list[_Place] = [(ready + 1, 1, 2 * later) for later, (_, _, ready) in enumerate(reduces)][in_flight:]
+    return places + [_at_the_end(workload, number) for number in range(len(places), len(reduces))]
 
 
-def _step(workload: Workload, kind: Kind, unit: int) -> Step:
-    return Step(kind, (workload.units[unit].name,), 0)
+def _at_the_end(workload: Workload, number: int) -> _Place:
+    return len(workload.tasks), 3, number
+
+
+def _plan(workload: Workload, gathers: list[_Gather], issued: list[_Place], waited: list[_Place]) -> Plan:
+    """Gathers are waited for at their first reader and freed after the last, reduces issued when they are ready.
+
+    Args:
+        workload: the step.
+        gathers: all of it, in order.
+        issued: where each of them is issued.
+        waited: where each reduce is waited for.
+    """
+    steps: list[tuple[_Place, Kind, int]] = []
+    for number, ((unit, first, last), place) in enumerate(zip(gathers, issued, strict=True)):
+        steps += [
+            (place, "gather", unit),
+            ((first, 2, 4 * number), "wait", unit),
+            ((last + 1, 0, number), "free", unit),
+        ]
+    for number, ((unit, _, ready), place) in enumerate(zip(workload.reduces(), waited, strict=True)):
+        steps += [((ready + 1, 1, 2 * number + 1), "reduce", unit), (place, "wait_reduce", unit)]
+    steps.sort(key=lambda step: step[0])
+    return Plan(tuple(Step(kind, (workload.units[unit].name,), place[0]) for place, kind, unit in steps))

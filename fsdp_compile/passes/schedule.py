@@ -7,17 +7,16 @@ memory to search.
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.compact import compact
 from fsdp_compile.passes.launches import on_grid
-from fsdp_compile.passes.plan import Plan, PlanError, Step
-from fsdp_compile.passes.rules import kept_by_rule, prefetch, take_turns
+from fsdp_compile.passes.plan import Plan, PlanError
+from fsdp_compile.passes.rules import kept_by_rule, lean, prefetch, take_turns
 from fsdp_compile.passes.search import Found, search
-from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.workload import Workload
 
 FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
@@ -56,60 +55,39 @@ class Schedule:
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
-def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2, width: int | None = None) -> Schedule:
+def schedule(workload: Workload, budget: int | None = None, *, merge: int = 2) -> Schedule:
     """The best plan found for `workload`.
 
     Args:
         workload: what the step computes.
         budget: bytes that may live at most; None: no limit.
-        merge: of up to 8 units, how many one launch may gather or reduce; 1: of many units too each has its own.
-        width: states that the search keeps from task to task; None: all of up to 8 units, fewer of many.
+        merge: of up to 8 units, how many one launch may gather or reduce; 1: of many units too each has its own, as
+            where the workload says so.
 
     Raises:
         PlanError: the budget is below the smallest one that has a plan; the message says which that is.
     """
+    merge = merge if workload.can_merge else 1
     least = smallest_budget(workload)
     if budget is not None and budget < least:
         raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
                         f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
     few, rounded = len(workload.units) <= FEW, on_grid(workload)
-    attempts = _all(rounded, budget, merge, width) if few else _some(rounded, budget, merge, width)
-    best = _compacted(workload, min(attempts or [lean(workload)], key=_rank))
+    found = min(_all(rounded, budget, merge) if few else _some(rounded, budget, merge), key=_rank)
+    best = Found.of(workload, compact(workload, found.plan), found.kept)
     bound = lower_bound(workload, None, budget, 1 if merge == 1 else None)
-    exact = few and all(found.exact for found in attempts)
     names = tuple(workload.units[unit].name for unit in sorted(best.kept))
-    return Schedule(best.plan, names, best.seconds, best.peak, bound, exact)
+    return Schedule(best.plan, names, best.seconds, best.peak, bound, exact=few)
 
 
-def _compacted(workload: Workload, found: Found) -> Found:
-    plan = compact(workload, found.plan)
-    timeline = simulate(workload, plan)
-    return replace(found, plan=plan, seconds=timeline.makespan, peak=timeline.peak)
-
-
-def lean(workload: Workload) -> Found:
-    """The plan that needs the least memory: gather when a unit is read, reduce when it is ready, wait at once."""
-    steps = []
-    for unit, first, last in workload.gathers(workload.always_kept):
-        name = (workload.units[unit].name,)
-        steps += [(first, 2, Step("gather", name, first)), (first, 3, Step("wait", name, first))]
-        steps += [(last + 1, 0, Step("free", name, last + 1))]
-    for unit, _, ready in workload.reduces():
-        name = (workload.units[unit].name,)
-        steps += [(ready + 1, 1, Step(kind, name, ready + 1)) for kind in ("reduce", "wait_reduce")]
-    plan = Plan(tuple(step for _, _, step in sorted(steps, key=lambda each: each[:2])))
-    timeline = simulate(workload, plan)
-    return Found(plan, workload.always_kept, timeline.makespan, timeline.peak, False)
-
-
-def _all(workload: Workload, budget: int | None, merge: int, width: int | None) -> list[Found]:
+def _all(workload: Workload, budget: int | None, merge: int) -> list[Found]:
     """The best plan for each choice of what to keep, unless a bound says that it is not the best of all."""
     attempts: list[Found] = []
     best = float("inf")
     for kept in _subsets(workload):
         if lower_bound(workload, kept, budget) > best or not _fits(workload, kept, budget):
             continue
-        found = search(workload, kept, budget, merge=merge, width=width, beat=best)
+        found = search(workload, kept, budget, merge=merge, beat=best)
         if found is not None:
             attempts.append(found)
             best = min(best, found.seconds)
@@ -121,7 +99,7 @@ def _subsets(workload: Workload) -> Iterator[frozenset[int]]:
         yield from (workload.always_kept | set(chosen) for chosen in combinations(workload.keepable, count))
 
 
-def _some(workload: Workload, budget: int | None, merge: int, width: int | None) -> list[Found]:
+def _some(workload: Workload, budget: int | None, merge: int) -> list[Found]:
     """Plans that do not depend on the budget, those that it allows: more memory is never slower.
 
     They are the plans by rules, and for each limit of a ladder what is found within that. Left out is what cannot be
@@ -131,26 +109,26 @@ def _some(workload: Workload, budget: int | None, merge: int, width: int | None)
     plans = [found for found in rules if budget is None or found.peak <= budget]
     ladder = _ladder(workload, rules)
     longest = max(found.seconds for found in rules)
-    last = _within(workload, ladder[-1], longest, merge, width)
+    last = _within(workload, ladder[-1], longest, merge)
     near = min(found.seconds for found in (*last, *rules)) * (1 + NEAR)
     bounds = {limit: lower_bound(workload, None, limit) for limit in ladder if budget is None or limit <= budget}
     for limit in (limit for limit, bound in bounds.items() if bound <= near):
         beat = max(near, min(found.seconds for found in plans))
-        found = last if limit == ladder[-1] else _within(workload, limit, beat, merge, width)
+        found = last if limit == ladder[-1] else _within(workload, limit, beat, merge)
         plans += found
         if any(each.seconds <= near for each in found):
             return plans
     for limit, bound in reversed(bounds.items()):
         best = min(found.seconds for found in plans)
         if near < bound < best:
-            plans += _within(workload, limit, best, merge, width)
+            plans += _within(workload, limit, best, merge)
     return plans
 
 
-def _within(workload: Workload, limit: int, beat: float, merge: int, width: int | None) -> list[Found]:
+def _within(workload: Workload, limit: int, beat: float, merge: int) -> list[Found]:
     """Plans within `limit` bytes that take no more than `beat` seconds."""
     plans: list[Found] = []
-    width = width or max(WIDTH, STATES // len(workload.tasks))
+    width = max(WIDTH, STATES // len(workload.tasks))
     for kept, most in _choices(workload, limit, merge):
         if lower_bound(workload, kept, limit) > beat:
             continue
@@ -167,8 +145,8 @@ def _choices(workload: Workload, limit: int, merge: int) -> list[tuple[frozenset
     The last units of forward are kept, which backward reads first: as many as fit, or half of them. Half of the room
     is for what is launched together, or less.
     """
-    by_last_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
-    kept = [workload.always_kept | set(by_last_read[:count]) for count in range(len(by_last_read) + 1)]
+    by_first_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    kept = [workload.always_kept | set(by_first_read[:count]) for count in range(len(by_first_read) + 1)]
     most = max(0, bisect_right(kept, limit, key=lambda each: smallest_budget(workload, each)) - 1)
     if merge == 1 or not workload.latency:
         return [(kept[count], 1) for count in sorted({most, most // 2}, reverse=True)]
@@ -200,10 +178,9 @@ def _rank(found: Found) -> tuple[float, int]:
 
 def _by_rule(workload: Workload) -> Iterator[Found]:
     """Plans that need no search: without any prefetch, and as other systems make them; ours is never slower."""
-    yield lean(workload)
+    yield Found.of(workload, lean(workload), workload.always_kept)
     for plan in (*(prefetch(workload, *rule) for rule in _RULES), take_turns(workload)):
-        timeline = simulate(workload, plan)
-        yield Found(plan, kept_by_rule(workload), timeline.makespan, timeline.peak, False)
+        yield Found.of(workload, plan, kept_by_rule(workload))
 
 
 def _fits(workload: Workload, kept: frozenset[int], budget: int | None) -> bool:

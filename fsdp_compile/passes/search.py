@@ -16,9 +16,10 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
-from fsdp_compile.passes.launches import gathers_of, opens_of, reaches, reaches_back, reduces_of, suffix_sums, units_of
+from fsdp_compile.passes.launches import gathers_of, opens_of, reaches, reaches_back, reduces_of, suffix_sums
 from fsdp_compile.passes.plan import Kind, Plan, Step
 from fsdp_compile.passes.simulate import simulate, task_end
 from fsdp_compile.passes.workload import Workload
@@ -26,13 +27,18 @@ from fsdp_compile.passes.workload import Workload
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan of a search: its seconds, most live bytes, kept units; and whether nothing was left out."""
+    """A plan, the units that it keeps, its seconds and most live bytes."""
 
     plan: Plan
     kept: frozenset[int]
     seconds: float
     peak: int
-    exact: bool
+
+    @classmethod
+    def of(cls, workload: Workload, plan: Plan, kept: frozenset[int]) -> "Found":
+        """What `plan` takes, by the simulator."""
+        timeline = simulate(workload, plan)
+        return cls(plan, kept, timeline.makespan, timeline.peak)
 
 
 class _Steps(NamedTuple):
@@ -75,7 +81,7 @@ def search(
     *,
     merge: int = 1,
     width: int | None = None,
-    beat: float = float("inf"),
+    beat: float = inf,
 ) -> Found | None:
     """The shortest plan for `workload` that keeps `kept`; None if all are longer than `beat` seconds or over budget.
 
@@ -88,13 +94,9 @@ def search(
         beat: seconds of a plan that is known already; the search ends where it cannot find one as
             short, and else finds what it finds without.
     """
-    machine = _Search(workload, kept, budget, merge, width, beat)
+    machine = _Search(workload, kept, inf if budget is None else budget, merge, width, beat)
     end = machine.run()
-    if end is None:
-        return None
-    plan = machine.plan_of(end)
-    timeline = simulate(workload, plan)
-    return Found(plan, kept, timeline.makespan, timeline.peak, width is None)
+    return None if end is None else Found.of(workload, machine.plan_of(end), kept)
 
 
 class _Search:
@@ -102,18 +104,17 @@ class _Search:
         self,
         workload: Workload,
         kept: frozenset[int],
-        budget: int | None,
+        budget: float,
         merge: int,
         width: int | None,
         beat: float,
     ) -> None:
         self.workload, self.between, self.latency = workload, workload.between, workload.latency
-        self.merge, self.width, self.beat = merge, width, beat * (1 + 1e-12)
+        self.budget, self.merge, self.width, self.beat = budget, merge, width, beat * (1 + 1e-12)
         # How many one launch may take; of many, not every number.
         self.sizes = [size for size in range(1, merge + 1) if size <= 4 or width is None or not size & (size - 1)]
-        self.budget = float("inf") if budget is None else budget
         self.hybrid = any(unit.replicate for unit in workload.units)
-        self.strict = budget is not None or self.hybrid  # whether memory, or when reduces are waited for, matters
+        self.strict = budget < inf or self.hybrid  # whether memory, or when reduces are waited for, matters
         self.gathers, self.reduces = gathers_of(workload, kept), reduces_of(workload)
         # Without a limit on memory an idle link had better carry what there is: all gathers of a direction can be
         # launched at once, in one order, and a reduce that queues behind them has no reader to keep waiting.
@@ -121,10 +122,10 @@ class _Search:
         self.opens = [0] * len(self.gathers)
         if width is not None:
             self.opens = opens_of(workload, self.gathers, self.reduces, SLACK)
-        self._sum_launches(budget)
+        self._sum_launches()
         self._sum_tasks(kept)
 
-    def _sum_launches(self, budget: int | None) -> None:
+    def _sum_launches(self) -> None:
         self.first = [launch.first for launch in self.gathers]
         self.ready = [launch.first for launch in self.reduces]
         self.read = [bisect_left(self.first, index) for index in range(len(self.workload.tasks) + 2)]
@@ -133,20 +134,20 @@ class _Search:
         self.reduce_seconds = [0.0, *accumulate(launch.seconds for launch in self.reduces)]
         self.reduce_bytes = [0, *accumulate(launch.bytes for launch in self.reduces)]
         self.replicate = [0.0, *accumulate(launch.replicate for launch in self.reduces)]
-        launches = self._least_launches(budget)
+        launches = self._least_launches()
         sums = [suffix_sums(launch.seconds for launch in each) for each in (self.gathers, self.reduces)]
         self.unsent_gathers, self.unsent_reduces = (
             [seconds + self.latency * count for seconds, count in zip(*each, strict=True)]
             for each in zip(sums, launches, strict=True)
         )
 
-    def _least_launches(self, budget: int | None) -> tuple[list[int], list[int]]:
+    def _least_launches(self) -> tuple[list[int], list[int]]:
         """From each gather, and each reduce, how many launches follow at least."""
         gathers, reduces = [0] * (len(self.gathers) + 1), [0] * (len(self.reduces) + 1)
-        stops = reaches(self.workload, self.gathers, budget, self.merge)
+        stops = reaches(self.workload, self.gathers, self.budget, self.merge)
         for start in range(len(stops) - 1, -1, -1):
             gathers[start] = 1 + gathers[stops[start]]
-        starts = reaches_back(self.workload, self.reduces, budget, self.merge)
+        starts = reaches_back(self.workload, self.reduces, self.budget, self.merge)
         start = len(self.reduces)
         while start:  # as few as possible, the last ones first
             before = starts[start]
@@ -156,9 +157,9 @@ class _Search:
 
     def _sum_tasks(self, kept: frozenset[int]) -> None:
         tasks, units = self.workload.tasks, self.workload.units
-        self.frees: list[tuple[int, ...]] = [()] * len(tasks)
+        self.frees: list[list[int]] = [[] for _ in tasks]
         for unit, _, last in self.workload.gathers(kept):
-            self.frees[last] = (*self.frees[last], unit)
+            self.frees[last].append(unit)
         self.freed = [sum(units[unit].gathered for unit in each) for each in self.frees]
         self.allocated = [0] * len(tasks)
         for unit, first, _ in self.workload.reduces():
@@ -186,13 +187,13 @@ class _Search:
     def plan_of(self, state: _State) -> Plan:
         steps: list[tuple[tuple[int, int], Step]] = []  # each by its task; frees first, then launches, then waits
 
-        def add(kind: Kind, units: tuple[int, ...], at: int, order: int) -> None:
+        def add(kind: Kind, units: list[int], at: int, order: int) -> None:
             steps.append(((at, order), Step(kind, tuple(self.workload.units[unit].name for unit in units), at)))
 
         node = state.steps
         while node is not None:
             launches = self.gathers if node.kind == "gather" else self.reduces
-            units = units_of(launches[node.start : node.stop])
+            units = [launch.unit for launch in launches[node.start : node.stop]]
             add(node.kind, units, node.at, 1)
             if node.kind == "gather":
                 add("wait", units, self.first[node.start], 2)
@@ -347,10 +348,8 @@ class _Search:
         """The most promising states, and the one with the least memory: some plan fits if that one does."""
         if self.width is None or len(states) <= self.width:
             return states
-        return self._with_least(sorted(states, key=lambda state: self._order(state, index)), self.width)
-
-    def _with_least(self, states: list[_State], width: int) -> list[_State]:
-        return [*states[:width], min(states[width:], key=lambda state: (state.live, -state.reduces))]
+        ordered = sorted(states, key=lambda state: self._order(state, index))
+        return _with_least(ordered[: self.width], ordered[self.width :])
 
     def _prune(self, found: Iterable[_State], index: int) -> list[_State]:
         ordered = [(self._order(state, index), state) for state in found]
@@ -362,7 +361,7 @@ class _Search:
         states: list[_State] = []
         for number, (_, state) in enumerate(ordered):
             if len(states) == self.width:
-                return self._with_least([*states, *(each for _, each in ordered[number:])], self.width)
+                return _with_least(states, [each for _, each in ordered[number:]])
             if not any(self._beats(other, state) for other in states):
                 states.append(state)
         return states
@@ -382,6 +381,11 @@ class _Search:
         ):
             return False
         return not self.strict or _gives_back_earlier(one, other)
+
+
+def _with_least(states: list[_State], others: list[_State]) -> list[_State]:
+    """`states`, and of the others the one with the least memory."""
+    return [*states, min(others, key=lambda state: (state.live, -state.reduces))]
 
 
 def _gives_back_earlier(one: _State, other: _State) -> bool:

@@ -26,12 +26,14 @@ class Tag:
         unit: number of the unit in order of its first gather in the traced forward.
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
+        launch: of a gather or reduce that the plan launches together with others: which launch, by a number.
     """
 
     kind: Kind
     unit: int
     path: str
     reshard: bool | None
+    launch: int | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path or 'root'}"
@@ -45,6 +47,13 @@ def set_tag(node: fx.Node, tag: Tag) -> None:
 def get_tag(node: fx.Node) -> Tag | None:
     """The tag of `node`, or None."""
     return node.meta.get(_KEY)
+
+
+def tag_of(node: fx.Node) -> Tag:
+    """The tag of `node`, which has one."""
+    tag = get_tag(node)
+    assert tag is not None
+    return tag
 
 
 def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:

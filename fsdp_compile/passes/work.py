@@ -5,7 +5,7 @@ nothing here; what a chain takes from elsewhere is read once, what others take f
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -14,21 +14,17 @@ import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from fsdp_compile.passes.views import formula_of, is_loop, is_view, packet_of, reads
 
 Number: TypeAlias = int | float | sympy.Expr
 
 _aten = torch.ops.aten
 _FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # links have costs of their own
-_VIEWS = {_aten._unsafe_view, _aten.detach, _aten.alias, _aten.lift_fresh_copy}  # beside those whose schema says it
 _FUSED = {_aten.full, _aten.full_like, _aten._to_copy, _aten._softmax, torch.ops.prims.iota}  # beside tagged ones
 _LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # read what they return
 _SCATTERS = {_aten.index_put, _aten.index_put_, _aten._unsafe_index_put, _aten._unsafe_masked_index_put_accumulate}
 _SCATTERS |= {_aten.scatter_add, _aten.scatter_add_}  # write what they are given
-_LIKE = {  # not in torch's registry as of 2.13
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 
 
 @dataclass(frozen=True)
@@ -57,16 +53,10 @@ def node_work(node: fx.Node) -> Work:
     """The work of one node, by the values in `meta["val"]`; none for views, collectives and numbers."""
     if node.op != "call_function" or _is_free(node):
         return Work()
-    if _packet(node) in _SCATTERS:
+    if packet_of(node) in _SCATTERS:
         moved = sum(_bytes(each) for each in node.all_input_nodes[1:])
         return Work(0, moved, moved)
     return Work(flops_of(node), _read(node), _written(node))
-
-
-def formula_of(node: fx.Node) -> Callable[..., Any] | None:
-    """How torch counts the operations of what `node` calls; None: it does not."""
-    packet = _packet(node)
-    return flop_registry.get(_LIKE.get(packet, packet))
 
 
 def flops_of(node: fx.Node) -> Number:
@@ -79,7 +69,7 @@ def flops_of(node: fx.Node) -> Number:
 
 
 def _read(node: fx.Node) -> Number:
-    if _packet(node) in _LOOKUPS:
+    if packet_of(node) in _LOOKUPS:
         return sum(map(_bytes, node.all_input_nodes[1:])) + _bytes(node)
     if not _is_fused(node):
         return sum(map(_bytes, node.all_input_nodes))
@@ -96,41 +86,32 @@ def _written(node: fx.Node) -> Number:
     return 0 if stays else _bytes(node)
 
 
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
 def _is_free(node: fx.Node) -> bool:
-    return _is_view(node) or _is_number(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
+    return _passes_on(node) or _is_number(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
 
 
 def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem or _packet(node) in _VIEWS:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+def _passes_on(node: fx.Node) -> bool:
+    """Whether the node hands on what it is given: beside views an element of a tuple, and a constant as it is."""
+    return is_view(node) or node.target is operator.getitem or packet_of(node) is _aten.lift_fresh_copy
 
 
 def _is_fused(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _packet(node) in _FUSED
+    # More than what has a tag, unlike in liveness.py: graphs that are priced need not be decomposed.
+    return is_loop(node) or packet_of(node) in _FUSED
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a node's value, also through views."""
-    for user in node.users:
-        if _is_view(user):
-            yield from _readers(user)
-        elif not _is_number(user):
-            yield user
+    """The nodes that read a node's value: who asks for its size alone does not."""
+    return (reader for reader in reads(node, _passes_on) if not _is_number(reader))
 
 
 def _origin(node: fx.Node) -> fx.Node:
     """The node whose value `node` is a view of, or `node`."""
-    while node.op == "call_function" and _is_view(node):
+    while node.op == "call_function" and _passes_on(node):
         node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return node
 

@@ -40,6 +40,7 @@ class UnitCost:
         packed: bytes of the reduce-scatter's input.
         replicate: hybrid sharding: seconds that the all-reduce of the shard over the replicas occupies its own link.
         keep: whether the gathered buffer stays from forward to backward; None: the planner decides.
+        module: what it shares with other units of the same module; empty: nothing.
     """
 
     name: str
@@ -49,6 +50,7 @@ class UnitCost:
     packed: int
     replicate: float = 0.0
     keep: bool | None = False
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Workload:
         units: the units, by number.
         latency: seconds of a launch beside what its units take; units launched together pay it once.
         contention: computation beside a busy link takes `1 + contention` times as long.
+        can_merge: whether one launch may take several units.
 
     Raises:
         ValueError: a number is negative, or a task names a unit that does not exist.
@@ -71,6 +74,7 @@ class Workload:
     units: tuple[UnitCost, ...]
     latency: float = 0.0
     contention: float = 0.0
+    can_merge: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.backward <= len(self.tasks):

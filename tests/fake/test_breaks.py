@@ -1,5 +1,7 @@
 """Where a module's own code breaks the graph."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,3 +71,28 @@ def test_our_own_code_adds_no_reason() -> None:
     counters.clear()
     _graphs(fully_shard(_build("a block")))
     assert len(counters["graph_break"]) == 1, list(counters["graph_break"])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_first_steps_of_optimizers(loaded: bool) -> None:
+    """A compiled optimizer steps as an eager one, in one graph, from its first step on, also if it was given state."""
+
+    def about_to_step(model: nn.Module) -> torch.optim.Optimizer:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)  # exact products
+
+    model = fully_shard(_build("a block"))
+    twin = copy.deepcopy(model)
+    optimizer, expected = about_to_step(model), about_to_step(twin)
+    if loaded:
+        other = about_to_step(copy.deepcopy(model))
+        other.step()
+        optimizer.load_state_dict(other.state_dict())
+        expected.load_state_dict(copy.deepcopy(other.state_dict()))  # memory of its own
+    counters.clear()
+    torch.compile(optimizer.step, backend="eager")()
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+    expected.step()
+    for (name, param), like in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param, like), name

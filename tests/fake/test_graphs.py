@@ -39,6 +39,7 @@ forward after check_saved
 forward after pack_in_place
 forward after reuse_gathered
 forward after reorder
+forward after coalesce
 forward after exchange
 forward after gather_into
 forward after agree
@@ -47,6 +48,7 @@ backward after check_saved
 backward after pack_in_place
 backward after reuse_gathered
 backward after reorder
+backward after coalesce
 backward after exchange
 backward after gather_into
 backward after agree
@@ -235,11 +237,11 @@ primals_3: f32[4, 3]
 primals_4: f32[16]
 gather_0: f32[64] = all_gather_into_tensor(primals_1, 4, '0')  # gather 0, MUST_RECOMPUTE
 gather_1: f32[64] = all_gather_into_tensor(primals_2, 4, '0')  # gather 0, MUST_RECOMPUTE
+gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-gather_2: f32[64] = all_gather_into_tensor(primals_4, 4, '0')  # gather 2, MUST_RECOMPUTE
 wait_1: f32[64] = wait_tensor(gather_1)  # wait 0, MUST_RECOMPUTE
 view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 addmm: f32[4, 5] = addmm(view_8, primals_3, permute)
@@ -268,13 +270,13 @@ full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin
 gather_0: f32[64] = control_deps([agree], subgraph_gather_0, primals_1, full_0)  # gather 0, MUST_RECOMPUTE
 full_1: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_1: f32[64] = control_deps([gather_0], subgraph_gather_1, primals_2, full_1)  # gather 0, MUST_RECOMPUTE
-wait_0: f32[64] = control_deps([gather_1], subgraph_wait_0, gather_0, primals_1)  # wait 0, MUST_RECOMPUTE
+full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
+gather_2: f32[64] = control_deps([gather_1], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
+wait_0: f32[64] = control_deps([gather_2], subgraph_wait_0, gather_0, primals_1)  # wait 0, MUST_RECOMPUTE
 view_0: f32[15] = slice.Tensor(wait_0, 0, 0, 15)  # view 0, MUST_RECOMPUTE
 view: f32[5, 3] = reshape(view_0, [5, 3])  # MUST_RECOMPUTE
 permute: f32[3, 5] = permute(view, [1, 0])  # MUST_RECOMPUTE
-full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_2: f32[64] = control_deps([wait_0], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
-wait_1: f32[64] = control_deps([gather_2], subgraph_wait_1, gather_1, primals_2)  # wait 0, MUST_RECOMPUTE
+wait_1: f32[64] = control_deps([wait_0], subgraph_wait_1, gather_1, primals_2)  # wait 0, MUST_RECOMPUTE
 view_8: f32[5] = slice.Tensor(wait_1, 0, 0, 5)  # view 0, MUST_RECOMPUTE
 addmm: f32[4, 5] = control_deps([wait_1], subgraph_addmm, view_8, primals_3, permute)
 relu: f32[4, 5] = relu(addmm)

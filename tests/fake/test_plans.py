@@ -1,5 +1,6 @@
 """Plans on graphs: read, applied, pinned; the generated code has their order (I6)."""
 
+import json
 import pathlib
 import re
 from collections import Counter
@@ -8,14 +9,17 @@ from itertools import pairwise
 import pytest
 import torch
 from compiling import BUILD, CASES, compiled, printed_graphs
-from generated import Program
+from generated import launches, programs
 from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain, fully_shard
+from fsdp_compile.passes import keep
 from fsdp_compile.passes.choose import plan_log
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan import Plan, PlanError
+from fsdp_compile.passes.schedule import Schedule, schedule
 from fsdp_compile.passes.simulate import simulate
+from fsdp_compile.passes.workload import Workload
 
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 
@@ -25,19 +29,6 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
     """The plans of the graphs that are compiled, by direction."""
     found: dict[str, Plan] = {}
     monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan, **__: found.update({direction: plan}))
-    return found
-
-
-def launches(program: Program) -> list[str]:
-    """Starts and waits of collectives in the order of the generated code, as a plan calls them."""
-    started: dict[str | None, str] = {}
-    found = []
-    for step in program.steps:
-        if step.is_gather or step.is_reduce:
-            started[step.out] = "gather" if step.is_gather else "reduce"
-            found.append(started[step.out])
-        elif step.is_wait:
-            found.append({"gather": "wait", "reduce": "wait_reduce"}[started[step.names[0]]])
     return found
 
 
@@ -109,6 +100,59 @@ def test_auto_keeps_what_pays(options: dict[str, str]) -> None:
     assert counts[0] == 5 and counts[1] < 5
     full = gathers_of(torch.compile(fully_shard(BUILD["gpt"]()), backend=fsdp_compile_backend, options=options))
     assert full == [5, 5]
+
+
+def kept_of(plans: dict[str, Plan], options: dict[str, object]) -> int:
+    """How many of five units "auto" keeps from forward to backward."""
+    model = fully_shard(BUILD["gpt"](), reshard_after_forward="auto")
+    torch._dynamo.reset()
+    with fresh_inductor_cache():
+        programs(lambda: CASES["gpt"].loss(torch.compile(model, backend=fsdp_compile_backend, options=options),
+                                           CASES["gpt"].batch(1, 1)))  # fmt: skip
+    return 5 - len(plans["backward"].of("gather"))
+
+
+def test_auto_keeps_by_measured_times(
+    plans: dict[str, Plan], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept is planned with the seconds measured in each direction; a file that lacks one is refused."""
+    seen: list[Workload] = []
+
+    def see(workload: Workload, budget: int | None) -> Schedule:
+        seen.append(workload)
+        return schedule(workload, budget)
+
+    monkeypatch.setattr(keep, "schedule", see)
+    path = tmp_path / "times.json"
+    options: dict[str, object] = {"link": SLOW, "times": str(path)}
+    table = {"forward of 17 products": [0.5] * 18, "forward of 900 products": [9.0] * 901}
+    path.write_text(json.dumps({**table, "backward of 7 products": [0.5] * 8}))
+    with pytest.raises(Exception, match=r"times: expected .* to have 'backward of \d+ products'"):
+        kept_of(plans, options)  # not by the whole step, but by the graph of backward
+    (step,) = seen
+    forward, backward = step.tasks[: step.backward], step.tasks[step.backward :]
+    assert sum(task.seconds for task in forward) == pytest.approx(9.0)
+    assert sum(task.seconds for task in backward) == pytest.approx(4.0)
+    path.write_text(json.dumps(table))
+    with pytest.raises(Exception, match=r"times: expected .* to have a backward, found forward of 17 products"):
+        kept_of(plans, options)
+
+
+def test_a_budget_holds_for_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more memory "auto" keeps more units; what is kept counts in forward and in backward, within the budget."""
+    peaks: dict[str, int] = {}
+    plans: dict[str, Plan] = {}
+
+    def note(_: str, direction: str, plan: Plan, extra: dict[str, Workload]) -> None:
+        plans[direction], peaks[direction] = plan, simulate(extra["workload"], plan).peak
+
+    monkeypatch.setattr(plan_log, "debug", note)
+    kept = [kept_of(plans, {"link": SLOW})]
+    most = max(peaks.values())
+    for part in (1.0, 0.97, 0.94, 0.91):
+        kept.append(kept_of(plans, {"link": SLOW, "budget": int(part * most)}))
+        assert max(peaks.values()) <= part * most
+    assert kept == sorted(kept, reverse=True) and kept[-1] < kept[0], kept
 
 
 def gathers_of(model: torch.nn.Module) -> list[int]:

@@ -40,11 +40,9 @@ def read_by(step: Step) -> list[Window]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "recomputed"])
 def test_blocks_need_one_buffer(name: str, backend: str) -> None:
-    """Every block's backward has one buffer, in forward order none is written; the root, read early, has two."""
-    forward, backward = cached(name, backend)
-    blocks = len(backward.gathered()) - 1
-    assert len(backward.reused()) >= blocks
-    assert forward.reused() == set()
+    """Every block's backward has one buffer; the root, read early, has two."""
+    _, backward = cached(name, backend)
+    assert len(backward.reused()) == len(backward.gathered()) - 1 > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

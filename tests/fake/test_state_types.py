@@ -29,6 +29,7 @@ from fsdp_compile import (
     state_dict_type,
     summon_full_params,
 )
+from fsdp_compile.unit import unit_of
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 DEFAULTS = {
@@ -136,3 +137,15 @@ def test_deepcopy_keeps_what_is_set() -> None:
     assert get_state_dict_type(model) == DEFAULTS[LOCAL]
     with summon_full_params(model):
         assert model.state_dict()["stem.weight"].shape == (11, 7)
+
+
+def test_values_follow_a_model_to_another_device() -> None:
+    """They are gathered among devices of the kind that the model is on now, also after state dicts from before."""
+    model = fully_shard(mlp())
+    twin = copy.deepcopy(model)
+    for each, kind in ((model, "cpu"), (twin, "meta"), (model, "cpu")):
+        unit, _ = unit_of(each.stem.weight)
+        unit.device = torch.device(kind)  # what `model.to` does to units beside their shards
+        assert each.state_dict()["stem.weight"].device_mesh.device_type == kind
+    unit.device = torch.device("meta")
+    assert model.state_dict()["stem.weight"].device_mesh.device_type == "meta"

@@ -252,8 +252,6 @@ _MEASURE = """
 import ctypes, sys, torch
 import fsdp_compile
 from fsdp_compile import checkpoint
-from fsdp_compile.checkpoint.convert import convert
-from fsdp_compile.checkpoint.sources import TorchSource, open_source
 from fsdp_compile.command_line import main
 
 def resident(what):

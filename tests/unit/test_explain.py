@@ -7,7 +7,8 @@ from workloads import blocks
 from fsdp_compile.explain import report
 from fsdp_compile.passes.bound import smallest_budget
 from fsdp_compile.passes.plan import PlanError
-from fsdp_compile.passes.schedule import lean, schedule
+from fsdp_compile.passes.rules import lean
+from fsdp_compile.passes.schedule import schedule
 
 
 def test_printed():
@@ -43,12 +44,12 @@ def test_limits():
     assert {each.limit for each in free.collectives if each.exposed} == {"dependency", "link"}
     assert free.timeline.exposed == pytest.approx(sum(each.exposed for each in free.collectives))
     least = smallest_budget(workload)
-    tight = report(workload, lean(workload).plan, least)
+    tight = report(workload, lean(workload), least)
     assert "memory" in {each.limit for each in tight.collectives}
     slow = report(blocks(9, forward=0.1), schedule(blocks(9, forward=0.1)).plan)
     assert sum(each.limit == "link" for each in slow.collectives) > len(slow.collectives) / 2
     with pytest.raises(PlanError, match="budget: expected at most"):
-        report(workload, lean(workload).plan, least - 1)
+        report(workload, lean(workload), least - 1)
 
 
 def test_trace():

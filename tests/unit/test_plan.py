@@ -6,7 +6,8 @@ from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
 from fsdp_compile.passes.plan import Plan, PlanError, Step
-from fsdp_compile.passes.schedule import lean, schedule
+from fsdp_compile.passes.rules import lean
+from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.simulate import simulate, task_end
 from fsdp_compile.passes.verify import verify
 from fsdp_compile.passes.workload import Task, UnitCost, Workload
@@ -89,7 +90,7 @@ def test_verify_sees_what_is_missing():
 def test_verify_sees_what_is_late_or_early():
     """A wait after its reader, a free before its last reader, a reduce before its gradient: each is refused."""
     workload = blocks(3)
-    plan = lean(workload).plan
+    plan = lean(workload)
     for kind, shift in (("wait", 1), ("free", -1), ("reduce", -1)):
         for number, step in enumerate(plan.steps):
             if step.kind == kind and step.at + shift >= 0:
@@ -119,7 +120,7 @@ def test_simulated_by_hand():
     """One unit, 2 s to gather, 3 to reduce, 1 and 4 s of computing: 2 + 1 + 2 + 4 + 3 s, 7 of them exposed."""
     unit = UnitCost("a", 2.0, 3.0, 10, 20)
     tasks = (Task("forward", 1.0, 5, (0,)), Task("backward", 4.0, 7, (0,), (0,)))
-    timeline = simulate(Workload(tasks, 1, (unit,)), lean(Workload(tasks, 1, (unit,))).plan)
+    timeline = simulate(Workload(tasks, 1, (unit,)), lean(Workload(tasks, 1, (unit,))))
     assert timeline.makespan == 12 and timeline.exposed == 7
     assert [timeline.exposed_of(span) for span in timeline.link] == [2, 2, 3]
     assert timeline.memory == [15, 37, 27]

@@ -70,7 +70,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 300), max_size=3).map(tuple), min_size
 
 @given(SHAPES, st.integers(1, 9))
 def test_what_else_a_layout_has_stays(shapes: tuple[tuple[int, ...], ...], world_size: int) -> None:
-    """Places stay; padding at the end is within the limit; shards keep to their grid; boxes are not more than before.
+    """Places stay; padding at the end is within the limit; shards keep to their grid; fewer end in a row than before.
 
     E-FLAT-15, E-FLAT-16.
     """

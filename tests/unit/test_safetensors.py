@@ -208,6 +208,19 @@ def test_failing_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_an_index_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of an index does not stay."""
+
+    def fail(path: Path, _: bytes) -> None:
+        path.write_bytes(b"{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors_file, "write_synced", fail)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path, max_shard_size=12)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
 @pytest.mark.parametrize(("before", "after"), [(100, 100), (100, 10**9), (10**9, 100), (10**9, 10**9), (100, 50)])
 def test_export_that_stops_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int) -> None:
     """After whichever rename or removal the machine stops: all of the old export, all of the new, or an error."""

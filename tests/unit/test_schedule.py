@@ -10,7 +10,8 @@ from workloads import blocks, random_workload
 
 from fsdp_compile.passes.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan import PlanError
-from fsdp_compile.passes.schedule import lean, schedule
+from fsdp_compile.passes.rules import lean
+from fsdp_compile.passes.schedule import schedule
 from fsdp_compile.passes.search import search
 from fsdp_compile.passes.simulate import simulate
 from fsdp_compile.passes.verify import verify
@@ -168,6 +169,6 @@ def test_lean_needs_the_smallest_budget():
     """What is computed as the smallest budget is what the plan without any prefetch needs."""
     for seed in range(100):
         workload = random_workload(random.Random(seed), 4)
-        plan = lean(workload).plan
+        plan = lean(workload)
         verify(workload, plan, smallest_budget(workload))
         assert simulate(workload, plan).peak == smallest_budget(workload)

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 
 import planning
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.checkpoint.boxes import Cut
 from fsdp_compile.checkpoint.sharded import PieceTensor
+from fsdp_compile.checkpoint.share import Share
 from fsdp_compile.layout import FlatParamLayout
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=4)
@@ -65,7 +67,7 @@ def test_any_world_size_to_any_other(
 
 def piece(rank: int = 1) -> PieceTensor:
     """Elements 4 to 7 of 3 x 5."""
-    return PieceTensor(torch.arange(4.0, 8.0), Cut((3, 5), 0, 4), planning.mesh_seen_by(rank, 4))
+    return PieceTensor(torch.arange(4.0, 8.0), Share(Cut((3, 5), 0, 4), planning.mesh_seen_by(rank, 4)))
 
 
 def test_it_is_a_dtensor_of_the_original_shape() -> None:
@@ -75,8 +77,7 @@ def test_it_is_a_dtensor_of_the_original_shape() -> None:
     assert (tuple(found.shape), found.size(1), found.numel(), found.dim()) == ((3, 5), 5, 15, 2)
     assert found.dtype == torch.float32 and found.device.type == "cpu"
     shard = torch.arange(20.0)
-    cut = Cut((3, 5), 0, 4)
-    aliased = PieceTensor(shard[4:8], cut, planning.mesh_seen_by(1, 4))
+    aliased = PieceTensor(shard[4:8], found.share)
     first, second = (aliased.box(box) for box in aliased.boxes)
     assert (first.tolist(), second.tolist()) == ([[4.0]], [[5.0, 6.0, 7.0]])
     second.zero_()
@@ -94,7 +95,7 @@ def test_copies() -> None:
     """`clone`, `deepcopy`, `to`, pickling and DCP's stager give a piece with memory of its own; `to` of what it is
     already, `detach` and `cpu` give itself."""
     shard = torch.arange(20.0)
-    found = PieceTensor(shard[4:8], Cut((3, 5), 0, 4), planning.mesh_seen_by(1, 4))
+    found = PieceTensor(shard[4:8], piece().share)
     stager = StateDictStager()
     buffer = io.BytesIO()
     torch.save(found, buffer)
@@ -105,6 +106,15 @@ def test_copies() -> None:
         assert type(twin) is PieceTensor and twin.cut == found.cut and twin.boxes == found.boxes
         assert torch.equal(twin.local.float(), found.local) and twin.local.data_ptr() != found.local.data_ptr()
     assert found.cpu() is found.detach() is found.to("cpu") is found
+
+
+def test_copies_of_numbers() -> None:
+    """A number stays one, also beside a parameter of shape (), and pickled values that lie alike still do."""
+    share = Share(Cut((), 0, 4), planning.mesh_seen_by(0, 4), is_number=True)
+    numbers = [PieceTensor(torch.ones(1), share), PieceTensor(torch.zeros(1), share)]
+    first, second = pickle.loads(pickle.dumps(numbers))
+    assert first.is_number and copy.deepcopy(first).is_number and first.share is second.share
+    assert (first.local.item(), second.local.item()) == (1.0, 0.0)
 
 
 def test_copy_from_whole_tensors_and_pieces() -> None:
@@ -131,7 +141,7 @@ def test_computing_with_a_part_is_refused() -> None:
 def test_wrong_size() -> None:
     """A local part that is not what the cut says is refused."""
     with pytest.raises(ValueError, match=r"local: expected shape \(4,\) .* found \(5,\)"):
-        PieceTensor(torch.zeros(5), Cut((3, 5), 0, 4), planning.mesh_seen_by(1, 4))
+        PieceTensor(torch.zeros(5), piece().share)
 
 
 @given(WORLDS, WORLDS)
@@ -141,7 +151,7 @@ def test_numbers_beside_pieces(saving: int, loading: int) -> None:
     def state(rank: int, world_size: int, value: float) -> dict[str, PieceTensor]:
         cut = Cut((2, 3), 4, 8)
         local = torch.full((1 if cut.run(rank)[1] else 0,), value)
-        return {"step": PieceTensor(local, cut, planning.mesh_seen_by(rank, world_size), ())}
+        return {"step": PieceTensor(local, Share(cut, planning.mesh_seen_by(rank, world_size), is_number=True))}
 
     saving, loading = max(saving, 2), max(loading, 2)
     saved = planning.save([state(rank, saving, 7.0) for rank in range(saving)])
@@ -160,7 +170,7 @@ def test_errors_of_loading() -> None:
     found = piece()
     with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: other"):
         planning.load(saved, [{"other": found}])
-    wrong = PieceTensor(torch.zeros(4), Cut((5, 3), 0, 4), planning.mesh_seen_by(1, 4))
+    wrong = PieceTensor(torch.zeros(4), Share(Cut((5, 3), 0, 4), planning.mesh_seen_by(1, 4)))
     with pytest.raises(ValueError, match=r"Size mismatch .*\[3, 5\].*\[5, 3\].* for layer.0"):
         planning.load(saved, [{"layer.0": wrong}])
     with pytest.raises(
@@ -174,17 +184,17 @@ def test_who_writes_a_number() -> None:
     cut = Cut((2, 3), 4, 8)
     offered = []
     for rank in range(3):
-        local = torch.ones(1 if cut.run(rank)[1] else 0)
-        offered.append(
-            len(PieceTensor(local, cut, planning.mesh_seen_by(rank, 3), ()).__create_write_items__("x", None))
+        number = PieceTensor(
+            torch.ones(1 if cut.run(rank)[1] else 0), Share(cut, planning.mesh_seen_by(rank, 3), is_number=True)
         )
+        offered.append(len(number.__create_write_items__("x", None)))
     assert offered == [1, 0, 0]
 
 
 def test_copies_have_what_follows_from_their_place_in_common() -> None:
     """Boxes and descriptions are made once for all values that lie alike; another dtype has its own description."""
     found = piece()
-    twins = [found.clone(), copy.deepcopy(found), found.to(torch.float64), PieceTensor.of(found.local, found.share)]
+    twins = [found.clone(), copy.deepcopy(found), found.to(torch.float64), PieceTensor(found.local, found.share)]
     assert all(twin.share is found.share for twin in twins)
     assert [twin.dtype for twin in twins] == [torch.float32, torch.float32, torch.float64, torch.float32]
     assert twins[0]._spec is found._spec and twins[2]._spec.tensor_meta.dtype == torch.float64

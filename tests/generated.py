@@ -21,6 +21,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 _ASSIGN = re.compile(r"^(buf\d+) = (.+)$")
 _CALL = re.compile(r"^(?:buf\d+ = )?([\w.]+)\((.*)\)$")
 _NAME = re.compile(r"\b(?:buf|primals_|tangents_|arg)\d+\w*\b")
+_PART = re.compile(r"^(buf\d+) = (buf\d+)\[\d+\]$")
 _MOVERS = re.compile(r"aten\.(clone|copy_?|cat|contiguous|_to_copy|slice_scatter|as_strided_scatter|constant_pad_nd)\b")
 
 
@@ -77,6 +78,7 @@ class Program:
     steps: list[Step] = field(init=False)
     alias_of: dict[str, str] = field(init=False, default_factory=dict)  # buffer -> the buffer whose memory it names
     view_of: dict[str, str] = field(init=False, default_factory=dict)  # the same, where that is alive: windows
+    parts: dict[str, list[str]] = field(init=False, default_factory=dict)  # what a call returned -> the tensors in it
 
     def __post_init__(self) -> None:
         self.kernels = {name: (params, body) for name, params, body in _kernels(self.code)}
@@ -94,6 +96,9 @@ class Program:
                 yield step
 
     def _read_line(self, text: str) -> Step | None:
+        if part := _PART.match(text):
+            self.parts.setdefault(part[2], []).append(part[1])
+            return None
         assign = _ASSIGN.match(text)
         target = assign[1] if assign else None
         if assign and (reuse := re.match(r"^(buf\d+); del", assign[2])):
@@ -122,15 +127,19 @@ class Program:
 
     def reused(self) -> set[str]:
         """The buffers that a gather fills and a reduce reads: gradients took the place of parameters."""
-        return self.gathered() & {step.names[0] for step in self.steps if step.is_reduce}
+        return self.gathered() & {name for step in self.steps if step.is_reduce for name in sent(step)}
 
     def gathered(self) -> set[str]:
         """The buffers that all-gathers fill."""
-        return {step.out for step in self.steps if step.is_gather and step.out}
+        return {name for step in self.steps if step.is_gather and step.out for name in self.returned(step)}
+
+    def returned(self, step: Step) -> list[str]:
+        """What a call returns: one tensor, or those that it launches together."""
+        return self.parts.get(step.out, [step.out])
 
     def packed(self) -> set[str]:
         """The buffers that reduce-scatters and all-reduces read."""
-        return {self.memory(step.names[0]) for step in self.steps if step.is_reduce}
+        return {self.memory(name) for step in self.steps if step.is_reduce for name in sent(step)}
 
     def moves(self) -> list[Move]:
         """Every store of an unchanged value, and every library call that only moves bytes."""
@@ -149,7 +158,7 @@ class Program:
     def parameter_moves(self) -> list[Move]:
         """Moves out of a gathered buffer or a shard that is gathered, and moves into a packed buffer."""
         gathered, packed = self.gathered(), self.packed()
-        shards = {self.memory(step.names[0]) for step in self.steps if step.is_gather}
+        shards = {self.memory(name) for step in self.steps if step.is_gather for name in sent(step)}
         return [
             move
             for move in self.moves()
@@ -162,6 +171,26 @@ class Program:
         return [
             s for s in self.steps if s.is_product and s.out and s.out in self.alias_of and self.memory(s.out) in packed
         ]
+
+
+def sent(step: Step) -> list[str]:
+    """The buffers that a collective sends: several, if one call launches several."""
+    together = re.search(r"coalesced\.default\(\[(.*?)\]", step.text)
+    return _NAME.findall(together[1]) if together else step.names[:1]
+
+
+def launches(program: Program) -> list[str]:
+    """Starts and waits of collectives in the order of the generated code, as a plan calls them."""
+    started: dict[str | None, str] = {}
+    found = []
+    for step in program.steps:
+        if step.is_gather or step.is_reduce:
+            kind = "gather" if step.is_gather else "reduce"
+            started.update(dict.fromkeys(program.returned(step), kind))
+            found += [kind] * len(sent(step))
+        elif step.is_wait:
+            found.append({"gather": "wait", "reduce": "wait_reduce"}[started[step.names[0]]])
+    return found
 
 
 def _kernels(code: str) -> Iterator[tuple[str, list[str], str]]:

@@ -1,0 +1,134 @@
+"""What a plan launches together is one call in the graph and in the generated code, where a call can do that."""
+
+import pathlib
+
+import pytest
+import torch
+from compiling import printed_graphs, small, step
+from expecttest import assert_expected_inline
+from generated import Program, programs, sent
+from torch import nn
+
+from fsdp_compile import MixedPrecision, collectives, fully_shard
+from fsdp_compile.passes.choose import plan_log
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.plan import Plan
+
+FAR = "custom:1e-3,1e9"  # latency is all that counts
+
+
+@pytest.fixture
+def launches_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake group stands for NCCL, not for gloo."""
+    monkeypatch.setattr(collectives, "_COPYING", ("gloo",))
+    monkeypatch.setattr(collectives, "_copies", type(collectives._copies)())
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans of the graphs that are compiled: forward, backward."""
+    found: list[Plan] = []
+    monkeypatch.setattr(plan_log, "debug", lambda _, direction, plan, **__: found.append(plan))
+    return found
+
+
+class Chain(nn.Module):
+    """Units of one linear layer each."""
+
+    def __init__(self, units: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(units))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs).relu()
+        return inputs.square().mean()
+
+
+def compiled(model: nn.Module, **options: object) -> tuple[Program, Program]:
+    run = torch.compile(model, backend=fsdp_compile_backend, options=options, fullgraph=True)
+    return programs(lambda: run(torch.randn(2, 16)))
+
+
+def chain(mixed_precision: MixedPrecision | None = None) -> nn.Module:
+    return fully_shard(Chain(), auto_wrap_policy={nn.Linear}, mixed_precision=mixed_precision)
+
+
+def sizes(program: Program) -> list[tuple[str, int]]:
+    """Each launch: what it is, and of how many units."""
+    calls = [step for step in program.steps if step.is_gather or step.is_reduce]
+    return [("gather" if each.is_gather else "reduce", len(sent(each))) for each in calls]
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16, torch.float32)], ids=["f32", "bf16"])
+@pytest.mark.usefixtures("launches_several")
+def test_generated_code_launches_what_the_plan_does(plans: list[Plan], precision: MixedPrecision | None) -> None:
+    """One call for each launch of the plan, in its order, of as many units; each unit waited for; no byte is moved."""
+    for program in (both := compiled(chain(precision), link=FAR)):
+        assert program.parameter_moves() == []
+    for program, plan in zip(both, plans, strict=True):
+        planned = [(each.kind, len(each.units)) for each in plan.of("gather", "reduce")]
+        assert sizes(program) == planned and max(units for _, units in planned) > 1
+        waited = [step.names[0] for step in program.steps if step.is_wait]
+        launched = [step for step in program.steps if step.is_gather or step.is_reduce]
+        assert sorted(waited) == sorted(name for each in launched for name in program.returned(each))
+
+
+def test_gloo_launches_one_by_one(plans: list[Plan]) -> None:
+    """Gloo has no call for several: neither does the plan count on one, nor does the graph have it."""
+    for program in compiled(chain(), link=FAR):
+        assert {units for _, units in sizes(program)} == {1}
+    assert all(len(step.units) == 1 for plan in plans for step in plan.steps)
+
+
+@pytest.mark.usefixtures("launches_several")
+def test_units_of_two_dtypes_are_not_launched_together(plans: list[Plan]) -> None:
+    """Where units differ in what one call has to have in common, the plan launches each by itself."""
+    model = Chain()
+    for layer in model.layers[::2]:
+        fully_shard(layer, mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=True))
+    fully_shard(model, auto_wrap_policy={nn.Linear})
+    with torch.autocast("cpu", torch.bfloat16):  # one dtype computes, two are gathered
+        forward, backward = compiled(model, link=FAR)
+    assert sizes(forward) == [("gather", 1)] * 6
+    assert sorted(sizes(backward)) == [("gather", 1)] * 5 + [("reduce", 1)] * 6  # the first layer's input has no grad
+
+
+@pytest.mark.usefixtures("launches_several")
+def test_a_plan_by_hand(plans: list[Plan], tmp_path: pathlib.Path) -> None:
+    """What a file says to launch together is: six units at once."""
+    names = " ".join(f"layers.{number}" for number in range(6))
+    compiled(chain())
+    forward, backward = plans
+    end = max(each.at for each in forward.of("free"))
+    together = f"at 0 gather {names}\nat 0 wait {names}\nat {end} free {names}\n"
+    path = tmp_path / "plan.txt"
+    path.write_text(f"forward:\n{together}backward:\n{backward}")
+    torch._dynamo.reset()
+    assert sizes(compiled(chain(), plan=str(path))[0]) == [("gather", 6)]
+
+
+@pytest.mark.usefixtures("launches_several")
+def test_the_graph() -> None:
+    """Two units, one call; each result keeps its name, and its wait."""
+    model = fully_shard(small(), auto_wrap_policy={nn.Linear})
+    with printed_graphs() as graphs:
+        step(torch.compile(model, backend=fsdp_compile_backend, options={"link": FAR}), torch.randn(2, 3))
+    forward, backward = [graph for graph in graphs if "graph after coalesce" in graph]
+    lines = [*forward.splitlines(), *backward.splitlines()]
+    communicating = [line for line in lines if any(each in line for each in ("_coalesced", "getitem", "wait_tensor"))]
+    assert_expected_inline(
+        "\n".join(communicating),
+        """\
+gather_0_2: list = all_gather_into_tensor_coalesced([primals_1, primals_3], 4, '0')  # gather 0 2
+gather_0: f32[64] = <built-in function getitem>(gather_0_2, 0)
+gather_2: f32[64] = <built-in function getitem>(gather_0_2, 1)
+wait_0: f32[64] = wait_tensor(gather_0)  # wait 0, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+wait_2: f32[64] = wait_tensor(gather_2)  # wait 2, MUST_RECOMPUTE
+reduce_2_0: list = reduce_scatter_tensor_coalesced([pack_2, pack_0], 'avg', 4, '0')  # reduce 2 0
+reduce_2: f32[16] = <built-in function getitem>(reduce_2_0, 0)
+reduce_0: f32[16] = <built-in function getitem>(reduce_2_0, 1)
+wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2, MUST_SAVE
+wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0, MUST_SAVE""",
+    )
