@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fake"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from generated import Program
 
 MOVERS = frozenset(
@@ -88,7 +88,7 @@ class GeneratedCode:
         from torch._inductor.graph import GraphLowering
 
         self.codes: list[str] = []
-        GraphLowering.save_output_code = self.codes.append  # type: ignore[assignment]  # a hook of torch's tests
+        GraphLowering.save_output_code = self.codes.append  # a hook of torch's tests
 
     def moved(self) -> int:
         """Bytes that they copy, each run once."""

@@ -30,7 +30,7 @@ class Workload:
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """The repeated part of every model here."""
-    return list(model.blocks)  # type: ignore[arg-type]  # attributes of modules are untyped
+    return list(model.get_submodule("blocks").children())
 
 
 def help_text() -> Tensor:
@@ -172,12 +172,11 @@ class Llama(nn.Module):
 
     def __init__(self, layers: int, vocab: int, context: int, **shape: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(LlamaBlock(**shape) for _ in range(layers))
-        first = self.blocks[0]
-        dim = first.wq.in_features  # type: ignore[union-attr]  # likewise
+        blocks = [LlamaBlock(**shape) for _ in range(layers)]
+        dim, head_dim = blocks[0].wq.in_features, blocks[0].head_dim
+        self.blocks = nn.ModuleList(blocks)
         self.tokens, self.norm = nn.Embedding(vocab, dim), nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
-        head_dim: int = first.head_dim  # type: ignore[assignment]  # likewise
         angles = torch.outer(
             torch.arange(context), 500_000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
         )  # (context, head_dim / 2)

@@ -20,7 +20,8 @@ TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at diff
 Steps = dict[str, list[list[dict[str, float]]]]  # system -> round -> step -> what it took
 
 CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
-NEEDED = ("insert_collectives", "exchange")  # nothing runs without the one; the other is for gloo
+NEEDED = ("insert_collectives", "exchange", "keep", "coalesce")  # the first for all, the others do nothing here
+TOGETHER = {"reshard": "reshard+check_saved"}  # the second refuses what the first would have prevented
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Part:
 
 
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
+FINE = ("fsdp2:layers", "ours_planned", "ours_planned:layers")  # what finer units bring, with a plan and without
 EAGER = ("fsdp2", "ours")
 ON_CUDA = ("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
-WITHOUT = tuple(f"ours_compiled:{each.name}" for each in PASSES if each.name not in NEEDED)
+WITHOUT = tuple(f"ours_compiled:{TOGETHER.get(each.name, each.name)}" for each in PASSES if each.name not in NEEDED)
 
 PARTS = {
     "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),
@@ -60,7 +62,7 @@ PARTS = {
     "gloo_lora": Part("the same, frozen with adapters, fp32", "gloo", "lora", PEERS),
     "many_small": Part("2,000 parameters in 100 units, two gloo ranks, fp32", "gloo", "many_small", EAGER, steps=2),
     "link": Part(
-        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, "ours_planned"), 8, ratios=(0.3, 0.6, 0.9),
+        "GPT, emulated link, 8 ranks, fp32", "link", "gpt", (*PEERS, *FINE), 8, ratios=(0.3, 0.6, 0.9),
         looks=("calls", "memory"),
     ),
     "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),

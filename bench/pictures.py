@@ -78,7 +78,7 @@ def _timeline(name: str, part: Found) -> Path:
     """One step of ours above one of FSDP2's: what computes, what waits, what is on the link."""
     order = [
         system
-        for system in ("ours_planned", "ours_compiled", "ours", "fsdp2_compile", "fsdp2")
+        for system in ("ours_planned:layers", "ours_planned", "ours_compiled", "ours", "fsdp2_compile", "fsdp2")
         if system in part["calls"]
     ]
     shown = [order[0], *[system for system in order[1:] if system.startswith("fsdp2")][:1]]

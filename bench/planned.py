@@ -4,7 +4,7 @@ For each ratio of communication to computing the graph is compiled with marks, i
 plays rank 0 of 8, and it is compiled again by a plan for these times and this link. All systems then take turns.
 
     exposed      ms of a forward and backward in which a wait sleeps
-    formula      first gather + last reduce, what the issue of plans calls unavoidable
+    formula      first gather + last reduce: what is unavoidable if all else hides
     bound        what no plan can beat, by which task reads which unit (passes/bound.py), less computing
     simulated    the plan's step and exposed time by passes/simulate.py
     outside      what a step takes beside its tasks where the link takes no time: guards, autograd, calls; part of the
@@ -40,6 +40,8 @@ from fsdp_compile.passes.simulate import Timeline, simulate
 from fsdp_compile.passes.workload import Workload
 
 WORLD = 8
+PLANNED: dict[str, Any] = {"ours, planned": "auto", "ours, planned, layers": {nn.Linear}}  # units by these policies
+PEERS = ("fsdp2", "fsdp2_compile", "fsdp2:layers")
 Graphs = dict[str, tuple[Workload, Plan]]
 
 
@@ -67,29 +69,30 @@ def peer(name: str) -> Trained:
     names = {module: name for name, module in model.named_modules()}
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
     blocks = workload.blocks(model)
-    setup = systems.Setup(torch.device("cpu"), mesh, False, True, workload.ends, [names[each] for each in blocks])
+    block_names, option = [names[each] for each in blocks], name.partition(":")[2]
+    setup = systems.Setup(torch.device("cpu"), mesh, False, True, workload.ends, block_names, option)
     prepared = systems.prepare(name, model, blocks, setup)
     return Trained(prepared.model, prepared.forward, prepared.after_backward)
 
 
-def ours(**options: Any) -> Trained:
+def ours(policy: Any = "auto", **options: Any) -> Trained:
     """Ours, whole graph; units are kept as the plan wants."""
     torch.manual_seed(0)
-    model = fully_shard(WORKLOADS["gpt"]().build(), reshard_after_forward="auto")
+    model = fully_shard(WORKLOADS["gpt"]().build(), reshard_after_forward="auto", auto_wrap_policy=policy)
     return Trained(model, torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options))
 
 
-def planned(wire: str) -> tuple[Trained, Graphs, float]:
+def planned(wire: str, policy: Any) -> tuple[Trained, Graphs, float]:
     """Compiled for a link by times that were measured; the plans it follows; seconds of a step on a free link."""
     LINK.configure(0.0, FREE)
-    marked = ours(link=wire, mark=True)
+    marked = ours(policy, link=wire, mark=True)
     marked()
     marks.reset()
     for _ in range(5):
         marked()
     with tempfile.NamedTemporaryFile(suffix=".json") as file, noted() as graphs:
         marks.save(file.name)
-        system = ours(link=wire, times=file.name)
+        system = ours(policy, link=wire, times=file.name)
         system()
     return system, graphs, statistics.median(timed(system)["step"] for _ in range(5))
 
@@ -98,16 +101,15 @@ def planned(wire: str) -> tuple[Trained, Graphs, float]:
 def noted() -> Iterator[Graphs]:
     """The plans of the graphs that are compiled meanwhile."""
     graphs: Graphs = {}
-    handler = logging.Handler()
 
-    def note(record: Any) -> None:
+    def note(record: Any) -> bool:
         graphs[record.args[0]] = (record.workload, record.args[1])
+        return True
 
-    handler.emit = note  # type: ignore[method-assign]  # a whole class would say no more
-    plan_log.addHandler(handler)
+    plan_log.addFilter(note)
     plan_log.setLevel(logging.DEBUG)
     yield graphs
-    plan_log.removeHandler(handler)
+    plan_log.removeFilter(note)
 
 
 def timed(system: Trained) -> dict[str, float]:
@@ -166,39 +168,47 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.3, 0.6, 0.9])
     args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64  # of one forward: each system and ratio is one
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     link.start(WORLD, 0.0, FREE)
-    others = {"ours, fixed rule": ours(), "fsdp2": peer("fsdp2"), "fsdp2_compile": peer("fsdp2_compile")}
+    others = {"ours, fixed rule": ours(), **{name: peer(name) for name in PEERS}}
     free = rounds(others, args.rounds)
     timed(others["ours, fixed rule"])
     sent = LINK.summary()
     report: dict[str, Any] = {"date": today(), "machine": machine(), "versions": versions(), "settings": []}
     for ratio in args.ratios:
         latency, bandwidth = link_for(ratio, free["ours, fixed rule"]["step"], sent)
-        system, graphs, alone = planned(f"custom:{latency},{bandwidth}")
+        wire = f"custom:{latency},{bandwidth}"
+        made = {name: planned(wire, policy) for name, policy in PLANNED.items()}
         LINK.configure(latency, bandwidth)
-        found = rounds({"ours, planned": system, **others}, args.rounds)
-        said = {**of_plan(graphs, alone), "counted peak": peak(system)}
+        found = rounds({**{name: system for name, (system, _, _) in made.items()}, **others}, args.rounds)
+        plans = {
+            name: {**of_plan(graphs, alone), "counted peak": peak(system)}
+            for name, (system, graphs, alone) in made.items()
+        }
         report["settings"].append(
-            {"ratio": ratio, "latency": latency, "bandwidth": bandwidth, **said, "systems": found}
+            {"ratio": ratio, "latency": latency, "bandwidth": bandwidth, "plans": plans, "systems": found}
         )
-        show(ratio, found, said)
+        show(ratio, found, plans)
     path = pathlib.Path(__file__).parent / "results" / "planned.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def show(ratio: float, found: dict[str, dict[str, float]], said: dict[str, float]) -> None:
+def show(ratio: float, found: dict[str, dict[str, float]], plans: dict[str, dict[str, float]]) -> None:
     """One ratio's part of the table, in milliseconds."""
     print(f"\ncommunication / computing {ratio}")
     for name, row in found.items():
         share = row["exposed"] / row["step"]
         print(
-            f"  {name:18} step {row['step'] * 1e3:8.1f}  exposed {row['exposed'] * 1e3:7.1f}  {share:6.1%}", flush=True
+            f"  {name:25} step {row['step'] * 1e3:8.1f}  exposed {row['exposed'] * 1e3:7.1f}  {share:6.1%}", flush=True
         )
     times = ("computing", "outside", "simulated step", "simulated exposed", "bound", "formula")
-    print("  " + "  ".join(f"{name} {said[name] * 1e3:.1f}" for name in times))
-    print(f"  peak {said['peak'] / 2**20:.1f} MiB planned, {said['counted peak'] / 2**20:.1f} counted", flush=True)
+    for name, said in plans.items():
+        print(f"  {name}: " + "  ".join(f"{each} {said[each] * 1e3:.1f}" for each in times))
+        print(
+            f"    peak {said['peak'] / 2**20:.1f} MiB planned, {said['counted peak'] / 2**20:.1f} counted", flush=True
+        )
 
 
 if __name__ == "__main__":

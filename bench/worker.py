@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -217,14 +216,14 @@ def main() -> None:
     """Read `{"do": name, ...}` lines, answer each by a line, until the input ends."""
     answers = os.fdopen(int(sys.argv[1]), "w")
 
-    def answer(make: Callable[[], Any]) -> None:
-        print(json.dumps(make()), file=answers, flush=True)
+    def answer(found: Any) -> None:
+        print(json.dumps(found), file=answers, flush=True)
 
     worker = Worker(Spec(**json.loads(sys.argv[2])))
-    answer(lambda: {"parameters": sum(p.numel() for p in worker.trained)})
+    answer({"parameters": sum(p.numel() for p in worker.trained)})
     for line in sys.stdin:
         told = json.loads(line)
-        answer(lambda told=told: getattr(worker, told.pop("do"))(**told))  # type: ignore[misc]  # a default binds it
+        answer(getattr(worker, told.pop("do"))(**told))
     dist.destroy_process_group()
 
 

@@ -102,6 +102,11 @@ def label(name: str) -> str:
     return f"{find(name).label} without {option}" if system == "ours_compiled" else f"{find(name).label}, {option}"
 
 
+def layers_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The linear layers of blocks: what becomes a unit with the option "layers"."""
+    return [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+
+
 def prepare(name: str, model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """Let a system take `model` over."""
     adapter: Any = importlib.import_module(f"bench.systems.{find(name).module}")

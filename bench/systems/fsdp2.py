@@ -2,7 +2,7 @@
 
 Where collectives block the host (the emulated link on the CPU) it is helped to the overlap that it has on CUDA, by its
 own means: gathers ahead are asked for, and reduce-scatters are waited for where CUDA's streams would wait. The option
-`blocking` leaves it as it is.
+`blocking` leaves it as it is. With the option `layers` every linear layer of a block is a unit, and the block is none.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bench.systems import Prepared, Setup
+from bench.systems import Prepared, Setup, layers_of
 
 IN_FLIGHT = 1
 """Reduce-scatters that run beside backward: before it starts another, `fully_shard` waits for the one before."""
@@ -48,6 +48,7 @@ class LateReduceScatter:
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setup.bf16 else MixedPrecisionPolicy()
+    blocks = layers_of(blocks) if setup.option == "layers" else blocks
     for block in blocks:
         fully_shard(block, mesh=setup.mesh, mp_policy=precision)
     fully_shard(model, mesh=setup.mesh, mp_policy=precision)

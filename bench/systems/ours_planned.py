@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
 
-from bench.systems import Prepared, Setup, ours
+from bench.systems import Prepared, Setup, layers_of, ours
 from fsdp_compile.passes import marks
 
 MEASURED = 5  # steps
@@ -39,6 +40,9 @@ def _compiled(model: nn.Module, **options: Any) -> Any:
 
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    ours.shard(model, blocks, setup, reshard_after_forward="auto")  # the plan says which units stay
+    if setup.option == "layers":  # the plan says which of them are launched together
+        blocks = layers_of(blocks)
+    policy = CustomPolicy(lambda module: any(module is each for each in blocks))
+    ours.shard(model, blocks, setup, reshard_after_forward="auto", auto_wrap_policy=policy)  # and which units stay
     compiled: Any = torch.compile(model, fullgraph=True)
     return Planned(model, compiled)
