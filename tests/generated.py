@@ -1,4 +1,4 @@
-"""Reading the code that Inductor generates for CPU: what runs in which order, and which kernels only move bytes.
+"""Reading the code that Inductor generates, C++ or Triton: what runs in which order, which kernels only move bytes.
 
 program = Program(code)            the text of one generated module, forward or backward
 program.steps                      collectives, waits, matrix products, kernels, in the order of the generated code
@@ -111,7 +111,7 @@ class Program:
         if call is None or call[1].startswith(("empty_strided", "assert_", "args.")):
             return None
         out = re.search(r"\bout=(\w+)", call[2])
-        return Step(call[1], text, _NAME.findall(call[2]), out[1] if out else target)
+        return Step(call[1].removesuffix(".run"), text, _NAME.findall(call[2]), out[1] if out else target)
 
     def memory(self, name: str) -> str:
         """The buffer in whose memory `name` lies."""
@@ -147,7 +147,7 @@ class Program:
         for step in self.steps:
             if step.function in self.kernels:
                 params, body = self.kernels[step.function]
-                given = dict(zip(params, step.arguments, strict=True))
+                given = dict(zip(params, step.arguments[: len(params)], strict=True))
                 found += [
                     Move(given[s], given[t], step.function) for s, t in _moves_in(body) if s in given and t in given
                 ]
@@ -164,6 +164,16 @@ class Program:
             for move in self.moves()
             if self.memory(move.source) in gathered | shards or self.memory(move.target) in packed
         ]
+
+    def ties(self) -> list[str]:
+        """Kernels that write gradients of two units, the root aside: it shares one with what it is computed beside."""
+        roots = {self.memory(step.names[0]) for step in [each for each in self.steps if each.is_reduce][-1:]}
+        found = []
+        for step in self.steps:
+            if step.function in self.kernels:
+                written = {self.memory(name) for name in step.names if name in self.view_of} & self.packed()
+                found += [step.text] if len(written - roots) > 1 else []
+        return found
 
     def products_into_packs(self) -> list[Step]:
         """Matrix products that write into a window of a packed buffer."""
@@ -194,24 +204,39 @@ def launches(program: Program) -> list[str]:
 
 
 def _kernels(code: str) -> Iterator[tuple[str, list[str], str]]:
+    """Each kernel: its name, the pointers that it is given, its text."""
     for name, body in re.findall(r"^(\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", code, re.S | re.M):
         params = re.search(r"void\s+kernel\((.*?)\)\s*\{", body, re.S)
         assert params is not None
         yield name, re.findall(r"(\w+)(?:,|$)", re.sub(r"\s+", " ", params[1])), body
+    for name, body in re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.S | re.M):
+        params = re.search(rf"def {name}\((.*?)\):", body)
+        assert params is not None
+        yield name, re.findall(r"\w+_ptr\d+", params[1]), body
+
+
+_DEFINITION = re.compile(r"(?:auto )?(tmp\d+) = (.+?);?$")
+_STORE = re.compile(r"(?P<value>tmp\d+)\.store\((?P<to>\w+) |tl\.store\((?P<tile_to>\w+) .*\), (?P<tile>tmp\d+)\b")
+_STORE_SCALAR = re.compile(r"(?P<to>\w+)\[.*\] = (?P<value>tmp\d+);$")
+_LOADS = (
+    re.compile(r"at::vec::\w+<.*?>::loadu\((\w+) \+ "),
+    re.compile(r"tl\.load\((\w+) \+ (?!.*\)\.to\()"),
+    re.compile(r"(\w+)\[[^\]]*(?:\[[^\]]*\])*[^\]]*\]$"),
+)
 
 
 def _moves_in(body: str) -> Iterator[tuple[str, str]]:
     """(source pointer, target pointer) of each store whose value is exactly a load."""
     defined: dict[str, str] = {}
     for line in map(str.strip, body.splitlines()):
-        if definition := re.match(r"auto (tmp\d+) = (.+);$", line):
+        if definition := _DEFINITION.match(line):
             defined[definition[1]] = definition[2]
         elif transposed := re.match(r"at::vec::transpose_mxn<.*?>\((\w+) \+ .*?(tmp\d+)\b.*\);$", line):
             defined[transposed[2]] = f"{transposed[1]}[0]"
-        elif store := re.match(r"(tmp\d+)\.store\((\w+) ", line) or re.match(r"()(\w+)\[.*\] = (tmp\d+);$", line):
-            value = store[1] or store[3]
-            if source := _loaded(value, defined):
-                yield source, store[2]
+        elif store := _STORE.match(line) or _STORE_SCALAR.match(line):
+            found = store.groupdict()
+            if source := _loaded(found["value"] or found["tile"], defined):
+                yield source, found["to"] or found["tile_to"]
 
 
 def _loaded(value: str, defined: dict[str, str]) -> str | None:
@@ -219,9 +244,7 @@ def _loaded(value: str, defined: dict[str, str]) -> str | None:
     expression = defined.get(value, "")
     if re.fullmatch(r"tmp\d+", expression):
         return _loaded(expression, defined)
-    load = re.match(r"at::vec::\w+<.*?>::loadu\((\w+) \+ ", expression) or re.match(
-        r"(\w+)\[[^\]]*(?:\[[^\]]*\])*[^\]]*\]$", expression
-    )
+    load = next((found for pattern in _LOADS if (found := pattern.match(expression))), None)
     if load is None or re.search(r"\btmp\d+\b", expression[len(load[1]) :].replace(load[1], "")):
         return None  # computed, or looked up by an index that is data, as an embedding is
     return _loaded(load[1], defined) if load[1].startswith("tmp") else load[1]

@@ -24,6 +24,7 @@ from fsdp_compile.ops import MARKERS
 from fsdp_compile.passes.pack_grads import register_pack_lowering
 from fsdp_compile.passes.tags import is_ours
 from fsdp_compile.passes.text import format_graph
+from fsdp_compile.passes.torch_private import sort
 
 graph_log = logging.getLogger("fsdp_compile.graphs")
 
@@ -65,6 +66,7 @@ class Pipeline(CustomGraphPass):
     def _run_passes(self, graph: fx.Graph) -> None:
         _check_registered()
         register_pack_lowering()
+        sort(graph)
         for step in self.passes:
             step.run(graph, self.config)
             graph.lint()

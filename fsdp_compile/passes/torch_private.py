@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 
@@ -18,6 +19,11 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
         return []
     outputs = graph.output_node().args[0]
     return [out for out in outputs[metadata.num_forward_returns :] if isinstance(out, fx.Node)]  # type: ignore[index,union-attr]  # fx
+
+
+def sort(graph: fx.Graph) -> None:
+    """Put each node behind those it reads, and leave it where it is if it is: Inductor's patterns replace out of order."""
+    stable_topological_sort(graph)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -93,19 +93,7 @@ def test_no_kernel_ties_units_together(name: str, backend: str) -> None:
 
     The root is exempt where it shares a kernel with the unit it is computed beside.
     """
-    assert tied(cached(name, backend)[1]) == []
-
-
-def tied(backward: Program) -> list[str]:
-    """Kernels that write gradients of two units, the root aside."""
-    packs = backward.packed()
-    roots = {backward.memory(s.names[0]) for s in [s for s in backward.steps if s.is_reduce][-1:]}
-    found = []
-    for step in backward.steps:
-        if step.function in backward.kernels:
-            written = {backward.memory(n) for n in step.names if n in backward.view_of} & packs
-            found += [step.text] if len(written - roots) > 1 else []
-    return found
+    assert cached(name, backend)[1].ties() == []
 
 
 class Branch(nn.Module):
@@ -137,7 +125,7 @@ def test_no_kernel_ties_branches_together() -> None:
         torch._dynamo.reset()
         model = fully_shard(Parallel())
         run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"disable": disable})
-        ties.append(tied(programs(lambda run=run: run(torch.randn(8, 64)))[1]))
+        ties.append(programs(lambda run=run: run(torch.randn(8, 64)))[1].ties())
     assert ties[0] == [] and ties[1] != []
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from compiling import Recorder, printed_graphs, small, step
 from models import MODELS, checkpointed, vectors
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import CompileConfig, ShardingStrategy, fully_shard
 from fsdp_compile.collectives import ALL_GATHER, WAIT
@@ -89,6 +91,25 @@ def test_a_pass_that_replaces_ours_is_noticed(hook: str) -> None:
         pytest.raises(Exception, match=f"{hook}: expected the pipeline that fully_shard registered"),
     ):
         step(torch.compile(model), X)
+
+
+class Attention(nn.Module):
+    """Attention as products and a softmax, which Inductor's patterns find and replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, 8)
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def test_a_graph_that_comes_out_of_order() -> None:
+    """Inductor's patterns leave the joint graph unsorted, and call our passes before they sort it."""
+    model = torch.compile(fully_shard(nn.Sequential(Attention(), Attention())), fullgraph=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        step(model, torch.rand(2, 5, 8))
 
 
 def test_graphs_without_markers_are_left_alone() -> None:

@@ -1,0 +1,69 @@
+"""CUDA code without a GPU: Inductor generates what it would for a Hopper, up to the point of building kernels.
+
+with as_for_cuda(), kernels_not_built():       a graph that was traced on the CPU is CUDA's from its first pass after
+    programs(run)                              autograd on; to be read by generated.py, not to be run
+
+Needs triton, which generates the text of kernels; its compiler and driver are not asked.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import compile_fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _triton
+from torch.utils._pytree import tree_map_only
+
+CUDA = torch.device("cuda:0")
+HOPPER = SimpleNamespace(
+    name="H100", major=9, minor=0, multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448, total_memory=80 << 30, gcnArchName="",
+)  # fmt: skip
+
+
+@contextmanager
+def as_for_cuda() -> Iterator[None]:
+    """Inductor takes each graph for one of tensors on a GPU. Attention is products and kernels: the op is the CPU's."""
+    _triton.has_triton.cache_clear()  # asked and remembered before
+    with ExitStack() as stack:
+        for target, name, value in _HARDWARE:
+            stack.enter_context(mock.patch.object(target, name, value))
+        compile_for_cuda = partial(compile_fx.compile_fx, inner_compile=_compile)
+        stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_for_cuda))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+    _triton.has_triton.cache_clear()
+
+
+_HARDWARE: list[tuple[Any, str, Any]] = [  # whatever asks for it on the way to the code; torch 2.11 and 2.13
+    (CudaInterface, "is_available", staticmethod(lambda: True)),
+    (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90)),
+    (CudaInterface, "get_device_properties", staticmethod(lambda device=None: HOPPER)),
+    (CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: HOPPER)),
+    (torch.cuda, "get_device_properties", lambda device=None: HOPPER),
+    (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+    (torch.cuda, "current_device", lambda: 0),
+    (_triton, "triton_hash_with_backend", lambda: "no driver"),
+]
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Inductor's compilation of one graph after autograd, whose tensors say from now on that they are on the GPU."""
+    for node in module.graph.nodes:
+        node.args, node.kwargs = tree_map_only(torch.device, lambda _: CUDA, (node.args, node.kwargs))
+        tree_map_only(FakeTensor, _claim, node.meta.get("val"))
+    tree_map_only(FakeTensor, _claim, inputs)
+    return compile_fx.compile_fx_inner(module, inputs, **options)
+
+
+def _claim(tensor: FakeTensor) -> None:
+    tensor.fake_device = CUDA
