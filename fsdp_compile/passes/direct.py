@@ -15,29 +15,39 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from fsdp_compile.collectives import ALL_GATHER_INTO, ALL_TO_ALL, WAIT
+from fsdp_compile.collectives import ALL_GATHER_INTO, ALL_TO_ALL, WAIT, copies
 from fsdp_compile.ops import WAIT_GATHER
-from fsdp_compile.passes.torch_private import group_named, start_all_gather
+from fsdp_compile.passes.torch_private import group_named, start_all_gather, start_broadcast
 
 _NAMES = {ALL_GATHER_INTO: "direct.all_gather", ALL_TO_ALL: "direct.exchange"}
-_running: dict[int, dist.Work] = {}  # by the address of what a collective fills
+_running: dict[int, tuple[dist.Work, ...]] = {}  # by the address of what is filled
 
 
 def all_gather(shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; to be read after `wait(out)`."""
-    _running[out.data_ptr()] = start_all_gather(group_named(group), out, shard)
+    """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; to be read after `wait(out)`.
+
+    Gloo's all-gather copies its input and its output: there, as in eager steps, each rank broadcasts its slice.
+    """
+    ranks = group_named(group)
+    if copies(out, group):
+        slices = out.view(group_size, -1).unbind()
+        slices[ranks.rank()].copy_(shard)
+        _running[out.data_ptr()] = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
+    else:
+        _running[out.data_ptr()] = (start_all_gather(ranks, out, shard),)
 
 
 def exchange(packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
     """Begin to send every rank its equal slice of `packed`, 1-D; a tensor like it for what they send, after `wait`."""
     received = packed.new_empty(packed.numel())
-    _running[received.data_ptr()] = group_named(group).alltoall_base(received, packed, [], [])
+    _running[received.data_ptr()] = (group_named(group).alltoall_base(received, packed, [], []),)
     return received
 
 
 def wait(full: Tensor) -> None:
     """Order what follows after the collective that fills `full`."""
-    _running.pop(full.data_ptr()).wait()
+    for work in _running.pop(full.data_ptr()):
+        work.wait()
 
 
 def wait_directly(start: fx.Node) -> None:

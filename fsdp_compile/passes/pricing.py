@@ -16,7 +16,8 @@ from fsdp_compile.passes.tags import tagged
 from fsdp_compile.passes.torch_private import group_named, hint_of
 from fsdp_compile.passes.work import node_work
 
-_FLOPS_PER_BYTE = 30.0  # what machines compute while they move a byte: 10 (CPU, float32) to 300 (H100, bfloat16)
+_FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
+"""What a device computes while it moves a byte (machines.py): the CPU in float32, an H100 in bfloat16."""
 
 
 def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
@@ -45,12 +46,15 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     return Costs(of_node, of_collective, float(launch_seconds(world, wire)))
 
 
-def shares() -> Costs:
-    """Where no link is named: what a task takes beside others, in no unit, for a machine of the middle kind."""
+def shares(graph: fx.Graph) -> Costs:
+    """Where no link is named: what a task takes beside others, in no unit, on this kind of device."""
+    starts = tagged(graph, "gather", "reduce")
+    kind = starts[0].meta["val"].device.type if starts else "cpu"
+    flops_per_byte = _FLOPS_PER_BYTE.get(kind, _FLOPS_PER_BYTE["cuda"])
 
     def of_node(node: fx.Node) -> float:
         work = node_work(node)
-        return _number(work.flops + _FLOPS_PER_BYTE * (work.read_bytes + work.written_bytes))
+        return _number(work.flops + flops_per_byte * (work.read_bytes + work.written_bytes))
 
     return Costs(of_node, lambda start: 0.0, memory=False)
 

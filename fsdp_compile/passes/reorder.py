@@ -29,7 +29,7 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
         PlanError: the plan is none for this graph.
     """
     _place_hand_overs(graph)
-    reading = read(graph, costs_of(graph, config) or shares())
+    reading = read(graph, costs_of(graph, config) or shares(graph))
     workload = timed(reading, config)
     plan = choose(workload, config)
     verify(workload, plan, config.budget)

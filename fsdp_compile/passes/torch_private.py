@@ -22,7 +22,7 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
 
 
 def sort(graph: fx.Graph) -> None:
-    """Put each node behind those it reads, and leave it where it is if it is: Inductor's patterns replace out of order."""
+    """Put each node behind those that it reads: Inductor's patterns leave some before, for a later pass to sort."""
     stable_topological_sort(graph)
 
 
@@ -34,6 +34,13 @@ def group_named(name: str) -> dist.ProcessGroup:
 def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
     """Begin to all-gather `shard` into `full`; the public function spends as long again before it comes here."""
     return group._allgather_base(full, shard)
+
+
+def start_broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> dist.Work:
+    """Begin to overwrite `tensor` with what rank `source` of the group has in it; likewise."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return group.broadcast([tensor], options)
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
