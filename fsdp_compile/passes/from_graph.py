@@ -6,7 +6,7 @@ is first read, after it was last read, after its last gradient, and before each 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -111,7 +111,9 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
     ready = [spans[-1][1] for spans in writes.values()]
-    memory = _memory(graph, computing, reduces.values(), ready) if costs and costs.memory else [0] * len(computing)
+    memory = [0] * len(computing)
+    if costs and costs.memory:
+        memory = _memory(graph, computing, reduces, ready, gathers.keys(), joint)
     workload = Workload(
         tasks=tuple(
             Task(
@@ -282,14 +284,31 @@ def _task_name(nodes: list[fx.Node]) -> str:
     return " ".join([*paths[:1], *product[:1]]) or nodes[0].name
 
 
-def _memory(graph: fx.Graph, computing: list[fx.Node], reduces: Iterable[Reduce], ready: Iterable[int]) -> list[int]:
-    """Bytes at each position, gathered and packed buffers aside: those are the plan's business."""
-    reduces = list(reduces)
+def _memory(
+    graph: fx.Graph,
+    computing: list[fx.Node],
+    reduces: Mapping[str, Reduce],
+    ready: Iterable[int],
+    gathered: Set[str],
+    joint: bool,
+) -> list[int]:
+    """Bytes at each position, gathered and packed buffers aside: those are the plan's business.
+
+    Of a unit that is not `gathered` here, as it was kept, the shard lives and the whole buffer, whatever is an input.
+    """
     ready = list(ready)
-    packed = {node: at for reduce, at in zip(reduces, ready, strict=True) for node in reduce.gradients}
-    results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces]
+    packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
+    results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
+    kept = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
+    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in kept]
     place = {node: index for index, node in enumerate(computing)}
-    return live_bytes(graph, place, packed, zip(ready, results, strict=True))
+    return live_bytes(graph, place, packed, [*unseen, *zip(ready, results, strict=True)], joint)
+
+
+def _beside_matrices(reduce: Reduce) -> int:
+    """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
+    matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
+    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
 
 
 def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None) -> UnitCost:

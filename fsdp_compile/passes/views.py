@@ -15,6 +15,8 @@ _LIKE = {  # not in torch's registry as of 2.13
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
+_POINTWISE = {aten.select_scatter, aten.slice_scatter, aten.constant_pad_nd}  # for Inductor, without torch's tag
+
 # Views that keep the elements' logical order: a flattened result is the flattened input.
 SAME_ORDER = frozenset(
     (
@@ -62,7 +64,7 @@ def is_product(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether the node computes each element from elements of its inputs: kernels that read it may compute it."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
 
 
 def is_loop(node: fx.Node) -> bool:
