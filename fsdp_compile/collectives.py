@@ -1,8 +1,8 @@
 """The collectives, by name: nothing else in the package names one.
 
-Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, and a step that
-runs eagerly and one that is compiled put the same calls on the wire, but for gathers on the CPU: there eager code goes
-around what gloo copies. Code that Inductor generates calls the process group itself (passes/direct.py).
+Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, but for what
+gloo copies on the CPU. Code that Inductor generates calls the process group itself (passes/direct.py), and puts the same
+calls on the wire as an eager step.
 """
 
 from collections.abc import Callable
