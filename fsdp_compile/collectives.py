@@ -1,8 +1,8 @@
 """The collectives, by name: nothing else in the package names one.
 
 Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, but for what
-gloo copies on the CPU. Code that Inductor generates calls the process group itself (passes/direct.py), and puts the same
-calls on the wire as an eager step.
+gloo copies on the CPU. Code that Inductor generates calls the process group itself (passes/direct.py), and puts on the
+wire what an eager step does.
 """
 
 from collections.abc import Callable

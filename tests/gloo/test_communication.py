@@ -104,6 +104,20 @@ def test_collectives_per_step(two: Ranks, strategy: str, gathers: list, reduces:
     assert two.run(_count, "eager", strategy) == [expected] * 2
 
 
+def _kinds(rank: int, how: str) -> set[str]:
+    run = executor(shard(MLP, "FULL_SHARD"), how)
+    backward(run, MLP, mine(MLP, 0))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        backward(run, MLP, mine(MLP, 1))
+    return {event.name for event in profiler.events() if event.name.startswith("gloo:")}
+
+
+@pytest.mark.parametrize("how", ["eager", "inductor"])
+def test_nothing_that_gloo_copies(two: Ranks, how: str) -> None:
+    """Gathers are broadcasts of slices and reduces exchanges, eagerly and in generated code: gloo copies the others."""
+    assert two.run(_kinds, how) == [{"gloo:broadcast", "gloo:all_to_all"}] * 2
+
+
 def _kept(calls: list[_Call]) -> Counter[int]:
     """Bytes that are left of what all-gathers made, by the size of the unit's full buffer in elements."""
     kept: Counter[int] = Counter()
