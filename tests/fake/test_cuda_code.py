@@ -64,6 +64,7 @@ def compiled(name: str, option: str) -> tuple[list[Plan], tuple[Program, Program
         with as_for_cuda():
             return plans, programs(lambda: squared_error(run, inputs))
     finally:
+        plan_log.setLevel("NOTSET")
         plan_log.removeFilter(note)
 
 
