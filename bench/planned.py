@@ -108,8 +108,11 @@ def noted() -> Iterator[Graphs]:
 
     plan_log.addFilter(note)
     plan_log.setLevel(logging.DEBUG)
-    yield graphs
-    plan_log.removeFilter(note)
+    try:
+        yield graphs
+    finally:
+        plan_log.setLevel(logging.NOTSET)
+        plan_log.removeFilter(note)
 
 
 def timed(system: Trained) -> dict[str, float]:

@@ -35,13 +35,13 @@ def as_for_cuda() -> Iterator[None]:
     """Inductor takes each graph for one of tensors on a GPU. Attention is products and kernels: the op is the CPU's."""
     _triton.has_triton.cache_clear()  # asked and remembered before
     with ExitStack() as stack:
+        stack.callback(_triton.has_triton.cache_clear)
         for target, name, value in _HARDWARE:
             stack.enter_context(mock.patch.object(target, name, value))
         compile_for_cuda = partial(compile_fx.compile_fx, inner_compile=_compile)
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_for_cuda))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
-    _triton.has_triton.cache_clear()
 
 
 _HARDWARE: list[tuple[Any, str, Any]] = [  # whatever asks for it on the way to the code; torch 2.11 and 2.13

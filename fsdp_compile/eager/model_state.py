@@ -58,13 +58,13 @@ class KeepsState:
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own(self)
         *_, errors = rest
-        for name, param in self._parameters.items():  # type: ignore[attr-defined]
+        for name, param in self._parameters.items():  # type: ignore[attr-defined]  # a mixin of modules
             found = managed(param) if param is not None and prefix + name in state_dict else None
             if found is not None:
                 error = _load(found, param, state_dict[prefix + name])
                 errors += [f"size mismatch for {prefix}{name}: {error}"] if error else []
                 state_dict[prefix + name] = param  # done: what follows copies it onto itself
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # likewise
 
 
 def _refresh_own(module: Any) -> None:
@@ -138,14 +138,14 @@ def _saving(module: Any) -> Iterator[Saving]:
         return
     token = _current.set(Saving(_torch_asks()))
     try:
-        yield _current.get()  # type: ignore[misc]
+        yield _current.get()  # type: ignore[misc]  # set above
     finally:
         _current.reset(token)
 
 
 def _shows(unit: Unit) -> bool:
     """Whether this rank's full state dict has values."""
-    return is_first(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]
+    return is_first(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]  # of FULL alone
 
 
 def _torch_asks() -> bool:

@@ -85,7 +85,7 @@ def set_state_dict_type(
         if _classes(found) != _classes(before[0]):
             raise AssertionError(_differ(unit, found, before[0]))
     for unit in units:
-        unit.state_settings = StateDictSettings(state_dict_type, config, optim)  # type: ignore[arg-type]
+        unit.state_settings = StateDictSettings(state_dict_type, config, optim)  # type: ignore[arg-type]  # checked
     return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's
 
 

@@ -6,7 +6,7 @@ is first read, after it was last read, after its last gradient, and before each 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -288,7 +288,7 @@ def _memory(
     graph: fx.Graph,
     computing: list[fx.Node],
     reduces: Mapping[str, Reduce],
-    ready: Iterable[int],
+    ready: Sequence[int],
     gathered: Set[str],
     joint: bool,
 ) -> list[int]:
@@ -296,7 +296,6 @@ def _memory(
 
     Of a unit that is not `gathered` here, as it was kept, the shard lives and the whole buffer, whatever is an input.
     """
-    ready = list(ready)
     packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
     results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
     kept = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]

@@ -103,15 +103,14 @@ def _inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
     found: set[fx.Node] = set()
     buffers: dict[fx.Node, frozenset[fx.Node]] = {}  # which a loop reads that computes a node
     for node in graph.nodes:
-        own = frozenset((node,))
         if is_view(node):
             buffers[node] = buffers[node.args[0]]
             continue
-        sources = own.union(*(buffers[each] for each in node.all_input_nodes)) - own
+        sources = frozenset[fx.Node]().union(*(buffers[each] for each in node.all_input_nodes))
         several = len(set(reads(node))) > 1
         is_constant = node.op == "call_function" and not node.all_input_nodes
         is_stored = not joint and several and len(sources) > inductor_config.realize_reads_threshold
         if (is_pointwise(node) or is_constant) and all(map(is_loop, reads(node))) and not is_stored:
             found.add(node)
-        buffers[node] = sources if node in found else own
+        buffers[node] = sources if node in found else frozenset((node,))
     return found

@@ -10,8 +10,8 @@ from generated import Program, launches, programs, sent
 from models import WIDTH, Stack, mlp, squared_error
 from torch import Tensor, nn
 
+from bench.planned import noted
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.choose import plan_log
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan import Plan
 
@@ -48,24 +48,13 @@ BUILD = {
 @cache
 def compiled(name: str, option: str) -> tuple[list[Plan], tuple[Program, Program]]:
     """The plans and the programs of forward and backward."""
-    plans: list[Plan] = []
-
-    def note(record: object) -> bool:
-        plans.append(record.args[1])
-        return True
-
     torch.manual_seed(0)
     model, shape = BUILD[name]()
     run = torch.compile(fully_shard(model), fullgraph=True, backend=fsdp_compile_backend, options=OPTIONS[option])
     inputs = (torch.rand(shape), torch.rand(*shape[:-1], 5))
-    plan_log.addFilter(note)
-    plan_log.setLevel("DEBUG")
-    try:
-        with as_for_cuda():
-            return plans, programs(lambda: squared_error(run, inputs))
-    finally:
-        plan_log.setLevel("NOTSET")
-        plan_log.removeFilter(note)
+    with noted() as graphs, as_for_cuda():
+        both = programs(lambda: squared_error(run, inputs))
+    return [plan for _, plan in graphs.values()], both
 
 
 @pytest.mark.parametrize("option", ["rule", "slow", "far"])

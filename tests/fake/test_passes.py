@@ -135,7 +135,7 @@ def test_nothing_else_in_the_process_changes() -> None:
 
 def test_the_key_changes_with_all_that_decides_code() -> None:
     """Stage, configuration and the pass before ours are in the key; a pass that has no key switches the caches off."""
-    nothing = lambda graph: None  # noqa: E731
+    nothing = lambda graph: None  # noqa: E731  (a pass that does nothing, in a line)
     configs = (CompileConfig(), CompileConfig(disable=("pin",)), CompileConfig(reduces_in_flight=2))
     keys = [Pipeline(PASSES, stage, config).uuid() for stage in ("joint", "post_grad") for config in configs]
     keys += [Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, key)).uuid() for key in ("a", "b")]

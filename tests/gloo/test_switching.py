@@ -80,7 +80,7 @@ def _inside_backward(model: Any) -> Step:
         model.zero_grad()
         loss().backward()
 
-    step.handles = handles  # type: ignore[attr-defined]
+    step.handles = handles  # type: ignore[attr-defined]  # a function that carries them
     return step
 
 

@@ -15,7 +15,7 @@ def paths(
     model: nn.Module,
     policy: Any = "auto",
     taken: tuple[nn.Module, ...] = (),
-    ignored: Ignored = Ignored(),  # noqa: B008
+    ignored: Ignored = Ignored(),  # noqa: B008  (frozen)
 ) -> list[str]:
     chosen = choose_units(model, policy, lambda module: module in taken, ignored)
     return [next(path for path, m in model.named_modules() if m is module) for module in chosen]
