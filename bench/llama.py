@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_compile.passes.cost import Device, Link, Work, launch_seconds, seconds, transfer_seconds
-from fsdp_compile.passes.workload import Task, UnitCost, Workload
+from fsdp_compile.passes.cost.roofline import Device, Link, Work, launch_seconds, seconds, transfer_seconds
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192
 

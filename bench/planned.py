@@ -32,12 +32,12 @@ from bench.models import WORKLOADS
 from bench.parts import link_for
 from bench.report import machine, today, versions
 from fsdp_compile import fully_shard
-from fsdp_compile.passes import marks
-from fsdp_compile.passes.bound import lower_bound
-from fsdp_compile.passes.choose import plan_log
-from fsdp_compile.passes.plan import Plan
-from fsdp_compile.passes.simulate import Timeline, simulate
-from fsdp_compile.passes.workload import Workload
+from fsdp_compile.passes.plan.bound import lower_bound
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.simulate import Timeline, simulate
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad import marks
+from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
 WORLD = 8
 PLANNED: dict[str, Any] = {"ours, planned": "auto", "ours, planned, layers": {nn.Linear}}  # units by these policies

@@ -11,11 +11,11 @@ import time
 
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
-from fsdp_compile.passes.cost import device, link
-from fsdp_compile.passes.schedule import Schedule, schedule
-from fsdp_compile.passes.simulate import simulate
-from fsdp_compile.passes.verify import verify
-from fsdp_compile.passes.workload import Workload
+from fsdp_compile.passes.cost.roofline import device, link
+from fsdp_compile.passes.plan.schedule import Schedule, schedule
+from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.verify import verify
+from fsdp_compile.passes.plan.workload import Workload
 
 WORLDS = {
     "8B": {"h100-nvlink": 8, "h100-ib400": 64, "h100-ib400-single": 64},

@@ -1,8 +1,8 @@
 """How other systems place collectives, as plans for the same simulator."""
 
-from fsdp_compile.passes.plan import Plan
-from fsdp_compile.passes.rules import prefetch
-from fsdp_compile.passes.workload import Workload
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.rules import prefetch
+from fsdp_compile.passes.plan.workload import Workload
 
 
 def one_ahead(workload: Workload) -> Plan:

@@ -28,13 +28,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.eager.optim_load import optim_state_dict_to_load
-from fsdp_compile.eager.optim_names import rekey_optim_state_dict
-from fsdp_compile.eager.optim_state import optim_state_dict
-from fsdp_compile.eager.state_types import get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compile.eager.summon import summon_full_params
-from fsdp_compile.explain import explain
-from fsdp_compile.module import FSDPModule
+from fsdp_compile.explain.report import explain
+from fsdp_compile.fsdp_module import FSDPModule
+from fsdp_compile.state_dict.kinds import get_state_dict_type, set_state_dict_type, state_dict_type
+from fsdp_compile.state_dict.optim_load import optim_state_dict_to_load
+from fsdp_compile.state_dict.optim_names import rekey_optim_state_dict
+from fsdp_compile.state_dict.optim_state import optim_state_dict
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 __all__ = [

@@ -9,24 +9,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile.caller import warn_caller
+from fsdp_compile.comm.groups import RESHARDING, GroupArgument, divide, resolve_groups
+from fsdp_compile.construct.broadcast import broadcast_states
+from fsdp_compile.construct.devices import given_device, move_from_cpu
+from fsdp_compile.construct.ignored import Ignored, collect_ignored
+from fsdp_compile.construct.meta_init import InitFn, materialise
+from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
+from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
+from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.lookup import add_lookups, add_mixin
+from fsdp_compile.core.switches import Switches
+from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Root
 from fsdp_compile.eager.accumulate import watch_optimizers
-from fsdp_compile.eager.broadcast import broadcast_states
-from fsdp_compile.eager.devices import given_device, move_from_cpu
-from fsdp_compile.eager.groups import RESHARDING, GroupArgument, divide, resolve_groups
-from fsdp_compile.eager.ignored import Ignored, collect_ignored
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
-from fsdp_compile.eager.materialise import InitFn, materialise
-from fsdp_compile.eager.model_state import KeepsState
-from fsdp_compile.eager.optim_values import look_again
-from fsdp_compile.lookup import add_lookups, add_mixin
-from fsdp_compile.module import FSDPModule, gather_around_compiled, units_below
+from fsdp_compile.fsdp_module import FSDPModule, gather_around_compiled, units_below
 from fsdp_compile.passes.inductor import install
-from fsdp_compile.prepare import PreparedUnit, Settings, prepare_units
-from fsdp_compile.switches import Switches
-from fsdp_compile.unit import Unit, unit_of
-from fsdp_compile.wrap import AutoWrapPolicy, choose_units
+from fsdp_compile.state_dict.model import KeepsState
+from fsdp_compile.state_dict.optim_values import look_again
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -22,13 +22,13 @@ class CompileConfig:
             or the next one's parameters are alive beside a unit that computes. None: wait for all at the end.
         agreement_timeout: seconds that a rank waits, before it runs a compiled graph for the first time, for the others
             to come to the same point; compilation may take longer on some of them.
-        link: what connects the ranks, a name in `fsdp_compile.passes.machines.LINKS` or
+        link: what connects the ranks, a name in `fsdp_compile.passes.cost.hardware.LINKS` or
             `custom:<latency in s>,<bandwidth in bytes/s>`: graphs are then planned by time. Without it each unit is
             gathered one ahead and reduced at once, whatever that costs. Ranks must have batches of equal sizes then,
             or they plan differently and say so.
         device: what computes, a name in `DEVICES` there; None: found by the device's own name.
         budget: bytes that may live at once in a graph: shards, activations, gathered and packed buffers. Needs `link`.
-        times: path of a JSON file with measured seconds (`fsdp_compile.passes.marks` writes it). Needs
+        times: path of a JSON file with measured seconds (`fsdp_compile.passes.post_grad.marks` writes it). Needs
             `link`, and the same file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` or JSON under the headings `forward:` and `backward:`.
         mark: measure the seconds of each task while the graph runs, for `times`.

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 
 from fsdp_compile.api import fully_shard
-from fsdp_compile.eager import optim_load, optim_names, optim_older, optim_state
-from fsdp_compile.eager.groups import GroupArgument
+from fsdp_compile.comm.groups import GroupArgument
+from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
+from fsdp_compile.core.lookup import units_used_below
+from fsdp_compile.core.names import WRAPPED
 from fsdp_compile.eager.prologue import Prologue
-from fsdp_compile.eager.state_types import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
 from fsdp_compile.eager.summon import summon_full_params
-from fsdp_compile.lookup import units_used_below
-from fsdp_compile.names import WRAPPED
-from fsdp_compile.wrap import AutoWrapPolicy
+from fsdp_compile.state_dict import optim_load, optim_names, optim_older, optim_state
+from fsdp_compile.state_dict.kinds import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
 
 
 class FullyShardedDataParallel(Prologue, nn.Module):

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compile.checkpoint.boxes import Cut
-from fsdp_compile.checkpoint.sharded import PieceTensor
-from fsdp_compile.checkpoint.share import Share
-from fsdp_compile.layout import FlatParamLayout
+from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.state_dict.boxes import Cut
+from fsdp_compile.state_dict.sharded_value import PieceTensor
+from fsdp_compile.state_dict.share import Share
 
 
 class Saved(NamedTuple):

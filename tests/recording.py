@@ -14,10 +14,10 @@ from unittest import mock
 from models import Residual, Stack
 from torch import Tensor, nn
 
-from fsdp_compile import collectives
+from fsdp_compile.comm import collectives
 from fsdp_compile.eager.full_buffer import FullBuffer
 from fsdp_compile.eager.streams import Device, Streams
-from fsdp_compile.module import units_below
+from fsdp_compile.fsdp_module import units_below
 
 
 class Log:

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fully_shard
-from fsdp_compile.eager.pieces import managed
-from fsdp_compile.names import clean_names
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.names import clean_names
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.state_dict.pieces import managed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from fsdp_compile.checkpoint import safetensors_file
+from fsdp_compile.checkpoint._torch import flatten_state_dict
 from fsdp_compile.checkpoint.directory import newest
 from fsdp_compile.checkpoint.disk import in_order
 from fsdp_compile.checkpoint.manifest import METADATA, CheckpointError
 from fsdp_compile.checkpoint.manifest import NAME as MANIFEST
 from fsdp_compile.checkpoint.safetensors_file import Spec
 from fsdp_compile.checkpoint.storage import DirectoryReader
-from fsdp_compile.checkpoint.torch_private import flatten_state_dict
 
 Keys = tuple[str | int, ...]
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fsdp_compile.checkpoint._torch import StorageInfo
 from fsdp_compile.checkpoint.directory import Aside, abandon, begin, prune, publish
 from fsdp_compile.checkpoint.disk import in_order, sync
 from fsdp_compile.checkpoint.manifest import METADATA, Manifest, Piece, checksum, pieces_by_file
-from fsdp_compile.checkpoint.torch_private import StorageInfo
 
 
 class Place(NamedTuple):

@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_compile.checkpoint.disk import memory_of, sync_folder, write_fully
-from fsdp_compile.checkpoint.safetensors_file import Plan, Spec, Writer, spread
-from fsdp_compile.checkpoint.sources import Keys
-from fsdp_compile.checkpoint.storage import ItemFile, Place, describe
-from fsdp_compile.checkpoint.torch_private import (
+from fsdp_compile.checkpoint._torch import (
     flatten_state_dict,
     no_memory,
     offset_in_file,
     save_holes,
     unflatten_state_dict,
 )
+from fsdp_compile.checkpoint.disk import memory_of, sync_folder, write_fully
+from fsdp_compile.checkpoint.safetensors_file import Plan, Spec, Writer, spread
+from fsdp_compile.checkpoint.sources import Keys
+from fsdp_compile.checkpoint.storage import ItemFile, Place, describe
 
 
 class Target(ABC):

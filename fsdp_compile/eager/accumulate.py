@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compile.eager.optim_values import watch_state
-from fsdp_compile.engine import set_grad
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.ops import view_parameters
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core._torch import set_grad
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.state_dict.optim_values import watch_state
 
 _waiting: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with gradients that no reduce has seen."""

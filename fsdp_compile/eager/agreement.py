@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile import collectives
-from fsdp_compile.unit import Unit
+from fsdp_compile.comm import collectives
+from fsdp_compile.core.unit import Unit
 
 _SETTINGS = {
     "limit_all_gathers": "_fsdp_limit_all_gathers",

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile import collectives
-from fsdp_compile.eager.torch_private import norms
-from fsdp_compile.unit import Unit, unit_of
+from fsdp_compile.comm import collectives
+from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.eager._torch import norms
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float) -> Tensor:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import allowed_in_regions, current_backward
 from fsdp_compile.eager.inputs import computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.recompute import open_for_recomputation
-from fsdp_compile.eager.root import Root
+from fsdp_compile.eager.runtime import Root
 from fsdp_compile.eager.state import is_open
-from fsdp_compile.eager.torch_private import allowed_in_regions, current_backward
-from fsdp_compile.unit import Unit
+from fsdp_compile.eager.unsharded import Gathered
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

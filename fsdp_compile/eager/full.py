@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile import collectives
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.ops import view_parameters
-from fsdp_compile.stages import gather
-from fsdp_compile.unit import Unit
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.stages import gather
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.unit import Unit
 
 
 def gather_flat(unit: Unit, flat: FlatParam, local: Tensor) -> Tensor:

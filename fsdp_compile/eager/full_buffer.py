@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compile import collectives
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.ops import alias, view_parameters
-from fsdp_compile.stages import Stage
-from fsdp_compile.unit import Stamp, Unit
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.stages import Stage
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import alias, view_parameters
+from fsdp_compile.core.unit import Stamp, Unit
 
 
 class FullBuffer:

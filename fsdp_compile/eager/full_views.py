@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import alias
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.ops import alias
 
 
 class FullViews(torch.autograd.Function):

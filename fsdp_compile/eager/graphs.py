@@ -9,12 +9,12 @@ meanwhile counts up to this moment.
 import torch
 from torch import Tensor
 
+from fsdp_compile.core.flat_param import flat_numbered
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.eager._torch import current_backward
 from fsdp_compile.eager.accumulate import take_unsynced
 from fsdp_compile.eager.reduce import keep_or_reduce
 from fsdp_compile.eager.streams import NO_STREAMS
-from fsdp_compile.eager.torch_private import current_backward
-from fsdp_compile.flat_param import flat_numbered
-from fsdp_compile.unit import unit_of
 
 
 @torch.library.impl("fsdp_flat::hand_over", "default")

@@ -21,9 +21,9 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     reduce_scatter_hook,
 )
 
-from fsdp_compile import collectives
-from fsdp_compile.averaging import averaging
-from fsdp_compile.unit import Unit
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.averaging import averaging
+from fsdp_compile.core.unit import Unit
 
 _COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 

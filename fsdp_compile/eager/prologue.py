@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fsdp_compile.eager._torch import current_backward, dynamo_runs, never_trace
 from fsdp_compile.eager.state import is_open
-from fsdp_compile.eager.torch_private import current_backward, dynamo_runs, never_trace
 from fsdp_compile.eager.unshard import discard_unsharded, drop_kept
 from fsdp_compile.eager.writeback import refresh
 

@@ -1,9 +1,9 @@
 """A forward that backward runs again: which full views it reads."""
 
-from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.torch_private import call_after_backward, current_backward
-from fsdp_compile.unit import Unit
+from fsdp_compile.eager.unsharded import Gathered
 
 
 def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> Gathered | None:

@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdp_compile import collectives
-from fsdp_compile.averaging import averaging
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.averaging import averaging
+from fsdp_compile.core.autograd import Arrival, check_first_order
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import current_backward
 from fsdp_compile.eager.accumulate import keep_unsynced, take_unsynced
 from fsdp_compile.eager.hooks import reduce_by_hook
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
-from fsdp_compile.eager.torch_private import current_backward
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.join import Arrival, check_first_order
-from fsdp_compile.unit import Unit
 
 IN_FLIGHT = 2
 """Reduces that may run while backward computes on: the input of one is a unit's full gradients."""

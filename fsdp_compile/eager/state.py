@@ -7,8 +7,8 @@ summoned    full parameters stand in the place of the sharded ones (summon.py)
 
 from collections.abc import Iterable
 
-from fsdp_compile.eager.torch_private import current_backward
-from fsdp_compile.unit import Unit
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import current_backward
 
 
 def is_open(unit: Unit) -> bool:

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.core._torch import set_grad
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.layout import ShardRecord
+from fsdp_compile.core.lookup import own_units, units_used_below
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.full import full_gradients, full_parameters
 from fsdp_compile.eager.state import check_idle
 from fsdp_compile.eager.unshard import discard_unsharded
 from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects, write_parts
-from fsdp_compile.engine import set_grad
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.layout import ShardRecord
-from fsdp_compile.lookup import own_units, units_used_below
-from fsdp_compile.unit import Unit
 
 APPLY = "apply"
 

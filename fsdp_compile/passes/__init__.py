@@ -39,18 +39,18 @@ Shared: tags.py, what a node is to us; views.py, what kind of node it is, and wh
 graph printed; torch_private.py, the compiler's state.
 """
 
-from fsdp_compile.passes import agreement  # noqa: F401  (the body of an operator)
-from fsdp_compile.passes.agree import agree
-from fsdp_compile.passes.coalesce import coalesce
-from fsdp_compile.passes.exchange import exchange
-from fsdp_compile.passes.gather_into import gather_into
-from fsdp_compile.passes.insert_collectives import insert_collectives
-from fsdp_compile.passes.keep import decide_what_to_keep
-from fsdp_compile.passes.pack_grads import pack_in_place
+from fsdp_compile.passes.joint.choose_kept import decide_what_to_keep
+from fsdp_compile.passes.joint.insert_collectives import insert_collectives
+from fsdp_compile.passes.joint.reshard import check_saved, reshard
 from fsdp_compile.passes.pipeline import Pass
-from fsdp_compile.passes.reorder import pin, reorder
-from fsdp_compile.passes.reshard import check_saved, reshard
-from fsdp_compile.passes.reuse_gathered import reuse_gathered
+from fsdp_compile.passes.post_grad import agreement  # noqa: F401  (the body of an operator)
+from fsdp_compile.passes.post_grad.check_ranks import agree
+from fsdp_compile.passes.post_grad.coalesce import coalesce
+from fsdp_compile.passes.post_grad.exchange import exchange
+from fsdp_compile.passes.post_grad.gather_into import gather_into
+from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place
+from fsdp_compile.passes.post_grad.order import pin, reorder
+from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),

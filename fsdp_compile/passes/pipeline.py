@@ -20,11 +20,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.ops import MARKERS
-from fsdp_compile.passes.pack_grads import register_pack_lowering
-from fsdp_compile.passes.tags import is_ours
-from fsdp_compile.passes.text import format_graph
-from fsdp_compile.passes.torch_private import sort
+from fsdp_compile.core.ops import MARKERS
+from fsdp_compile.passes._torch import sort
+from fsdp_compile.passes.graph.printing import format_graph
+from fsdp_compile.passes.graph.tags import is_ours
+from fsdp_compile.passes.post_grad.in_place_grads import register_pack_lowering
 
 graph_log = logging.getLogger("fsdp_compile.graphs")
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.unit import unit_of
 
 
 def units(model: nn.Module) -> list[Any]:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import FSDPModule, ModuleWrapPolicy, ShardingStrategy, fully_shard
-from fsdp_compile.lookup import original_class
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.lookup import original_class
+from fsdp_compile.core.unit import unit_of
 
 
 def test_reshard_after_forward_is_a_strategy() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager.inputs import prepare_inputs
-from fsdp_compile.unit import unit_of
 
 
 class _Nested(nn.Module):

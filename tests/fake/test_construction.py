@@ -158,12 +158,12 @@ def test_broadcast_needs_tensors_that_the_group_takes(monkeypatch: pytest.Monkey
     E-SYNC-4, E-ERR-65.
     """
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr("fsdp_compile.prepare.compute_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr("fsdp_compile.construct.validate.compute_device", lambda *_: torch.device("cpu"))
     message = (
         r"parameter blocks.0.up.weight: expected .*from \(cuda\) for sync_module_states, found cpu; pass device_id"
     )
     refused(mlp(), ValueError, message, sync_module_states=True)
-    monkeypatch.setattr("fsdp_compile.prepare.compute_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr("fsdp_compile.construct.validate.compute_device", lambda *_: torch.device("cuda:0"))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     refused(
         model, ValueError, "buffer 1.running_mean: .*found cpu", sync_module_states=True, ignored_modules=[model[1]]

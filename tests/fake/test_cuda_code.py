@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench.planned import noted
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.plan import Plan
+from fsdp_compile.passes.plan.plan import Plan
 
 OPTIONS = {
     "rule": {},

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ShardingStrategy, fully_shard
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.unit import unit_of
 
 
 def on_meta() -> Any:

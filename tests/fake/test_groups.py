@@ -9,7 +9,7 @@ from conftest import RANK, WORLD_SIZE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.eager.groups import Groups, Placement, divide, place, resolve_groups
+from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups
 
 FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID, HYBRID_KEEP = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import init_device_mesh
 
 from fsdp_compile import FSDPModule, fully_shard
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.unit import unit_of
 
 
 def names_below(model: nn.Module, *paths: str) -> set[str]:

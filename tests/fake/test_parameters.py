@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.wrapper import WRAPPED
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_compile import CompileConfig, ShardingStrategy, fully_shard
-from fsdp_compile.collectives import ALL_GATHER, WAIT
-from fsdp_compile.ops import UNSHARD
+from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
+from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
+from fsdp_compile.passes._torch import saved_for_backward
+from fsdp_compile.passes.graph.node_kinds import is_view
+from fsdp_compile.passes.graph.tags import tagged
 from fsdp_compile.passes.inductor import fsdp_compile_backend, install
 from fsdp_compile.passes.pipeline import Pipeline
-from fsdp_compile.passes.tags import tagged
-from fsdp_compile.passes.torch_private import saved_for_backward
-from fsdp_compile.passes.views import is_view
 
 X = torch.ones(4, 3)
 

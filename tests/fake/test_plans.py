@@ -13,13 +13,13 @@ from generated import launches, programs
 from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain, fully_shard
-from fsdp_compile.passes import keep
-from fsdp_compile.passes.choose import plan_log
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.plan import Plan, PlanError
-from fsdp_compile.passes.schedule import Schedule, schedule
-from fsdp_compile.passes.simulate import simulate
-from fsdp_compile.passes.workload import Workload
+from fsdp_compile.passes.joint import choose_kept as keep
+from fsdp_compile.passes.plan.plan import Plan, PlanError
+from fsdp_compile.passes.plan.schedule import Schedule, schedule
+from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 

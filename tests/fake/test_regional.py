@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.torch_private import saved_for_backward
+from fsdp_compile.passes._torch import saved_for_backward
 
 
 def compiled_blocks(model: nn.Module, **options: Any) -> Any:

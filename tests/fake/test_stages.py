@@ -11,7 +11,7 @@ from models import MODELS, mlp
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.stages import Stage, shard_number
+from fsdp_compile.comm.stages import Stage, shard_number
 
 MLP = MODELS["mlp"]
 BLOCKS = 4

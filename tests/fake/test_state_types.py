@@ -22,14 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile import (
     FullyShardedDataParallel,
-    collectives,
     fully_shard,
     get_state_dict_type,
     set_state_dict_type,
     state_dict_type,
     summon_full_params,
 )
-from fsdp_compile.unit import unit_of
+from fsdp_compile.comm import collectives
+from fsdp_compile.core.unit import unit_of
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 DEFAULTS = {

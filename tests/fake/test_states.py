@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager.full_buffer import FullBuffer
-from fsdp_compile.eager.gathered import Gathered
 from fsdp_compile.eager.state import doing
-from fsdp_compile.unit import unit_of
+from fsdp_compile.eager.unsharded import Gathered
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

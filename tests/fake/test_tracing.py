@@ -16,9 +16,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.ops import UNSHARD, VIEWS
 from fsdp_compile.eager.full_buffer import FullBuffer
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.ops import UNSHARD, VIEWS
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.eager.broadcast import broadcast
-from fsdp_compile.eager.groups import Groups
+from fsdp_compile.comm.groups import Groups
+from fsdp_compile.construct.broadcast import broadcast
 
 from .ranks import Ranks
 from .training import (

@@ -16,7 +16,7 @@ from models import MODELS, Case, checkpointed, squared_error, vectors
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_compile import collectives
+from fsdp_compile.comm import collectives
 
 from .ranks import Ranks
 from .training import OPTIMIZERS, assert_bitwise, backward, executor, mine, shard, units

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.eager.groups import resolve_groups
+from fsdp_compile.comm.groups import resolve_groups
 
 from .ranks import Ranks
 from .training import (

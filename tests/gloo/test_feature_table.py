@@ -15,7 +15,7 @@ from features import ROWS, Row
 from models import Inputs, part
 from torch import Tensor, nn
 
-from fsdp_compile.unit import unit_of
+from fsdp_compile.core.unit import unit_of
 
 from .emulation import Emulation, loss_of, windows_of
 from .ranks import Ranks

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_compile import ShardingStrategy, fully_shard
-from fsdp_compile.passes import agreement
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.post_grad import agreement
 
 from .ranks import Ranks
 

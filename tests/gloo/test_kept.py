@@ -8,7 +8,7 @@ from models import Case, squared_error, vectors
 from recording import recorded, unlike_blocks
 from torch import nn
 
-from fsdp_compile.module import FSDPModule
+from fsdp_compile.fsdp_module import FSDPModule
 
 from .ranks import Ranks
 from .training import (

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_compile import collectives
+from fsdp_compile.comm import collectives
 from fsdp_compile.eager.full_buffer import FullBuffer
 
 from .ranks import Ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import MODELS
 
-from fsdp_compile.passes import marks
+from fsdp_compile.passes.post_grad import marks
 
 from .ranks import Ranks
 from .training import build, follow, mine, shard

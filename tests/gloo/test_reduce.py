@@ -11,10 +11,11 @@ from models import MODELS
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from fsdp_compile import collectives, fully_shard
-from fsdp_compile.averaging import averaging
+from fsdp_compile import fully_shard
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.averaging import averaging
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.reduce import reduce_gradients
-from fsdp_compile.unit import Unit
 
 from .ranks import Ranks
 from .test_communication import _spied

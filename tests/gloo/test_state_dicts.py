@@ -40,7 +40,7 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     state_dict_type,
 )
-from fsdp_compile.checkpoint.sharded import PieceTensor
+from fsdp_compile.state_dict.sharded_value import PieceTensor
 
 from .ranks import Ranks
 from .training import backward, build, executor, full_parameters, mine, shard

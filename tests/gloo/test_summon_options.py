@@ -9,7 +9,7 @@ from models import MODELS
 from torch import nn
 
 from fsdp_compile import fully_shard, summon_full_params
-from fsdp_compile.engine import set_grad
+from fsdp_compile.core._torch import set_grad
 
 from .ranks import Ranks
 from .test_communication import _spied

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import MODELS
 
-from fsdp_compile import switches
+from fsdp_compile.core import switches
 
 from .ranks import Ranks
 from .training import backward, build, mine, shard, stored_here, units

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.eager.gathered import Gathered
+from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.eager.unsharded import Gathered
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.unit import Unit, unit_of
 
 PER_RANK = 3  # examples that a rank sees of a batch
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdp_compile import collectives
+from fsdp_compile.comm import collectives
 
 
 class Sent(NamedTuple):

@@ -7,8 +7,8 @@ for the oldest reduce. All keep or re-gather choices, all merges. Only states th
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 
-from fsdp_compile.passes.simulate import task_end
-from fsdp_compile.passes.workload import Workload
+from fsdp_compile.passes.plan.simulate import task_end
+from fsdp_compile.passes.plan.workload import Workload
 
 
 def shortest(workload: Workload, budget: float = float("inf"), merge: int = 2) -> float:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.checkpoint.boxes import Box, Cut, boxes_of_run
-from fsdp_compile.layout import FlatParamLayout
+from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.state_dict.boxes import Box, Cut, boxes_of_run
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

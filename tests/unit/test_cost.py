@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compile.passes.cost import (
+from fsdp_compile.passes.cost.measured import calls_of
+from fsdp_compile.passes.cost.roofline import (
     LINKS,
     Device,
     Link,
@@ -21,7 +22,6 @@ from fsdp_compile.passes.cost import (
     seconds,
     transfer_seconds,
 )
-from fsdp_compile.passes.measured import calls_of
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
 PLAIN = Device("plain", {torch.float32: 100.0}, bandwidth=10.0, memory=None, source="this test", efficiency=0.5)

@@ -4,11 +4,11 @@ import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks
 
-from fsdp_compile.explain import report
-from fsdp_compile.passes.bound import smallest_budget
-from fsdp_compile.passes.plan import PlanError
-from fsdp_compile.passes.rules import lean
-from fsdp_compile.passes.schedule import schedule
+from fsdp_compile.explain.report import report
+from fsdp_compile.passes.plan.bound import smallest_budget
+from fsdp_compile.passes.plan.plan import PlanError
+from fsdp_compile.passes.plan.rules import lean
+from fsdp_compile.passes.plan.schedule import schedule
 
 
 def test_printed():

@@ -5,9 +5,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.eager.reduce import pack
-from fsdp_compile.flat_param import FlatParam
-from fsdp_compile.ops import view_parameters
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
 CPU = torch.device("cpu")

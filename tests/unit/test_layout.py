@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fsdp_compile.layout
-from fsdp_compile.layout import DEFAULT_ALIGNMENT, FlatParamLayout, Segment, ShardRecord, ShardSummary, alignment_of
+import fsdp_compile.core.layout
+from fsdp_compile.core.layout import (
+    DEFAULT_ALIGNMENT,
+    FlatParamLayout,
+    Segment,
+    ShardRecord,
+    ShardSummary,
+    alignment_of,
+)
 
 FP64, FP32, BF16, FP8 = 2, 4, 8, 16  # alignments of the specification's examples, in elements
 
@@ -506,7 +513,7 @@ def test_text_of_an_impossible_layout_is_refused(text, message):
 
 def test_checks_survive_optimised_python_and_need_no_torch():
     """No check is an assert statement, which `python -O` drops (E-GEN-3), and the file imports no torch."""
-    nodes = list(ast.walk(ast.parse(Path(fsdp_compile.layout.__file__).read_text())))
+    nodes = list(ast.walk(ast.parse(Path(fsdp_compile.core.layout.__file__).read_text())))
     assert not [node for node in nodes if isinstance(node, ast.Assert)]
     imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]

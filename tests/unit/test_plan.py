@@ -5,12 +5,12 @@ import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.plan import Plan, PlanError, Step
-from fsdp_compile.passes.rules import lean
-from fsdp_compile.passes.schedule import schedule
-from fsdp_compile.passes.simulate import simulate, task_end
-from fsdp_compile.passes.verify import verify
-from fsdp_compile.passes.workload import Task, UnitCost, Workload
+from fsdp_compile.passes.plan.plan import Plan, PlanError, Step
+from fsdp_compile.passes.plan.rules import lean
+from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.simulate import simulate, task_end
+from fsdp_compile.passes.plan.verify import verify
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
 def test_text_and_json():

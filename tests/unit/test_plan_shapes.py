@@ -7,9 +7,9 @@ from itertools import groupby
 from expecttest import assert_expected_inline
 from workloads import blocks
 
-from fsdp_compile.passes.schedule import schedule
-from fsdp_compile.passes.verify import verify
-from fsdp_compile.passes.workload import Workload
+from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.verify import verify
+from fsdp_compile.passes.plan.workload import Workload
 
 
 def _printed(workload: Workload, budget: int | None = None) -> str:

@@ -14,9 +14,9 @@ from states import OPTIMIZERS, as_rank, assert_known, fill, shard, start
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fsdp_compile.eager.optim_values import watch_state
-from fsdp_compile.eager.pieces import managed
-from fsdp_compile.names import clean_names
+from fsdp_compile.core.names import clean_names
+from fsdp_compile.state_dict.optim_values import watch_state
+from fsdp_compile.state_dict.pieces import managed
 
 CASES = MODELS | MODULES
 STRATEGIES = ["FULL_SHARD", "neighbours", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", None]

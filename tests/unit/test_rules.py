@@ -7,12 +7,12 @@ from workloads import blocks
 
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
-from fsdp_compile.passes.cost import device, link
-from fsdp_compile.passes.rules import take_turns
-from fsdp_compile.passes.schedule import schedule
-from fsdp_compile.passes.simulate import simulate
-from fsdp_compile.passes.verify import verify
-from fsdp_compile.passes.workload import Task, UnitCost
+from fsdp_compile.passes.cost.roofline import device, link
+from fsdp_compile.passes.plan.rules import take_turns
+from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.verify import verify
+from fsdp_compile.passes.plan.workload import Task, UnitCost
 
 
 @pytest.mark.parametrize("rule", [one_ahead, fsdp2, take_turns])

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.bound import lower_bound, smallest_budget
-from fsdp_compile.passes.plan import PlanError
-from fsdp_compile.passes.rules import lean
-from fsdp_compile.passes.schedule import schedule
-from fsdp_compile.passes.search import search
-from fsdp_compile.passes.simulate import simulate
-from fsdp_compile.passes.verify import verify
+from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
+from fsdp_compile.passes.plan.plan import PlanError
+from fsdp_compile.passes.plan.rules import lean
+from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.search import search
+from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.verify import verify
 
 # Steps of 5 to 8 units of which all plans can be tried within a second each; others take minutes.
 LARGE = (1, 2, 3, 4, 6, 7, 10, 11, 12, 13, 14, 20, 21, 23, 26, 33, 38, 45, 51, 53, 58, 60, 68, 81, 84)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile.checkpoint.boxes import Cut
-from fsdp_compile.checkpoint.sharded import PieceTensor
-from fsdp_compile.checkpoint.share import Share
-from fsdp_compile.layout import FlatParamLayout
+from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.state_dict.boxes import Cut
+from fsdp_compile.state_dict.sharded_value import PieceTensor
+from fsdp_compile.state_dict.share import Share
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=4)
 WORLDS = st.sampled_from([1, 2, 3, 4, 8])

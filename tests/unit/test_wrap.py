@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_compile.eager.ignored import Ignored, collect_ignored
-from fsdp_compile.wrap import choose_units
+from fsdp_compile.construct.ignored import Ignored, collect_ignored
+from fsdp_compile.construct.wrap_policy import choose_units
 
 
 def paths(

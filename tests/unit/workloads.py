@@ -2,7 +2,7 @@
 
 import random
 
-from fsdp_compile.passes.workload import Task, UnitCost, Workload
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
 def random_workload(rng: random.Random, count: int, may_keep: bool = True) -> Workload:

@@ -1,0 +1,232 @@
+"""What `fully_shard` is going to do, worked out and checked before anything is changed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FlatParameter, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place
+from fsdp_compile.construct.broadcast import unsent_buffers
+from fsdp_compile.construct.devices import carried_devices, compute_device
+from fsdp_compile.construct.ignored import Ignored, IsUnit
+from fsdp_compile.construct.meta_init import InitFn, check_materialisable
+from fsdp_compile.construct.wrap_policy import Chosen
+from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.switches import Switches
+from fsdp_compile.core.unit import unit_of
+
+NamedParams = list[tuple[str, nn.Parameter]]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all units of one call have in common."""
+
+    strategy: ShardingStrategy
+    groups: Groups
+    device: torch.device | None  # None: each unit decides
+    init: InitFn | None
+    sync: bool
+    ignored: Ignored
+    precision: MixedPrecision | None
+    offload: bool
+    may_stay: bool
+
+
+@dataclass(frozen=True)
+class PreparedUnit:
+    """One unit before it is made."""
+
+    module: nn.Module
+    path: str  # of `module` in the model
+    params: NamedParams  # names are relative to `module`
+    modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
+    placement: Placement
+    device: torch.device  # where it computes
+    precision: MixedPrecision | None
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is anything to communicate (E-FLAT-12)."""
+        return any(param.numel() for _, param in self.params)
+
+
+def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: IsUnit) -> list[PreparedUnit]:
+    """For each chosen module what becomes of it; every check of modules and parameters is made here.
+
+    Raises:
+        RuntimeError: a unit's parameters are spread over devices.
+        ValueError: a module or parameter cannot be sharded; the message says which and what to do.
+    """
+    _check_hooks(model)
+    _check_same_switch(model, is_unit)
+    paths = {module: path for path, module in model.named_modules()}
+    for module, differs in chosen.items():
+        _check_settings(paths[module], differs)
+    strategies = [_strategy_of(paths[module], differs, settings.strategy) for module, differs in chosen.items()]
+    carried = carried_devices(settings.groups.shard)
+    prepared = []
+    for (module, params, modules), strategy in zip(_divide(chosen, settings.ignored, is_unit), strategies, strict=True):
+        path = paths[module]
+        _check_container(module, path)
+        _check_params(params, path)
+        device = compute_device(((_join(path, n), p.device) for n, p in params), settings.device, carried)
+        named = [(paths[found], found) for found in modules]
+        check_materialisable(named, settings.init, settings.ignored.params)
+        precision = chosen[module].get("mixed_precision", settings.precision)
+        prepared.append(PreparedUnit(module, path, params, named, place(strategy, settings.groups), device, precision))
+    _warn_one_rank(strategies, settings.groups)
+    if settings.sync:
+        _check_sendable(model, prepared, carried)
+    return prepared
+
+
+def _divide(
+    chosen: Chosen, ignored: Ignored, is_unit: IsUnit
+) -> Iterator[tuple[nn.Module, NamedParams, list[nn.Module]]]:
+    """Each chosen module with the parameters and the modules that no unit before it has taken."""
+    params: set[nn.Parameter] = set(ignored.params)
+    modules: set[nn.Module] = set(ignored.modules)
+    for module in chosen:
+        own_params = [(n, p) for n, p in module.named_parameters() if p not in params and unit_of(p) is None]
+        reachable = _breadth_first(module, lambda m: m in chosen or is_unit(m) or m in ignored.modules)
+        own_modules = [found for found in reachable if found not in modules]
+        params.update(param for _, param in own_params)
+        modules.update(own_modules)
+        yield module, own_params, own_modules
+
+
+def _check_settings(path: str, differs: dict[str, Any]) -> None:
+    unknown = sorted(differs.keys() - {"sharding_strategy", "mixed_precision"})
+    if unknown:
+        raise ValueError(
+            f"auto_wrap_policy: expected settings among sharding_strategy and mixed_precision for module {path}, "
+            f"found {', '.join(unknown)}; set them in fully_shard, or shard the module by a call of its own"
+        )
+    precision = differs.get("mixed_precision")
+    if not isinstance(precision, MixedPrecision | None):
+        raise TypeError(f"auto_wrap_policy: expected a MixedPrecision or None for module {path}, "
+                        f"found {type(precision).__name__}")  # fmt: skip
+
+
+def _strategy_of(path: str, differs: dict[str, Any], strategy: ShardingStrategy) -> ShardingStrategy:
+    """The strategy of one unit, where a `CustomPolicy` may ask for another than the model's."""
+    own = differs.get("sharding_strategy", strategy)
+    if not isinstance(own, ShardingStrategy):
+        raise TypeError(f"auto_wrap_policy: expected a ShardingStrategy for module {path}, found {type(own).__name__}")
+    if (own in HYBRID) != (strategy in HYBRID):
+        raise ValueError(
+            f"auto_wrap_policy: expected hybrid strategies for all units or for none, found {own.name} for module "
+            f"{path} in a model of {strategy.name}; they would need other groups"
+        )
+    return own
+
+
+def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    found = [root]
+    seen = {root}
+    for module in found:
+        new = [child for child in module.children() if child not in seen and not stops(child)]
+        found += new
+        seen.update(new)
+    return found
+
+
+def _warn_one_rank(strategies: Iterable[ShardingStrategy], groups: Groups) -> None:
+    """Say that nothing is split although it was asked for (E-STRAT-6)."""
+    if groups.shard.size() > 1:
+        return
+    for strategy in dict.fromkeys(strategies):
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
+
+
+def _check_container(module: nn.Module, path: str) -> None:
+    if isinstance(module, _WITHOUT_FORWARD):
+        warn_caller(
+            f"module {path or 'model'}: expected a module with a forward, found a {type(module).__name__}, whose own "
+            f"parameters are never gathered; shard its elements, or the module around it"
+        )
+
+
+def _check_same_switch(model: nn.Module, is_unit: IsUnit) -> None:
+    """Refuse units that would leave mixed precision in eval mode beside others that would not (E-STRAT-11)."""
+    now = Switches.from_environment().full_precision_in_eval
+    for path, module in model.named_modules():
+        if is_unit(module) and module._fsdp_full_precision_in_eval != now:
+            raise ValueError(
+                f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
+                f"sharded with {1 - now}; set the variable once, before the first fully_shard"
+            )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that compute a weight before forward: they run before the gather and would see shards."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
+                raise ValueError(
+                    f"module {path or type(model).__name__}: expected no hook that computes a weight before forward, "
+                    f"found {type(hook).__name__}; use torch.nn.utils.parametrizations or parametrize instead"
+                )
+
+
+def _check_params(params: NamedParams, path: str) -> None:
+    for name, param in params:
+        full_name = _join(path, name)
+        _check_kind(full_name, param)
+        if not param.is_floating_point():
+            remedy = "store torch.view_as_real of it" if param.is_complex() else "register it as a buffer"
+            kind = ", which is complex" if param.is_complex() else ""
+            raise ValueError(f"parameter {full_name}: expected a floating dtype, found {param.dtype}{kind}; {remedy}")
+        if param.grad is not None:
+            raise ValueError(
+                f"parameter {full_name}: expected no gradient before it is sharded, found one; call zero_grad() first"
+            )
+
+
+def _check_kind(name: str, param: nn.Parameter) -> None:
+    """Refuse parameters that are not plain tensors with a known shape."""
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(f"parameter {name}: expected a parameter with values, found a lazy one; run a forward")
+    if isinstance(param, FlatParameter):
+        raise ValueError(
+            f"parameter {name}: expected an original parameter, found a FlatParameter of torch's wrapper; "
+            f"shard the model once"
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {name}: expected a plain tensor, found a DTensor; a parameter that another API distributes "
+            f"cannot be sharded yet: list it in ignored_states"
+        )
+
+
+def _check_sendable(model: nn.Module, prepared: list[PreparedUnit], carried: frozenset[str]) -> None:
+    """Refuse to broadcast what the group's backend cannot take (E-SYNC-4)."""
+    moved = {module for unit in prepared for _, module in unit.modules}
+    devices = [("parameter " + _join(unit.path, name), unit.device) for unit in prepared for name, _ in unit.params]
+    devices += [
+        ("buffer " + name, buffer.device)
+        for name, buffer in unsent_buffers(model).items()
+        if model.get_submodule(name.rpartition(".")[0]) not in moved
+    ]
+    for name, device in devices:
+        if device.type not in carried:
+            raise ValueError(
+                f"{name}: expected a device that the process group communicates from ({', '.join(sorted(carried))}) "
+                f"for sync_module_states, found {device}; pass device_id, or move it there"
+            )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

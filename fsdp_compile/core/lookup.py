@@ -1,0 +1,143 @@
+"""Look-up, not installation: module code finds its full weights through properties of a swapped class.
+
+The class of a module that owns managed parameters is replaced by a subclass with one property per parameter. It returns
+the unit's full view while the unit is gathered, else the sharded parameter. Nothing is set or restored per step.
+
+Classes are cached by (original class, where each parameter is found, forward), so equal modules of equal blocks share
+one class and one compiled graph. All that belongs to an instance, its units, lives in the instance.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compile.core.unit import Unit, unit_of
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where a module finds one parameter: `module._fsdp_units[slot].views[index]`."""
+
+    name: str
+    slot: int
+    index: int
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before its class was swapped."""
+    return getattr(type(module), "_fsdp_original", type(module))
+
+
+def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]], mixin: type) -> None:
+    """Let `module` find the named parameters in the given units at the given indices.
+
+    It becomes an instance of `mixin`, unless it is one of another mixin already.
+    """
+    units = list(module.__dict__.get("_fsdp_units", ()))
+    lookups = list(getattr(type(module), "_fsdp_lookups", ()))
+    for name, (unit, index) in found.items():
+        if unit not in units:
+            units.append(unit)
+        lookups.append(Lookup(name, units.index(unit), index))
+        unit.places.add(index, module._parameters, name)
+    module.__dict__["_fsdp_units"] = tuple(units)
+    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin))
+
+
+def units_used_below(module: nn.Module) -> list[Unit]:
+    """The units with a parameter in `module` or below, each once, in the order of `module.modules()`."""
+    return _units_of(module.modules())
+
+
+def own_units(module: nn.Module) -> list[Unit]:
+    """The units with a parameter in `module` or below, but not only below another sharded module (E-MOD-1)."""
+    return _units_of(own_modules(module))
+
+
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """`module` and all below it, except other sharded modules and what is below these."""
+    owned = [module]
+    for child in module.children():
+        if "_fsdp_scope" not in child.__dict__:
+            owned += own_modules(child)
+    return owned
+
+
+def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
+    keys = ("_fsdp_scope", "_fsdp_units")
+    return list(dict.fromkeys(unit for each in modules for key in keys for unit in each.__dict__.get(key, ())))
+
+
+def add_mixin(module: nn.Module, mixin: type) -> None:
+    """Make `module` an instance of `mixin` as well; if it has a `wrap_forward`, that wraps the original forward."""
+    _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin)
+
+
+def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type) -> None:
+    module.__class__ = _swapped_class(original_class(module), lookups, mixin)  # type: ignore[arg-type]  # classes do hash
+
+
+@functools.cache
+def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any) -> type[nn.Module]:
+    namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
+    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
+    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    if not hasattr(mixin, "wrap_forward"):
+        return type(original.__name__, (mixin, original), namespace)
+    namespace["forward"] = mixin.wrap_forward(original.forward)
+    return type("FSDP" + original.__name__, (mixin, original), namespace)
+
+
+# Slot, index and name are literals of generated code: as closure variables Dynamo would guard on each of them, for each
+# parameter, on every call.
+_FIND = """
+def find(module):
+    views = module._fsdp_units[{slot}].views
+    if views is not None:
+        return views[{index}]
+    return find_closed(module, {name!r})
+"""
+
+_NEAR = 8  # frames between a module's forward and the access to a parameter, at most
+
+
+def find_closed(module: Any, name: str) -> nn.Parameter | None:
+    """The parameter as it is stored, for code outside of a unit's forward.
+
+    RuntimeError if that code is the module's own forward: it needs the full parameter (E-FWD-11). Only here is that
+    looked for; a unit that is gathered does not come here, nor do `parameters()` and its like.
+    """
+    try:
+        param: nn.Parameter | None = module._parameters[name]
+    except KeyError:
+        raise AttributeError(name) from None
+    managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
+    if managed and managed[0].is_sharded and managed[0].summoned is None and _forward_runs(module):
+        raise RuntimeError(
+            f"parameter {name}: expected the forward of the sharded module around {original_class(module).__name__}, "
+            f"which gathers this parameter, found {original_class(module).__name__} run alone; run the sharded module, "
+            f"or call fully_shard on this one first"
+        )
+    return param
+
+
+def _forward_runs(module: nn.Module) -> bool:
+    """Whether code close to the caller is the forward of this very module."""
+    forward = getattr(original_class(module).forward, "__code__", None)
+    frame = inspect.currentframe()
+    for _ in range(_NEAR):
+        frame = frame.f_back if frame else None
+        if frame and frame.f_code is forward and forward.co_varnames:
+            return frame.f_locals.get(forward.co_varnames[0]) is module
+    return False
+
+
+def _property(lookup: Lookup) -> property:
+    scope: dict[str, Any] = {"find_closed": find_closed}
+    exec(_FIND.format(**asdict(lookup)), scope)
+    return property(scope["find"])

@@ -1,0 +1,298 @@
+"""One forward's full views of a unit, from gather to the end of its backward.
+
+    forward:   gather -> module code reads the views -> free
+    backward:  gather again (first gradient reaches an output) -> module code may read the views (recomputation) ->
+               free (all gradients of the views are there) -> pack, reduce
+
+Freeing resizes the storage to zero bytes: autograd's saved views stay valid objects and are filled again in place.
+Units that are not freed after forward stay filled through backward passes that do not synchronise gradients; the next
+forward reads them if no parameter has changed (E-ACC-5).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import BackwardPrefetch
+
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import alias
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
+from fsdp_compile.eager.agreement import holds_on_all_ranks
+from fsdp_compile.eager.full_buffer import FullBuffer, Kept
+from fsdp_compile.eager.full_views import FullFlats, FullViews
+from fsdp_compile.eager.state import check_no_forward_runs, check_not_summoned
+from fsdp_compile.eager.streams import NO_STREAMS, Streams
+from fsdp_compile.eager.writeback import refresh
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+
+class Gathered:
+    """The full views that one forward of `unit` gathered, and the buffers beneath them.
+
+    Owned by the graph of that forward, through the hooks on its outputs: it goes when the graph goes.
+    """
+
+    def __init__(self, unit: Unit, full_precision: bool = False, streams: Streams = NO_STREAMS) -> None:
+        self.unit, self.full_precision, self.streams = unit, full_precision, streams
+        self.root: Any = None  # eager.root.Root
+        self.before: weakref.ref[Gathered] | None = None  # the forward that ended before this one
+        if refresh(unit):
+            streams.begin_iteration()
+        self.params, self.stamp = tuple(unit.params), unit.stamp()
+        self.iteration: Any = None  # of the root, if its forward was running
+        self.whole = False  # whether `views` are flat parameters, which a compiled forward cuts itself
+        self.may_free = False  # between forward and backward: filled again when needed
+        self.backward = -1  # the backward pass that has opened the views
+        self.recomputed_into = False  # whether a forward recomputed in backward reads these views
+        self.still_read = False  # whether frozen parameters may be read after the trained ones have their gradients
+        self.ahead = False  # whether a backward pass has gathered this ahead and nothing has read it yet
+        self.reused = self._take_kept()
+        if not self.reused:
+            self.streams.limit()
+            with torch.no_grad(), streams.unsharding():
+                self.buffers = [FullBuffer(unit, flat, self._dtype(flat)) for flat in unit.flats]
+                for buffer in self.buffers:
+                    buffer.start()
+
+    def _dtype(self, flat: FlatParam) -> torch.dtype:
+        return flat.shard.dtype if self.full_precision else self.unit.compute_dtype(flat)
+
+    def _take_kept(self) -> bool:
+        """Take the buffers that an earlier backward left, if they hold what a gather would bring; else drop them.
+
+        A backward pass under no_sync has no collectives: some ranks may have left it out, and have kept nothing. So
+        whether ranks ask each other follows from what all of them did: this unit's last gather.
+        """
+        asks, self.unit.may_keep = self.unit.may_keep, self.unit.keeps_unsynced and torch.is_grad_enabled()
+        kept: Kept | None = self.unit.kept
+        if not asks:
+            return False
+        self.unit.kept = None
+        current = holds_on_all_ranks(self.unit, kept is not None and self._would_bring(kept))
+        if kept is None:
+            return False
+        if not current:
+            self._free(kept.buffers)
+            return False
+        self.unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
+        self.buffers = kept.buffers
+        return True
+
+    def _would_bring(self, kept: Kept) -> bool:
+        """Whether `kept` holds what this gather would bring."""
+        same = kept.stamp == self.stamp and kept.full_precision == self.full_precision
+        return same and not any(buffer.is_free for buffer in kept.buffers)
+
+    def is_current(self) -> bool:
+        """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
+        same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
+        return same and self.unit.stamp() == self.stamp
+
+    def open(self, whole: bool = False) -> None:
+        """Wait for the gather; give the unit its views, or, if `whole`, the flat parameters that they are cut from."""
+        self.wait()
+        self.whole = whole
+        self.views = self._differentiable_flats() if whole else self._differentiable_views()
+        self._show(current_backward())
+
+    def _show(self, backward: int) -> None:
+        if self.whole:
+            self.unit.fulls = self.views
+        else:
+            self.unit.views = self.views
+        self.unit.views_backward = backward
+
+    def wait(self) -> None:
+        """The buffers may be read from here on."""
+        filling = [buffer for buffer in self.buffers if buffer.filling]
+        if filling:
+            with self.streams.unsharding():
+                for buffer in filling:
+                    buffer.finish()
+            self.streams.await_unshard(*[buffer.full for buffer in filling])
+
+    def _differentiable_views(self) -> list[Tensor]:
+        trained = [flat for flat in self.unit.flats if flat.trains]
+        if not trained or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.plain_views(self.unit.flats)
+        found = iter(FullViews.apply(self, trained, *[flat.handle for flat in trained]))
+        views: list[Tensor] = []
+        for buffer in self.buffers:
+            if buffer.flat.trains:
+                views += [next(found) for _ in buffer.flat.params]
+            else:
+                with torch.no_grad():
+                    views += buffer.views()
+        return views
+
+    def _differentiable_flats(self) -> list[Tensor]:
+        """The flat parameters, 1-D `[layout.numel]` each; gradients of those that train arrive packed."""
+        trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
+        found = iter(FullFlats.apply(self, trained, *[flat.handle for flat in trained]) if trained else ())
+        return [next(found) if buffer.flat in trained else alias(buffer.full) for buffer in self.buffers]
+
+    def plain_views(self, flats: Sequence[FlatParam]) -> list[Tensor]:
+        """Full views of the parameters of `flats`, without autograd history of ours."""
+        return [view for buffer in self.buffers if buffer.flat in flats for view in buffer.views()]
+
+    def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
+        """Arrange for backward; free the buffers unless `keep` or backward could not fill them again."""
+        if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
+            if self.reused:
+                self._keep()
+            return
+        self.unit.awaiting_backward.add(self)
+        self.may_free = self._hook_outputs(output)
+        if self.unit.has_frozen or not self.unit.trains:
+            self._hook_inputs(inputs)
+        if self.may_free and self.unit.reshard_after_forward and not keep:
+            self.free(keep_parts=True)
+
+    def _hook_outputs(self, output: Any) -> bool:
+        """Gather again when a gradient reaches an output.
+
+        False if the buffers must stay: an output lies in one, or might hide tensors from us.
+        """
+        leaves = tree_leaves(output)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
+                leaf.register_hook(self._before_backward)
+        return all(isinstance(leaf, (Tensor, *_PLAIN)) and not self._holds(leaf) for leaf in leaves)
+
+    def _holds(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return False
+        return any(leaf.untyped_storage().data_ptr() == buffer.storage.data_ptr() for buffer in self.buffers)
+
+    def _hook_inputs(self, inputs: Any) -> None:
+        """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
+        needed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if needed:
+            self.still_read = True
+            handle = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
+            weakref.finalize(self, handle.remove)  # an input that outlives this forward collects no hooks
+
+    def _before_backward(self, _grad: Tensor) -> None:
+        if self.backward != current_backward():
+            self.reopen()
+
+    def reopen(self) -> None:
+        """Make the views readable for the running backward pass: gather again what was freed."""
+        check_not_summoned(self.unit, "backward")
+        check_no_forward_runs(self.unit)
+        self.backward = current_backward()
+        if any(buffer.is_shard for buffer in self.buffers):
+            self._check_unchanged()  # else backward would compute with values that forward did not have
+        call_after_backward(self.close, if_failed=self.drop_views)
+        self.prefetch()
+        self.ahead = False
+        self.wait()
+        self._show(self.backward)
+        self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
+
+    def prefetch(self) -> bool:
+        """Begin to gather again what was freed; whether anything was."""
+        freed = [buffer for buffer in self.buffers if buffer.is_free]
+        if freed:
+            self._check_unchanged()
+            self.streams.limit()
+            with torch.no_grad(), self.streams.unsharding():
+                for buffer in freed:
+                    buffer.start()
+        return bool(freed)
+
+    def free_ahead(self) -> None:
+        """Free what was gathered ahead for nothing."""
+        if self.ahead:
+            self.ahead = False
+            self.free(keep_parts=True)
+
+    def gradients_ready(self) -> None:
+        """All trained parameters' gradients are there: free before they are packed, if nobody reads the views now.
+
+        Several forwards of one unit recomputed in one backward all read these views: wait for the last of them. A
+        reentrant checkpoint runs a backward pass of its own within the one that opened the views.
+        """
+        if not (self.still_read or self._is_shared() or self.backward not in (-1, current_backward())):
+            self.close()
+        self._prefetch_next(BackwardPrefetch.BACKWARD_POST)
+
+    def _inputs_ready(self) -> None:
+        self.still_read = False
+        if self.backward == current_backward() and not self._is_shared():
+            self.close()
+            self._prefetch_next(BackwardPrefetch.BACKWARD_POST)  # a frozen unit has no gradients to be ready (E-PRE-6)
+
+    def _prefetch_next(self, when: BackwardPrefetch) -> None:
+        if self.root is not None:
+            self.root.prefetch_backward(self, when)
+
+    def _is_shared(self) -> bool:
+        return self.recomputed_into and len(self.unit.awaiting_backward) > 1
+
+    def close(self) -> None:
+        """The backward pass needs the views no longer: free the buffers, or keep them where that saves a gather."""
+        self.unit.awaiting_backward.discard(self)
+        self.drop_views()
+        if self.unit.keeps_unsynced and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
+            self._keep()
+            return
+        if self.unit.kept is not None:
+            self._free(self.unit.kept.buffers)
+            self.unit.kept = None
+        self.free()
+
+    def drop_views(self) -> None:
+        """Let the unit forget the views: they own the node that owns the unit, and no collector sees such a ring."""
+        if self.unit.views is self.views:
+            self.unit.views = None
+        if self.unit.fulls is self.views:
+            self.unit.fulls = None
+
+    def _keep(self) -> None:
+        kept: Kept | None = self.unit.kept
+        if kept is not None and kept.buffers is not self.buffers:
+            self._free(kept.buffers)
+        self.unit.kept = Kept(self.buffers, self.stamp, self.full_precision)
+
+    def _check_unchanged(self) -> None:
+        if [param._version for param in self.unit.params] == self.stamp.params:
+            return
+        for name, param, version in zip(self.unit.names, self.unit.params, self.stamp.params, strict=True):
+            if param._version != version:
+                raise RuntimeError(
+                    f"parameter {name}: expected the values of the forward pass in its backward pass, found it "
+                    f"changed in place in between; run backward before the optimizer's step"
+                )
+
+    def free(self, keep_parts: bool = False) -> None:
+        """Give the buffers' memory back; if `keep_parts`, but for what a smaller group gathers from again."""
+        self.wait()
+        self._free(self.buffers, keep_parts)
+
+    def _free(self, buffers: Sequence[FullBuffer], keep_parts: bool = False) -> None:
+        filled = [buffer for buffer in buffers if not (buffer.is_shard or buffer.is_free)]
+        for buffer in filled:
+            buffer.free()
+        for buffer in buffers if not keep_parts else ():
+            buffer.part = None
+        if filled:
+            self.streams.note_free()
+
+
+def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
+    """A hook on a node of the graph must not own the views, which own that node: no collector sees such a ring."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(_grads: Any) -> None:
+        target = weak()
+        if target is not None:
+            target()
+
+    return hook

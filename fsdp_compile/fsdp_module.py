@@ -1,0 +1,216 @@
+"""`FSDPModule`: what a sharded module can do beside what its own class does."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager import Root, compiled_forward, sharded_forward
+from fsdp_compile.eager.clip import clip_grad_norm
+from fsdp_compile.eager.convert import convert
+from fsdp_compile.eager.hooks import compresses
+from fsdp_compile.eager.inputs import cast_buffers, computes_in_full_precision
+from fsdp_compile.eager.prologue import Prologue
+from fsdp_compile.eager.reduce import set_sync
+from fsdp_compile.eager.state import check_idle
+from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
+from fsdp_compile.eager.unshard import UnshardHandle, reshard
+from fsdp_compile.state_dict.model import KeepsState
+
+
+class FSDPModule(KeepsState, Prologue):
+    """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
+
+    _fsdp_is_root: bool
+    _fsdp_root: Root
+    _fsdp_scope: tuple[Unit, ...]
+
+    summon_full_params = staticmethod(summon_full_params)
+
+    @staticmethod
+    def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the swapped class: `forward` with the module's units gathered around it."""
+
+        def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return sharded_forward(self, forward, args, kwargs)
+
+        # A code object for each class: Dynamo counts recompilations per code object, and these are different programs.
+        gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
+        return functools.wraps(forward)(gathered_forward)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`: from now on a call of this module runs compiled.
+
+        The root is traced with all of its communication. A sharded module inside another is gathered, freed and reduced
+        by the eager runtime, beside the modules around it; its compiled forward reads full parameters and leaves its
+        gradients where they are reduced from. Equal blocks share one graph. It may also be called before `fully_shard`.
+        """
+        super().compile(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
+        gather_around_compiled(self)
+
+    def train(self, mode: bool = True) -> Any:
+        """As `nn.Module.train`; with FSDP_COMPILE_FULL_PREC_IN_EVAL=1, buffers change their dtype with the mode."""
+        super().train(mode)  # type: ignore[misc]  # a mixin of modules
+        cast_buffers(self)
+        return self
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Choose whether backward passes from now on reduce the gradients of this module's units and those below.
+
+        Without, gradients add up whole and local, in full size on every rank; the next reduce takes their sum.
+        Compiled, this holds for backward passes of forwards that run from now on.
+        """
+        for unit in units_below(self):
+            set_sync(unit, requires_gradient_sync)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside do not reduce gradients (E-ACC-1). Also usable as a decorator.
+
+        A rank may leave out backward passes inside. All ranks must enter, though, if a compiled forward from before the
+        first `no_sync` is still to have its backward: that one reduces what was kept as well, on all ranks or on none.
+
+        Raises:
+            RuntimeError: this module is not the root: a module around it is sharded too.
+            ValueError: a forward of this module is under way.
+        """
+        _check_root(self, "no_sync", RuntimeError)
+        units = units_below(self)
+        check_idle(units, "no_sync")
+        before = [unit.syncs for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, syncs in zip(units, before, strict=True):
+                set_sync(unit, syncs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.
+
+        That forward does not gather again (E-PRE-7), unless parameters were changed since: to know that of all ranks it
+        exchanges one number with them, if this was not called within the same forward of the root. Edits through
+        `param.data` cannot be seen. A compiled forward gathers for itself.
+
+        Args:
+            async_op: return a handle at once, whose `wait` orders what follows after the gather; the forward waits by
+                itself. False: wait, return None.
+
+        Raises:
+            AssertionError: within `summon_full_params`.
+        """
+        handle = self._fsdp_root.unshard(self._fsdp_scope, computes_in_full_precision(self))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free what `unshard` gathered, and what a forward kept for its backward, which gathers again then.
+
+        ValueError while a forward or backward of this module is under way.
+        """
+        for unit in self._fsdp_scope:
+            reshard(unit)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds parameters in full shape.
+
+        Edits are kept as in `summon_full_params`. One sharded module is gathered at a time, with those around it.
+
+        Raises:
+            ValueError: a forward or backward is under way, or parameters are in full shape already.
+        """
+        with summoned_for_apply(self):
+            return super().apply(fn)  # type: ignore[misc]  # this class comes before the module's own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""
+        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]  # likewise
+
+    def is_root(self) -> bool:
+        """Whether no sharded module is around this one."""
+        return self._fsdp_is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FSDPModule"]:
+        """The sharded modules among `module` and those below, in the order of `module.modules()`; or only roots."""
+        found = (each for each in module.modules() if isinstance(each, FSDPModule))
+        return [each for each in found if each.is_root() or not root_only]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of this module's parameters in place so that their norm is at most `max_norm`.
+
+        The norm is that of all full gradients as one vector, equal on every rank: parts are combined over the ranks
+        that share a copy, NO_SHARD units, ignored parameters and shared parameters count once. (Gradients of ignored
+        parameters are this rank's own; averaging them is up to the caller.) All ranks must call it, also those without
+        gradients.
+
+        Args:
+            max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
+            norm_type: p of the p-norm, above 0; or infinity, also as "inf".
+
+        Returns:
+            The norm before scaling, shape `()`, in the widest dtype that gradients of these parameters have. It is
+            computed in float32 or wider. 0, with a UserWarning, if no rank has gradients.
+
+        Raises:
+            RuntimeError: this module is not the root; or gradients were summed up under `no_sync` and not reduced yet.
+            ValueError: a forward or backward of this module is under way; or `norm_type` is not above 0.
+        """
+        _check_root(self, "clip_grad_norm_", RuntimeError)
+        check_idle(units_below(self), "clip_grad_norm_")
+        return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]  # a mixin of modules
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce the gradients of all units, eager and compiled; to be called before the first
+        forward, or between steps.
+
+        Sharded units call `hook(state, gradients, output)` with the unit's whole gradients, 1-D `[n]` in the reduce
+        dtype, and an uninitialised 1-D tensor for this rank's slice; NO_SHARD units call `hook(state, gradients)`,
+        which reduces in place. The hook divides by the number of ranks itself, and may give the tensors another dtype.
+        `fp16_compress_hook` and `bf16_compress_hook` of torch get the gradients as they are. Under hybrid sharding the
+        hook reduces over the ranks that share a copy; the mean over copies follows it.
+
+        Raises:
+            AssertionError: this module is not the root, or a hook is registered already.
+            ValueError: `hook` is not callable.
+        """
+        _check_root(self, "register_comm_hook", AssertionError)
+        units = units_below(self)
+        for unit in units:
+            if unit.comm_hook is not None:
+                raise AssertionError(
+                    f"register_comm_hook: expected no hook yet, found {_name(unit.comm_hook[1])}; register once"
+                )
+        if not callable(hook):
+            raise ValueError(
+                f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
+            )
+        for unit in units:
+            unit.set_comm_hook(state, hook, compresses(hook))
+
+
+def gather_around_compiled(module: Any) -> None:
+    """Let the eager runtime gather around what `nn.Module.compile` made of `module`, if it was called."""
+    if module._compiled_call_impl is not None:
+        module._compiled_call_impl = functools.partial(compiled_forward, module, module._compiled_call_impl)
+
+
+def _check_root(module: Any, what: str, error: type[Exception]) -> None:
+    if not module._fsdp_is_root:
+        raise error(f"{what}: expected the root module, found {type(module).__name__} inside another sharded module; "
+                    f"call it on that one")  # fmt: skip
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", repr(hook))
+
+
+def units_below(module: Any) -> list[Unit]:
+    """The units of `module` and of all modules below it, each once, in the order of `module.modules()`."""
+    found = (unit for each in module.modules() for unit in each.__dict__.get("_fsdp_scope", ()))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,335 @@
+"""A graph after autograd as the planner sees it: tasks and units, and the nodes that a plan moves.
+
+The nodes that start collectives or wait for them, and what hangs on those, are what a plan moves. All others compute,
+in the order in which they stand. That order is cut into tasks wherever a plan may have something to do: before a unit
+is first read, after it was last read, after its last gradient, and before each matrix product.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+
+from fsdp_compile.comm.collectives import STARTS, WAIT
+from fsdp_compile.core.ops import PACK_GRADS
+from fsdp_compile.passes._torch import is_tangent
+from fsdp_compile.passes.graph.liveness import live_bytes, size_of
+from fsdp_compile.passes.graph.node_kinds import CAST, is_product, is_view, readers
+from fsdp_compile.passes.graph.tags import get_tag, module_path, tag_of, tagged
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
+from fsdp_compile.passes.post_grad.coalesce import can_coalesce
+from fsdp_compile.passes.post_grad.reuse_gathered import gradients_of, is_reused
+
+Span = tuple[int, int]  # first and last position
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An all-gather: the nodes that start it, those that wait for it and view it, and those that read it.
+
+    In two stages, `first` starts the first one, and `start` waits for it.
+    """
+
+    first: list[fx.Node]
+    start: list[fx.Node]
+    wait: list[fx.Node]
+    readers: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A reduce: the gradients, the nodes that pack and start it, that wait for it, and that follow at the end.
+
+    Hybrid sharding, or a second stage: the wait for the first one starts the further one, whose own wait is the end.
+    What is `reused` is packed into the unit's gathered buffer.
+    """
+
+    gradients: list[fx.Node]
+    reused: bool
+    start: list[fx.Node]
+    wait: list[fx.Node]
+    end: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things cost.
+
+    Attributes:
+        node: seconds that a node computes.
+        collective: seconds that a link needs for what this node starts, without latency.
+        latency: seconds that each launch takes beside that.
+        contention: see `Workload`.
+        memory: whether bytes are counted too.
+    """
+
+    node: Callable[[fx.Node], float]
+    collective: Callable[[fx.Node], float]
+    latency: float = 0.0
+    contention: float = 0.0
+    memory: bool = True
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A graph, read.
+
+    Attributes:
+        workload: the planner's input; its `backward` is 0 if the graph goes in one direction.
+        tasks: the nodes of each task.
+        gathers: by name of the unit.
+        reduces: likewise.
+        tail: nodes that read what was reduced, such as a sum of two; they come after all tasks.
+    """
+
+    workload: Workload
+    tasks: list[list[fx.Node]]
+    gathers: dict[str, Gather]
+    reduces: dict[str, Reduce]
+    tail: list[fx.Node]
+
+
+def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Reading:
+    """Read `graph`.
+
+    Args:
+        graph: one direction of a step, or both.
+        costs: None: nothing takes time or memory, only the structure is read.
+        joint: whether it is forward and backward in one: backward begins where a gradient of an output is first read.
+    """
+    names = _names(graph)
+    gathers = {names[start]: _gather(start) for start in tagged(graph, "gather") if start in names}
+    reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
+    computing, tail = _computing(graph, gathers, reduces)
+    place = {node: index for index, node in enumerate(computing)}
+    backward = _first_of_backward(computing) if joint else 0
+    reads = {name: _spans(gather.readers, place, backward) for name, gather in gathers.items()}
+    writes = {name: _writes(name, reduce, reads, place) for name, reduce in reduces.items()}
+    cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
+    tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
+    units = list(dict.fromkeys([*gathers, *reduces]))
+    ready = [spans[-1][1] for spans in writes.values()]
+    memory = [0] * len(computing)
+    if costs and costs.memory:
+        memory = _memory(graph, computing, reduces, ready, gathers.keys(), joint)
+    workload = Workload(
+        tasks=tuple(
+            Task(
+                _task_name(computing[begin:end]),
+                seconds=sum(map(costs.node, computing[begin:end])) if costs else 0.0,
+                memory=max(memory[begin:end]),
+                reads=_touched(reads, units, begin, end),
+                writes=_touched(writes, units, begin, end),
+            )
+            for begin, end in pairwise((*cuts, len(computing)))
+        ),
+        backward=cuts.index(backward) if backward < len(computing) else len(tasks),
+        units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
+        latency=costs.latency if costs else 0.0,
+        contention=costs.contention if costs else 0.0,
+        can_merge=all(can_coalesce([each.start[-1] for each in kind]) for kind in (gathers.values(), reduces.values())),
+    )
+    return Reading(workload, tasks, gathers, reduces, tail)
+
+
+def _names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """A name for each start of a gather or a reduce: the unit's path; several units of one path are numbered."""
+    names: dict[object, str] = {}
+    found: dict[fx.Node, str] = {}
+    taken: Counter[str] = Counter()
+    for start in tagged(graph, "gather", "reduce"):
+        tag = tag_of(start)
+        if _is_last_gather(start) if tag.kind == "gather" else not _is_further_reduce(start):
+            unit: object = tag.unit if tag.unit >= 0 else start
+            path = tag.path or "root"
+            if unit not in names:
+                taken[path] += 1
+                names[unit] = path if taken[path] == 1 else f"{path}:{taken[path]}"
+            found[start] = names[unit]
+    return found
+
+
+def _is_last_gather(start: fx.Node) -> bool:
+    """Whether a gather is not only the first of two stages."""
+    return not any(user.target in STARTS for wait in start.users for user in wait.users)
+
+
+def _is_further_reduce(start: fx.Node) -> bool:
+    """Whether a reduce is a second stage, or hybrid sharding's all-reduce, of what the first has brought."""
+    sent: fx.Node = start.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+    return sent.target is WAIT
+
+
+# --- what a plan moves ------------------------------------------------------------------------------------------------
+
+
+def _gather(start: fx.Node) -> Gather:
+    (wait,) = (user for user in start.users if user.target is WAIT)
+    views, others = readers(wait)
+    others = [reader for reader in others if reader.target is not PACK_GRADS]  # which writes there, when all have read
+    nodes = _with_ancestors(start)
+    split = next((number + 1 for number, node in enumerate(nodes[:-1]) if node.target in STARTS), 0)
+    return Gather(nodes[:split], nodes[split:], [wait, *sorted(views)], others)
+
+
+def _with_ancestors(start: fx.Node) -> list[fx.Node]:
+    """`start` and what it is computed from, a cast or a view of an input, in the graph's order."""
+    found = {start}
+    work = [start]
+    while work:
+        inputs = {node for node in work.pop().all_input_nodes if node.op != "placeholder"} - found
+        found |= inputs
+        work += inputs
+    return sorted(found)
+
+
+def _reduce(start: fx.Node) -> Reduce:
+    chain = with_preparation(start)
+    (wait,) = (user for user in start.users if user.target is WAIT)
+    packs = chain[0].target is PACK_GRADS
+    gradients, reused = (gradients_of(chain[0]), is_reused(chain[0])) if packs else (chain[0].all_input_nodes, False)
+    further = [user for user in wait.users if user.target in STARTS]
+    if not further:
+        return Reduce(gradients, reused, chain, [wait, *_finishing(wait)], [])
+    return Reduce(gradients, reused, chain, [wait, *further], _to_the_end(further[0]))
+
+
+def _to_the_end(start: fx.Node) -> list[fx.Node]:
+    """The wait for a further reduce, what may follow on it in turn, and what makes the result a gradient."""
+    (wait,) = (user for user in start.users if user.target is WAIT)
+    further = [user for user in wait.users if user.target in STARTS]
+    return [wait, *further, *_to_the_end(further[0])] if further else [wait, *_finishing(wait)]
+
+
+def with_preparation(start: fx.Node) -> list[fx.Node]:
+    """What starts a reduce or hands gradients over, after our packing, adding of what was kept, and scaling."""
+    nodes = [start]
+    while isinstance(sent := nodes[0].args[0], fx.Node) and (tag := get_tag(sent)) is not None:
+        if tag.kind not in ("pack", "add_kept", "scale"):
+            break
+        nodes.insert(0, sent)
+    return nodes
+
+
+def _finishing(wait: fx.Node) -> list[fx.Node]:
+    """What makes a reduced tensor the shard's gradient: the rest of a division, a cast to the shard's dtype."""
+    scales = [user for user in wait.users if (tag := get_tag(user)) is not None and tag.kind == "scale"]
+    return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def _computing(
+    graph: fx.Graph, gathers: Mapping[str, Gather], reduces: Mapping[str, Reduce]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes that no plan moves, in order; and those among them that read what was reduced."""
+    moved = {node for gather in gathers.values() for node in (*gather.first, *gather.start, *gather.wait)}
+    reduced = {node for reduce in reduces.values() for node in (*reduce.wait, *reduce.end)}
+    moved |= {node for reduce in reduces.values() for node in reduce.start}
+    computing: list[fx.Node] = []
+    tail: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and node not in moved and node not in reduced:
+            after = not reduced.isdisjoint(node.all_input_nodes)
+            (tail if after else computing).append(node)
+            reduced |= {node} if after else set()
+    return computing, tail
+
+
+def _first_of_backward(computing: list[fx.Node]) -> int:
+    """Position of the first node that is computed from the gradient of an output."""
+    for index, node in enumerate(computing):
+        if any(is_tangent(each) for each in node.all_input_nodes):
+            return index
+    return len(computing)
+
+
+def _spans(nodes: Iterable[fx.Node], place: Mapping[fx.Node, int], split: int) -> list[Span]:
+    """From the first to the last of `nodes`, before and from `split`; placeholders come first, outputs last."""
+    places = [place.get(node, len(place) - 1 if node.op == "output" else 0) for node in nodes]
+    sides = [[at for at in places if at < split], [at for at in places if at >= split]]
+    return [(min(side), max(side)) for side in sides if side]
+
+
+def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], place: Mapping[fx.Node, int]) -> list[Span]:
+    """From the first to the last gradient; in the gathered buffer from when that is read no more: as if it were new."""
+    spans = _spans(reduce.gradients, place, 0)
+    if not reduce.reused:
+        return spans
+    free = reads[name][-1][1] + 1
+    return [(free, last) for _, last in spans]
+
+
+def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
+    """Where tasks begin."""
+    spans = [span for spans in touched for span in spans]
+    cuts = {0, backward, *(first for first, _ in spans), *(last + 1 for _, last in spans)}
+    cuts |= {index for index, node in enumerate(computing) if is_product(node)}
+    return sorted(cut for cut in cuts if cut < len(computing))
+
+
+def _touched(spans: Mapping[str, list[Span]], units: list[str], begin: int, end: int) -> tuple[int, ...]:
+    """Numbers of the units with a span that meets the positions from `begin` to before `end`."""
+    numbered = [(number, *span) for number, unit in enumerate(units) for span in spans.get(unit, ())]
+    return tuple(number for number, first, last in numbered if first < end and begin <= last)
+
+
+def _task_name(nodes: list[fx.Node]) -> str:
+    """The module that a task computes for, and its matrix product."""
+    paths = [path for node in nodes if (path := module_path(node))]
+    product = [node.name for node in nodes if is_product(node)]
+    return " ".join([*paths[:1], *product[:1]]) or nodes[0].name
+
+
+def _memory(
+    graph: fx.Graph,
+    computing: list[fx.Node],
+    reduces: Mapping[str, Reduce],
+    ready: Sequence[int],
+    gathered: Set[str],
+    joint: bool,
+) -> list[int]:
+    """Bytes at each position, gathered and packed buffers aside: those are the plan's business.
+
+    Of a unit that is not `gathered` here, as it was kept, the shard lives and the whole buffer, whatever is an input.
+    """
+    packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
+    results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
+    kept = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
+    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in kept]
+    place = {node: index for index, node in enumerate(computing)}
+    return live_bytes(graph, place, packed, [*unseen, *zip(ready, results, strict=True)], joint)
+
+
+def _beside_matrices(reduce: Reduce) -> int:
+    """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
+    matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
+    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
+
+
+def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None) -> UnitCost:
+    further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
+    return UnitCost(
+        name,
+        gather=sum(map(costs.collective, (*gather.first[-1:], gather.start[-1]))) if costs and gather else 0.0,
+        reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
+        gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
+        packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
+        replicate=sum(map(costs.collective, further)) if costs else 0.0,
+        keep=_keep(gather.start[-1]) if gather else False,
+        module=(tag_of(gather.start[-1]).path or "root") if gather else "",
+    )
+
+
+def _allocates(node: fx.Node) -> bool:
+    """Whether a node on the way to a gather, a cast or a first stage, has memory of its own."""
+    return node.target is not WAIT and not is_view(node)
+
+
+def _keep(gather: fx.Node) -> bool | None:
+    """Whether a gathered buffer stays for backward; None: to be decided."""
+    reshards = tag_of(gather).reshard
+    return None if reshards is None else not reshards

@@ -1,0 +1,45 @@
+"""`reshard_after_forward="auto"`: which units stay gathered between forward and backward, decided on the joint graph.
+
+By cost if the configuration names a link: the units whose second gather would make the step longer, as far as the
+budget goes, which holds for the whole step: what is kept lives in both of its graphs. Without a link: the units that
+backward reads before any other gather could hide.
+"""
+
+from dataclasses import replace
+
+from torch import fx
+
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.cost.profile import timed_step
+from fsdp_compile.passes.graph.reading import read
+from fsdp_compile.passes.graph.tags import get_tag, set_tag, tagged
+from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.pricing import costs_of
+
+
+def decide_what_to_keep(graph: fx.Graph, config: CompileConfig) -> None:
+    """Settle `reshard` in all tags that leave it open.
+
+    Raises:
+        PlanError: no plan fits into `config.budget`.
+    """
+    if not any(tag.reshard is None for node in tagged(graph, "gather") if (tag := get_tag(node))):
+        return
+    costs = costs_of(graph, config)
+    reading = read(graph, costs, joint=True)
+    if costs:
+        kept = schedule(timed_step(reading, config), config.budget).kept
+    else:
+        kept = _first_in_backward(reading.workload)
+    numbers = {tag.unit for name in kept if (tag := get_tag(reading.gathers[name].start[-1]))}
+    for node in graph.nodes:
+        tag = get_tag(node)
+        if tag is not None and tag.reshard is None:
+            set_tag(node, replace(tag, reshard=tag.unit not in numbers))
+
+
+def _first_in_backward(workload: Workload) -> tuple[str, ...]:
+    """The unit that backward reads first: it has just been read."""
+    by_first_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    return tuple(workload.units[unit].name for unit in by_first_read[:1])

@@ -1,0 +1,183 @@
+"""What no plan can beat: the shortest step and the smallest memory."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from math import inf
+
+from fsdp_compile.passes.plan.launches import Launch, gathers_of, reaches, reaches_back, reduces_of, room_for_gathers
+from fsdp_compile.passes.plan.workload import Workload
+
+
+def smallest_budget(workload: Workload, kept: frozenset[int] | None = None) -> int:
+    """Bytes that live at once if each unit is gathered when it is read, reduced and waited for when it is ready.
+
+    Every plan needs these: beside a task live what it reads and what it, or one before it, has begun to write.
+
+    Args:
+        workload: the step.
+        kept: units whose gathered buffers stay between forward and backward; None: only those that have to.
+    """
+    return max(_least_memory(workload, workload.always_kept if kept is None else kept), default=0)
+
+
+def _least_memory(workload: Workload, kept: frozenset[int]) -> list[int]:
+    """The same for each task."""
+    held = [(first, last, workload.units[unit].gathered) for unit, first, last in workload.gathers(kept)]
+    held += [(first, last, workload.units[unit].packed) for unit, first, last in workload.reduces()]
+    changes = [0] * (len(workload.tasks) + 1)
+    for first, last, size in held:
+        changes[first] += size
+        changes[last + 1] -= size
+    return [task.memory + more for task, more in zip(workload.tasks, accumulate(changes), strict=False)]
+
+
+def lower_bound(
+    workload: Workload, kept: frozenset[int] | None = None, budget: int | None = None, merge: int | None = None
+) -> float:
+    """Seconds below which no plan can be: backward follows forward, the link carries one launch at a time.
+
+    With g1 the first gather, A all gathers, C all computing, R all reduces, r the last one to get ready, f and b for
+    forward and backward, this is at least `g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r`.
+
+    A budget adds to that. What is read after a task of backward is gathered after it, unless it fits in beside it, kept
+    or gathered early. And what is launched together lives together, so that there are more launches than one. That much
+    holds of plans that launch gathers in the order of their first reader, reduces in the order in which they get ready.
+
+    Args:
+        workload: the step.
+        kept: units whose gathered buffers stay; None: whichever the planner may choose.
+        budget: bytes that may live at once; None: no limit.
+        merge: how many units one launch may gather or reduce; None: any number.
+    """
+    return _Bound(workload, kept, inf if budget is None else budget, merge or len(workload.units)).seconds()
+
+
+class _Bound:
+    def __init__(self, workload: Workload, kept: frozenset[int] | None, budget: float, merge: int) -> None:
+        self.workload, self.units, self.latency, self.merge = workload, workload.units, workload.latency, merge
+        self.budget, split = budget, workload.backward
+        self.done = [0.0, *accumulate(task.seconds for task in workload.tasks)]
+        stays = workload.always_kept if kept is None else kept
+        gathers = gathers_of(workload, workload.always_kept | set(workload.keepable) if kept is None else kept)
+        self.forward = [launch for launch in gathers if launch.first < split]
+        self.backward = [launch for launch in gathers if launch.first >= split]
+        reduces = reduces_of(workload)
+        self.ready, self.reduces = [launch.first for launch in reduces], reduces[::-1]
+        back = reaches_back(workload, reduces, budget, merge)
+        self.reaches_of_reduces = [len(self.reduces) - start for start in reversed(back[1:])]
+        self.tails = self._tails()
+        self.rooms = [budget - least for least in _least_memory(workload, stays)]
+        beside = (room_for_gathers(workload, index, budget) for index in range(split, len(workload.tasks)))
+        self.most_room = list(accumulate(beside, max))
+        self.late = [(unit, first) for unit, (first, _) in workload.reads_in_backward.items() if unit not in stays]
+
+    def seconds(self) -> float:
+        return self._of_forward() + max(self._of_backward())
+
+    def _of_forward(self) -> float:
+        split = self.workload.backward
+        after = [self.done[split] - self.done[launch.first] for launch in self.forward]
+        least = self._least_end(self.forward, after, reaches(self.workload, self.forward, self.budget, self.merge))
+        return max(self.done[split], least)
+
+    def _of_backward(self) -> Iterator[float]:
+        ends = self._ends()
+        yield ends[-1]
+        split = self.workload.backward
+        after = [ends[launch.first + 1 - split] for launch in self.reduces]
+        replicas = min((launch.replicate for launch in self.reduces), default=0.0)
+        least = self._least_end(self.reduces, after, self.reaches_of_reduces)
+        yield least + (replicas + self.latency if replicas else 0.0)
+        for index in range(split, len(self.done) - 1):
+            unsent = len(self.reduces) - bisect_left(self.ready, index)
+            yield ends[index + 1 - split] + self._forced(index) + self.tails[unsent]
+        moved = sum(launch.seconds for launch in self.backward) + self.latency * bool(self.backward)
+        yield moved + self.tails[-1]
+
+    def _least_end(self, launches: list[Launch], after: list[float], reaches: list[int]) -> float:
+        """When all ends at the earliest if `launches` follow each other, and `after` some seconds each: neighbours as
+        one launch cost one latency, and are followed by what follows the first of them.
+        """
+        sums = [0.0, *accumulate(launch.seconds for launch in launches)]
+        singly = [moved + least for moved, least in zip(sums[1:], after, strict=True)]
+        least = max(singly, default=-self.latency) + self.latency
+        most = max((each + self.latency * count for count, each in enumerate(singly, 1)), default=0.0)
+        if _can_end(sums, after, reaches, self.latency, least):
+            return least
+        while most - least > 1e-6 * self.latency:
+            middle = (least + most) / 2
+            least, most = (least, middle) if _can_end(sums, after, reaches, self.latency, middle) else (middle, most)
+        return least
+
+    def _ends(self) -> list[float]:
+        """When backward, and each task of it, ends at the earliest after backward began: all gathers up to any one,
+        then the tasks from its first reader on.
+        """
+        split, queue = self.workload.backward, self.backward[::-1]
+        counts = _counts(reaches(self.workload, self.backward, self.budget, self.merge))
+        ends, late, moved = [0.0], 0.0, 0.0
+        for index in range(split, len(self.done) - 1):
+            while queue and queue[-1].first <= index:
+                launch = queue.pop()
+                moved += launch.seconds
+                latencies = self.latency * counts[len(self.backward) - len(queue)]
+                late = max(late, moved + latencies - (self.done[launch.first] - self.done[split]))
+            ends.append(late + self.done[index + 1] - self.done[split])
+        return ends
+
+    def _tails(self) -> list[float]:
+        """For the last reduces, by their number: what the link takes, and the all-reduce over replicas that follows."""
+        counts, tails, moved, after = _counts(self.reaches_of_reduces), [0.0], 0.0, inf
+        for launch, count in zip(self.reduces, counts[1:], strict=True):
+            moved += launch.seconds
+            after = min(after, launch.replicate)
+            tails.append(moved + self.latency * count + (after + self.latency if after else 0.0))
+        return tails
+
+    def _forced(self, index: int) -> float:
+        """Seconds of gathers that cannot be launched before task `index` of backward is done: no room beside it."""
+        left = [each for each in self.late if each[1] > index]
+        sizes = [self.units[unit].gathered for unit, _ in left]
+        if sum(sizes) <= self.rooms[index]:
+            return 0.0
+        costs = [self.units[unit].gather + self.latency * self._part(unit, first) for unit, first in left]
+        return sum(costs) - _most_worth(costs, sizes, self.rooms[index])
+
+    def _part(self, unit: int, first: int) -> float:
+        """What part of a launch of backward a gather is at least, by its bytes beside the launch's first reader."""
+        size, room = self.units[unit].gathered, self.most_room[first - self.workload.backward]
+        return size / room if size < room and self.merge > 1 else 1.0
+
+
+def _can_end(sums: list[float], after: list[float], reaches: list[int], latency: float, seconds: float) -> bool:
+    """Whether launches can end within some seconds: each takes as many as it may, see `_least_end`."""
+    start, moved = 0, 0.0
+    while start < len(after):
+        moved += latency
+        stop = min(reaches[start], bisect_right(sums, seconds - moved - after[start]) - 1)
+        if stop <= start:
+            return False
+        start = stop
+    return True
+
+
+def _counts(reaches: list[int]) -> list[int]:
+    """How many launches the first units take at least, by their number."""
+    counts, start = [0], 0
+    while start < len(reaches):
+        counts += [counts[-1] + 1] * (reaches[start] - start)
+        start = reaches[start]
+    return counts
+
+
+def _most_worth(worths: list[float], sizes: list[int], room: float) -> float:
+    """The most that things of these sizes within `room` can be worth: no more than by parts, nor by their number."""
+    by_parts, rest = 0.0, room
+    for worth, size in sorted(zip(worths, sizes, strict=True), key=lambda each: -each[0] / max(each[1], 1)):
+        by_parts += worth * min(1.0, rest / size) if size else worth
+        rest -= size
+        if rest <= 0:
+            break
+    count = bisect_right([*accumulate(sorted(sizes))], room)
+    return min(by_parts, sum(sorted(worths, reverse=True)[:count]))

@@ -1,0 +1,137 @@
+"""Which kind of state dict a sharded module gives: full, sharded or local.
+
+FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
+SHARDED    `PieceTensor`s of the original shapes over memory of the shards: nothing is gathered
+LOCAL      what this rank stores, 1-D: good for the same wrapping on as many ranks alone
+
+Every kind can be loaded whatever is set, but parts as LOCAL gives them, which need LOCAL. Until set, `fully_shard`
+means SHARDED and `FullyShardedDataParallel` FULL, as torch's two do.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from fsdp_compile.core.lookup import units_used_below
+from fsdp_compile.core.unit import Unit
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def default_settings(kind: StateDictType) -> StateDictSettings:
+    """The settings of `kind` with default configs."""
+    config, optim_config = _CONFIGS[kind]
+    return StateDictSettings(kind, config(), optim_config())
+
+
+SHARDED = default_settings(StateDictType.SHARDED_STATE_DICT)
+
+
+def settings_of(unit: Unit) -> StateDictSettings:
+    """What is set for a unit."""
+    return unit.state_settings or SHARDED
+
+
+def is_first(unit: Unit) -> bool:
+    """Whether this is the first of all ranks that share the unit: the one that rank-0-only means."""
+    groups = [unit.group] if unit.replicas is None else [unit.group, unit.replicas]
+    return all(dist.get_rank(group) == 0 for group in groups)
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose the kind of state dict that all units with a parameter in `module`, sharded itself or not, give.
+
+    Args:
+        module: any module.
+        state_dict_type: the kind.
+        state_dict_config: of the class that belongs to the kind; None: its defaults.
+        optim_state_dict_config: the same for the optimizer's state.
+
+    Returns:
+        What was set before; its fields are None if there are no units.
+
+    Raises:
+        RuntimeError: a config is of another class.
+        AssertionError: units differ in the kind, or in the class of a config, that was set before.
+    """
+    config = _checked("state_dict_config", state_dict_config, _CONFIGS[state_dict_type][0])
+    optim = _checked("optim_state_dict_config", optim_state_dict_config, _CONFIGS[state_dict_type][1])
+    units = units_used_below(module)
+    before = [settings_of(unit) for unit in units]
+    for unit, found in zip(units, before, strict=True):
+        if _classes(found) != _classes(before[0]):
+            raise AssertionError(_differ(unit, found, before[0]))
+    for unit in units:
+        unit.state_settings = StateDictSettings(state_dict_type, config, optim)  # type: ignore[arg-type]  # checked
+    return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+    """What is set for all units with a parameter in `module`; None if there are none.
+
+    AssertionError if they differ.
+    """
+    found = {unit: settings_of(unit) for unit in units_used_below(module)}
+    first = next(iter(found.values()), None)
+    for unit, settings in found.items():
+        if first is not None and settings != first:
+            raise AssertionError(_differ(unit, settings, first))
+    return first
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """As `set_state_dict_type`, until the context is left, also by an exception."""
+    before = {unit: unit.state_settings for unit in units_used_below(module)}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for unit, settings in before.items():
+            unit.state_settings = settings
+
+
+def _checked(name: str, config: object, expected: type) -> object:
+    if config is None:
+        return expected()
+    if type(config) is not expected:
+        raise RuntimeError(f"{name}: expected a {expected.__name__}, found a {type(config).__name__}; pass the class "
+                           f"that belongs to the state_dict_type")  # fmt: skip
+    return config
+
+
+def _classes(settings: StateDictSettings) -> tuple[object, ...]:
+    configs = (settings.state_dict_config, settings.optim_state_dict_config)
+    return (settings.state_dict_type, *map(type, configs))
+
+
+def _differ(unit: Unit, found: StateDictSettings, expected: StateDictSettings) -> str:
+    return f"state_dict_type: expected {expected}, as of the first unit, found {found} of {unit}; set it on the root"

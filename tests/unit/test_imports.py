@@ -1,0 +1,106 @@
+"""Every import of the package goes in a direction that the table allows; private names of torch have their files."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fsdp_compile
+
+PACKAGE = Path(fsdp_compile.__file__).parent
+
+# Who may import whom. A folder may import itself; modules at the top of the package that are not named here, any.
+ALLOWED = {
+    "core": set(),
+    "comm": {"core"},
+    "construct": {"core", "comm"},
+    "eager": {"core", "comm"},
+    "passes": {"core.ops", "core.layout", "config", "comm"},
+    "state_dict": {"core", "comm"},
+    "checkpoint": {"state_dict", "core", "comm"},
+    "explain": {"core", "construct", "passes", "config"},
+    "config": set(),
+}
+PLAIN = {"passes.plan": {"torch"}, "passes.cost": {"torch"}}  # folders that import nothing of these packages
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield name, ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """What a module imports, dotted; `from a import b` is both `a` and `a.b`, as `b` may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(folder + ".")
+
+
+def breaches(name: str, imported: Iterable[str]) -> list[str]:
+    """Those of the dotted names `imported` that module `name` of the package must not import."""
+    found = []
+    for target in imported:
+        ours = target.removeprefix("fsdp_compile.") if within(target, "fsdp_compile") else None
+        room = next((room for room in ALLOWED if within(name, room)), None)
+        if ours is not None and room is not None:
+            if not any(within(ours, allowed) for allowed in ALLOWED[room] | {room}):
+                found.append(f"{name} imports {target}")
+        for folder, packages in PLAIN.items():
+            if within(name, folder) and any(within(target, package) for package in packages):
+                found.append(f"{name} imports {target}")
+    return found
+
+
+def private_torch(name: str, tree: ast.Module) -> list[str]:
+    """Private names of torch that a module other than a `_torch.py` mentions."""
+    if name.split(".")[-1] == "_torch":
+        return []
+    found = [target for target in imports(tree) if within(target, "torch") and re.search(r"\._[a-z]", target)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*", text) and "__" not in text:
+                found.append(text)
+    return [f"{name} uses {target}" for target in found]
+
+
+def test_imports_run_downward() -> None:
+    """No module of the package imports what the table does not allow."""
+    assert [each for name, tree in modules() for each in breaches(name, imports(tree))] == []
+
+
+def test_private_names_of_torch_are_in_their_files() -> None:
+    """Only files named `_torch.py` mention a private name of torch, and each folder has at most one."""
+    assert [each for name, tree in modules() for each in private_torch(name, tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("core.unit", "fsdp_compile.comm.collectives"),
+        ("eager.forward", "fsdp_compile.passes.pipeline"),
+        ("passes.post_grad.order", "fsdp_compile.core.unit"),
+        ("passes.plan.search", "torch.fx"),
+        ("construct.devices", "fsdp_compile.api.fully_shard"),
+    ],
+)
+def test_a_forbidden_import_is_found(name: str, target: str) -> None:
+    """The test above fails when one of these imports is added."""
+    assert breaches(name, [target]) == [f"{name} imports {target}"]
+
+
+def test_a_private_name_is_found() -> None:
+    """Private names count whether imported or reached through `torch`."""
+    tree = ast.parse("import torch\nfrom torch._inductor import config\nx = torch._C._functions")
+    assert len(private_torch("core.unit", tree)) >= 2
+    assert private_torch("core._torch", tree) == []
