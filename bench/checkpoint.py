@@ -161,7 +161,7 @@ def measure_on_rank(rank: int, folder: str) -> None:
     join_group(rank, folder, BIG_RANKS)
     with torch.device("meta"):
         model = build(BIG_WIDTH, BIG_LAYERS)
-    fully_shard(model, device_id=torch.device("cpu"), param_init_fn=materialise)
+    fully_shard(model, device_id=torch.device("cpu"), param_init_fn=materialize)
     shards = [param.detach() for param in model.parameters()]
     figures: dict[str, Any] = {"shard": sum(shard.nbytes for shard in shards) / MIB}
     checkpoint = f"{folder}/checkpoint"
@@ -172,7 +172,7 @@ def measure_on_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def materialise(module: nn.Module) -> None:
+def materialize(module: nn.Module) -> None:
     """Give a linear layer memory; its values do not matter, as long as they take pages."""
     module.to_empty(device="cpu", recurse=False)
     for param in module.parameters(recurse=False):

@@ -13,7 +13,7 @@ from fsdp_compile.comm.groups import RESHARDING, GroupArgument, divide, resolve_
 from fsdp_compile.construct.broadcast import broadcast_states
 from fsdp_compile.construct.devices import given_device, move_from_cpu
 from fsdp_compile.construct.ignored import Ignored, collect_ignored
-from fsdp_compile.construct.meta_init import InitFn, materialise
+from fsdp_compile.construct.meta_init import InitFn, materialize
 from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
 from fsdp_compile.core.caller import warn_caller
@@ -189,7 +189,7 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
     """Give one unit's tensors values, a device and equality, in this order; then shard it."""
     params = [param for _, param in prepared.params]
     modules = [module for _, module in prepared.modules]
-    materialise(prepared.modules, prepared.device, settings.init, settings.ignored.params)
+    materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
     move_from_cpu(params, modules, prepared.device)
     if settings.sync:
         broadcast_states(params, prepared.module, settings.groups)

@@ -22,8 +22,8 @@ InitFn = Callable[[nn.Module], Any]
 NamedModules = Sequence[tuple[str, nn.Module]]
 
 
-def check_materialisable(modules: NamedModules, init: InitFn | None, ignored: Set[Any]) -> None:
-    """Raise ValueError if `materialise` with the same arguments could not initialise a module.
+def check_materializable(modules: NamedModules, init: InitFn | None, ignored: Set[Any]) -> None:
+    """Raise ValueError if `materialize` with the same arguments could not initialise a module.
 
     Without `init` each module that directly owns meta tensors needs a `reset_parameters()`. Changes nothing.
     """
@@ -44,7 +44,7 @@ def check_materialisable(modules: NamedModules, init: InitFn | None, ignored: Se
                 )
 
 
-def materialise(modules: NamedModules, device: torch.device, init: InitFn | None, ignored: Set[Any]) -> None:
+def materialize(modules: NamedModules, device: torch.device, init: InitFn | None, ignored: Set[Any]) -> None:
     """Give all meta tensors of a unit's `modules` memory and values; nothing happens if there are none.
 
     Only modules that directly own meta tensors are initialised, and values that are there stay (E-META-4). With `init`,

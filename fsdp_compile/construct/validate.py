@@ -17,7 +17,7 @@ from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place
 from fsdp_compile.construct.broadcast import unsent_buffers
 from fsdp_compile.construct.devices import carried_devices, compute_device
 from fsdp_compile.construct.ignored import Ignored, IsUnit
-from fsdp_compile.construct.meta_init import InitFn, check_materialisable
+from fsdp_compile.construct.meta_init import InitFn, check_materializable
 from fsdp_compile.construct.wrap_policy import Chosen
 from fsdp_compile.core.caller import warn_caller
 from fsdp_compile.core.switches import Switches
@@ -82,7 +82,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
         _check_params(params, path)
         device = compute_device(((_join(path, n), p.device) for n, p in params), settings.device, carried)
         named = [(paths[found], found) for found in modules]
-        check_materialisable(named, settings.init, settings.ignored.params)
+        check_materializable(named, settings.init, settings.ignored.params)
         precision = chosen[module].get("mixed_precision", settings.precision)
         prepared.append(PreparedUnit(module, path, params, named, place(strategy, settings.groups), device, precision))
     _warn_one_rank(strategies, settings.groups)

@@ -4,7 +4,7 @@ Construction
     groups.py          which ranks shard, which replicate, which gather again
     ignored.py         what is left alone
     devices.py         where a unit computes, and moving it there
-    materialise.py     parameters on the meta device get memory and values
+    materialize.py     parameters on the meta device get memory and values
     broadcast.py       equal values on all ranks
 Each step
     forward.py         the forward of a sharded module, eager and traced
