@@ -156,7 +156,7 @@ def test_attributes_and_requires_grad_survive() -> None:
         assert model.weight.is_special and not model.bias.requires_grad and model.weight.requires_grad
 
 
-def test_units_are_materialised_one_by_one() -> None:
+def test_units_are_materialized_one_by_one() -> None:
     """When a unit is initialised, those before it are shards already: the whole model never exists (E-META-6)."""
     model = on_meta()
     whole_elements: list[int] = []

@@ -52,9 +52,9 @@ def breaches(name: str, imported: Iterable[str]) -> list[str]:
     for target in imported:
         ours = target.removeprefix("fsdp_compile.") if within(target, "fsdp_compile") else None
         room = next((room for room in ALLOWED if within(name, room)), None)
-        if ours is not None and room is not None:
-            if not any(within(ours, allowed) for allowed in ALLOWED[room] | {room}):
-                found.append(f"{name} imports {target}")
+        allowed = ALLOWED[room] | {room} if room is not None else set()
+        if ours is not None and allowed and not any(within(ours, each) for each in allowed):
+            found.append(f"{name} imports {target}")
         for folder, packages in PLAIN.items():
             if within(name, folder) and any(within(target, package) for package in packages):
                 found.append(f"{name} imports {target}")
