@@ -70,7 +70,7 @@ def workload(shape: Shape, batch: int, world: int, link: Link, device: Device, k
 
 def _unit(name: str, size: int, world: int, link: Link, keep: bool | None) -> UnitCost:
     gather, reduce = (float(transfer_seconds(size * each, world, link)) for each in (2, 4))
-    return UnitCost(name, gather, reduce, 2 * size, 4 * size, keep=keep)
+    return UnitCost(name, gather, reduce, 2 * size, 4 * size, keep_unsharded=keep)
 
 
 def _activations(shape: Shape, tokens: int) -> int:

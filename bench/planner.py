@@ -12,9 +12,9 @@ import time
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
 from fsdp_compile.passes.cost.roofline import device, link
-from fsdp_compile.passes.plan.schedule import Schedule, schedule
+from fsdp_compile.passes.plan.plan import verify
+from fsdp_compile.passes.plan.search import PlannedStep, search_plan
 from fsdp_compile.passes.plan.simulate import simulate
-from fsdp_compile.passes.plan.verify import verify
 from fsdp_compile.passes.plan.workload import Workload
 
 WORLDS = {
@@ -43,7 +43,7 @@ def _compare(step: Workload) -> dict[str, object]:
     rules = {"one_ahead": simulate(step, one_ahead(step)), "fsdp2": simulate(step, fsdp2(step))}
     better = min(rules.values(), key=lambda timeline: (timeline.makespan, timeline.peak))
     start = time.process_time()
-    ours = schedule(step, better.peak)
+    ours = search_plan(step, better.peak)
     planning = time.process_time() - start
     verify(step, ours.plan, better.peak)
     avoidable = better.makespan - ours.bound
@@ -60,18 +60,18 @@ def _compare(step: Workload) -> dict[str, object]:
     }
     memory = device("h100").memory
     if memory is not None and memory > better.peak:
-        row["ours_on_device"] = _figures(schedule(step, memory), computing)
+        row["ours_on_device"] = _figures(search_plan(step, memory), computing)
     return row
 
 
-def _figures(found: Schedule, computing: float) -> dict[str, object]:
+def _figures(found: PlannedStep, computing: float) -> dict[str, object]:
     return {
         "seconds": found.seconds,
         "exposed": found.seconds - computing,
         "unavoidable": found.bound - computing,
         "gap": found.gap,
         "peak": found.peak,
-        "kept": len(found.kept),
+        "kept": len(found.keep_unsharded),
     }
 
 

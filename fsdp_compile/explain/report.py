@@ -21,10 +21,9 @@ from fsdp_compile.passes.graph.reading import read
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.plan.bound import lower_bound
-from fsdp_compile.passes.plan.plan import Plan, Step
-from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.plan import Plan, Step, verify
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.simulate import Span, Timeline, simulate
-from fsdp_compile.passes.plan.verify import verify
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.pricing import costs_of
 
@@ -167,8 +166,8 @@ def explain(
         sharded = made if isinstance(made, FSDPModule) else fully_shard(made, reshard_after_forward="auto")
         workload = _workload_of(sharded, example_inputs, config)
     if device not in (None, "cpu"):  # where it computes, not here, one call launches several units
-        workload = replace(workload, can_merge=True)
-    return report(workload, schedule(workload, budget).plan, budget)
+        workload = replace(workload, can_coalesce=True)
+    return report(workload, search_plan(workload, budget).plan, budget)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fsdp_compile import explain, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.joint import choose_kept as keep
 from fsdp_compile.passes.plan.plan import Plan, PlanError
-from fsdp_compile.passes.plan.schedule import Schedule, schedule
+from fsdp_compile.passes.plan.search import PlannedStep, search_plan
 from fsdp_compile.passes.plan.simulate import simulate
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
@@ -118,11 +118,11 @@ def test_auto_keeps_by_measured_times(
     """What is kept is planned with the seconds measured in each direction; a file that lacks one is refused."""
     seen: list[Workload] = []
 
-    def see(workload: Workload, budget: int | None) -> Schedule:
+    def see(workload: Workload, budget: int | None) -> PlannedStep:
         seen.append(workload)
-        return schedule(workload, budget)
+        return search_plan(workload, budget)
 
-    monkeypatch.setattr(keep, "schedule", see)
+    monkeypatch.setattr(keep, "search_plan", see)
     path = tmp_path / "times.json"
     options: dict[str, object] = {"link": SLOW, "times": str(path)}
     table = {"forward of 17 products": [0.5] * 18, "forward of 900 products": [9.0] * 901}

@@ -13,9 +13,9 @@ from fsdp_compile.passes.plan.workload import Workload
 
 def shortest(workload: Workload, budget: float = float("inf"), merge: int = 2) -> float:
     """Seconds of the shortest plan within `budget` bytes; infinity if there is none."""
-    open_choices = workload.keepable
+    open_choices = workload.may_keep
     subsets = (set(s) for n in range(len(open_choices) + 1) for s in combinations(open_choices, n))
-    machines = [_Machine(workload, workload.always_kept | kept, budget, merge) for kept in subsets]
+    machines = [_Machine(workload, workload.must_keep | kept, budget, merge) for kept in subsets]
     # task, gathers, reduces, now, link, replicas, done times of gathers, pending reduces (done, count), live bytes
     start = (0, 0, 0, 0.0, 0.0, 0.0, (), (), 0)
     heap = [(machine.at_least(start), 0, start, index) for index, machine in enumerate(machines)]

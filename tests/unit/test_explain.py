@@ -7,15 +7,15 @@ from workloads import blocks
 from fsdp_compile.explain.report import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.plan.rules import lean
-from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.rules import no_prefetch
+from fsdp_compile.passes.plan.search import search_plan
 
 
 def test_printed():
     """Each collective with what is hidden and what limits it; totals; memory."""
     workload = blocks(3)
     assert_expected_inline(
-        str(report(workload, schedule(workload).plan)),
+        str(report(workload, search_plan(workload).plan)),
         """\
 collective                         bytes         ms     hidden    exposed  limited by
 gather root                           70    720.000      0.000    720.000  dependency
@@ -40,21 +40,21 @@ memory    472 bytes at most, budget: no limit
 def test_limits():
     """Where memory is no limit, dependencies are; within the smallest budget, memory; behind a full link, the link."""
     workload = blocks(9)
-    free = report(workload, schedule(workload).plan)
+    free = report(workload, search_plan(workload).plan)
     assert {each.limit for each in free.collectives if each.exposed} == {"dependency", "link"}
     assert free.timeline.exposed == pytest.approx(sum(each.exposed for each in free.collectives))
     least = smallest_budget(workload)
-    tight = report(workload, lean(workload), least)
+    tight = report(workload, no_prefetch(workload), least)
     assert "memory" in {each.limit for each in tight.collectives}
-    slow = report(blocks(9, forward=0.1), schedule(blocks(9, forward=0.1)).plan)
+    slow = report(blocks(9, forward=0.1), search_plan(blocks(9, forward=0.1)).plan)
     assert sum(each.limit == "link" for each in slow.collectives) > len(slow.collectives) / 2
     with pytest.raises(PlanError, match="budget: expected at most"):
-        report(workload, lean(workload), least - 1)
+        report(workload, no_prefetch(workload), least - 1)
 
 
 def test_trace():
     """The trace has one event for each task and collective."""
     workload = blocks(3)
-    found = report(workload, schedule(workload).plan)
+    found = report(workload, search_plan(workload).plan)
     events = json.loads(found.to_trace())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(workload.tasks) + len(found.collectives)

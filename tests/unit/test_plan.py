@@ -5,18 +5,17 @@ import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.plan.plan import Plan, PlanError, Step
-from fsdp_compile.passes.plan.rules import lean
-from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
+from fsdp_compile.passes.plan.rules import no_prefetch
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.simulate import simulate, task_end
-from fsdp_compile.passes.plan.verify import verify
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
 def test_text_and_json():
     """A plan that is printed and read again, as text or JSON, is the same plan."""
     for seed in range(20):
-        plan = schedule(random_workload(random.Random(seed), 4)).plan
+        plan = search_plan(random_workload(random.Random(seed), 4)).plan
         assert Plan.parse(str(plan)) == plan
         assert Plan.parse(plan.to_json()) == plan
         assert hash(Plan.parse(str(plan))) == hash(plan)
@@ -40,7 +39,7 @@ def test_unreadable(text, message):
 
 def test_printed():
     """Two blocks and a root: gathered ahead, freed after forward, gathered again, reduced when ready."""
-    found = schedule(blocks(2))
+    found = search_plan(blocks(2))
     assert_expected_inline(
         str(found.plan),
         """\
@@ -80,7 +79,7 @@ def test_verify_sees_what_is_missing():
     """A plan that lacks any one of its steps is refused."""
     for seed in range(20):
         workload = random_workload(random.Random(seed), 3)
-        plan = schedule(workload).plan
+        plan = search_plan(workload).plan
         verify(workload, plan)
         for number in range(len(plan.steps)):
             with pytest.raises(PlanError):
@@ -90,7 +89,7 @@ def test_verify_sees_what_is_missing():
 def test_verify_sees_what_is_late_or_early():
     """A wait after its reader, a free before its last reader, a reduce before its gradient: each is refused."""
     workload = blocks(3)
-    plan = lean(workload)
+    plan = no_prefetch(workload)
     for kind, shift in (("wait", 1), ("free", -1), ("reduce", -1)):
         for number, step in enumerate(plan.steps):
             if step.kind == kind and step.at + shift >= 0:
@@ -101,16 +100,16 @@ def test_verify_sees_what_is_late_or_early():
 
 def test_verify_keep():
     """Only units that may stay between forward and backward do."""
-    kept = schedule(blocks(3, keep=True))
-    assert kept.kept == ("root", "blocks.0", "blocks.1", "blocks.2")
+    ours = search_plan(blocks(3, keep=True))
+    assert ours.keep_unsharded == ("root", "blocks.0", "blocks.1", "blocks.2")
     with pytest.raises(PlanError, match="expected it freed after forward"):
-        verify(blocks(3, keep=False), kept.plan)
+        verify(blocks(3, keep=False), ours.plan)
 
 
 def test_verify_budget():
     """A plan over its budget is refused with the task and the bytes."""
     workload = blocks(5)
-    found = schedule(workload)
+    found = search_plan(workload)
     verify(workload, found.plan, found.peak)
     with pytest.raises(PlanError, match=rf"expected at most {found.peak - 1} bytes, found {found.peak} at task"):
         verify(workload, found.plan, found.peak - 1)
@@ -120,7 +119,7 @@ def test_simulated_by_hand():
     """One unit, 2 s to gather, 3 to reduce, 1 and 4 s of computing: 2 + 1 + 2 + 4 + 3 s, 7 of them exposed."""
     unit = UnitCost("a", 2.0, 3.0, 10, 20)
     tasks = (Task("forward", 1.0, 5, (0,)), Task("backward", 4.0, 7, (0,), (0,)))
-    timeline = simulate(Workload(tasks, 1, (unit,)), lean(Workload(tasks, 1, (unit,))))
+    timeline = simulate(Workload(tasks, 1, (unit,)), no_prefetch(Workload(tasks, 1, (unit,))))
     assert timeline.makespan == 12 and timeline.exposed == 7
     assert [timeline.exposed_of(span) for span in timeline.link] == [2, 2, 3]
     assert timeline.memory == [15, 37, 27]

@@ -7,21 +7,21 @@ from itertools import groupby
 from expecttest import assert_expected_inline
 from workloads import blocks
 
-from fsdp_compile.passes.plan.schedule import schedule
-from fsdp_compile.passes.plan.verify import verify
+from fsdp_compile.passes.plan.plan import verify
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 
 def _printed(workload: Workload, budget: int | None = None) -> str:
     """One line for each place, blocks by number; then what the plan takes."""
-    found = schedule(workload, budget)
+    found = search_plan(workload, budget)
     verify(workload, found.plan, budget)
     lines = []
     for at, steps in groupby(found.plan.steps, key=lambda step: step.at):
         texts = [f"{step.kind} {'+'.join(name.removeprefix('blocks.') for name in step.units)}" for step in steps]
         lines.append(f"{at:2}  {', '.join(texts)}")
-    kept = f"{len(found.kept)} kept"
-    return "\n".join([*lines, f"{found.seconds:.2f} s, gap {found.gap:.2%}, peak {found.peak}, {kept}"]) + "\n"
+    keeps = f"{len(found.keep_unsharded)} kept"
+    return "\n".join([*lines, f"{found.seconds:.2f} s, gap {found.gap:.2%}, peak {found.peak}, {keeps}"]) + "\n"
 
 
 def test_deep():
@@ -109,7 +109,7 @@ def test_uneven():
 def test_tied():
     """The root is embedding and head: read at both ends, kept by demand, reduced last."""
     workload = blocks(3)
-    units = (replace(workload.units[0], keep=True), *workload.units[1:])
+    units = (replace(workload.units[0], keep_unsharded=True), *workload.units[1:])
     assert_expected_inline(
         _printed(replace(workload, units=units)),
         """\

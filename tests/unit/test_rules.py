@@ -8,14 +8,14 @@ from workloads import blocks
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
 from fsdp_compile.passes.cost.roofline import device, link
-from fsdp_compile.passes.plan.rules import take_turns
-from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.plan import verify
+from fsdp_compile.passes.plan.rules import alternating
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.simulate import simulate
-from fsdp_compile.passes.plan.verify import verify
 from fsdp_compile.passes.plan.workload import Task, UnitCost
 
 
-@pytest.mark.parametrize("rule", [one_ahead, fsdp2, take_turns])
+@pytest.mark.parametrize("rule", [one_ahead, fsdp2, alternating])
 def test_rules_are_plans(rule):
     """What other systems do, and we without costs, keeps the rules of a plan; planned, it is no slower within that."""
     for seed in range(6):
@@ -24,7 +24,7 @@ def test_rules_are_plans(rule):
         plan = rule(step)
         verify(step, plan)
         timeline = simulate(step, plan)
-        assert schedule(step, timeline.peak).seconds <= timeline.makespan * (1 + 1e-9)
+        assert search_plan(step, timeline.peak).seconds <= timeline.makespan * (1 + 1e-9)
 
 
 def test_gathers_alive():
@@ -45,7 +45,7 @@ def test_turns():
     step = blocks(6)
     parts = [replace(task, seconds=task.seconds / 4) for task in step.tasks for _ in range(4)]
     step = replace(step, tasks=tuple(parts), backward=4 * step.backward)
-    turns, under_way, most = take_turns(step), {"gather": 0, "reduce": 0}, []
+    turns, under_way, most = alternating(step), {"gather": 0, "reduce": 0}, []
     for at, steps in groupby(turns.of("gather", "wait", "reduce", "wait_reduce"), key=lambda each: each.at):
         for each in steps:
             under_way["reduce" if "reduce" in each.kind else "gather"] += -1 if "wait" in each.kind else 1
@@ -71,7 +71,7 @@ def with_adapters(step):
     return replace(step, tasks=tuple(tasks), units=(*units, *small), backward=split)
 
 
-@pytest.mark.parametrize("rule", [one_ahead, take_turns])
+@pytest.mark.parametrize("rule", [one_ahead, alternating])
 def test_units_of_one_module_are_gathered_as_one(rule):
     """A frozen block with a trained adapter is gathered a block ahead: no more is exposed than without adapters."""
     plain, adapted = blocks(6), with_adapters(blocks(6))

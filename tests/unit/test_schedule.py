@@ -8,20 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import blocks, random_workload
 
+from fsdp_compile.passes.plan.beam import search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
-from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.plan.rules import lean
-from fsdp_compile.passes.plan.schedule import schedule
-from fsdp_compile.passes.plan.search import search
+from fsdp_compile.passes.plan.plan import PlanError, verify
+from fsdp_compile.passes.plan.rules import no_prefetch
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.simulate import simulate
-from fsdp_compile.passes.plan.verify import verify
 
 # Steps of 5 to 8 units of which all plans can be tried within a second each; others take minutes.
 LARGE = (1, 2, 3, 4, 6, 7, 10, 11, 12, 13, 14, 20, 21, 23, 26, 33, 38, 45, 51, 53, 58, 60, 68, 81, 84)
 
 
 def _check_shortest(workload, budget, merge):
-    found = schedule(workload, budget, merge=merge)
+    found = search_plan(workload, budget, merge=merge)
     verify(workload, found.plan, budget)
     best = shortest(workload, float("inf") if budget is None else budget, merge)
     assert found.exact and found.seconds == pytest.approx(best), found.plan
@@ -50,7 +49,7 @@ def test_shortest_of_more_units():
 @pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])
 def test_near_the_bound(count, keep):
     """Where computing takes longer than communication and memory is no limit, a deep model is 1 % from the bound."""
-    found = schedule(blocks(count, keep=keep))
+    found = search_plan(blocks(count, keep=keep))
     assert found.gap <= 0.01
 
 
@@ -59,10 +58,10 @@ def test_more_memory_is_never_slower():
     for seed in range(8):
         workload = random_workload(random.Random(seed), 4)
         least = smallest_budget(workload)
-        seconds = [schedule(workload, least + more).seconds for more in (0, 1, 2, 3, 5, 8)]
+        seconds = [search_plan(workload, least + more).seconds for more in (0, 1, 2, 3, 5, 8)]
         assert seconds == sorted(seconds, reverse=True)
         with pytest.raises(PlanError, match=rf"expected at least {least} bytes.*found {least - 1}"):
-            schedule(workload, least - 1)
+            search_plan(workload, least - 1)
 
 
 @pytest.mark.parametrize("latency", [0.02, 0.3])
@@ -71,7 +70,7 @@ def test_more_memory_is_never_slower_for_many(latency):
     workload = blocks(9, rng=random.Random(0), keep=None, latency=latency)
     least = smallest_budget(workload)
     budgets = [int(least * part) for part in (1, 1.2, 1.4, 1.7, 2.2, 3)]
-    seconds = [schedule(workload, budget).seconds for budget in (*budgets, None)]
+    seconds = [search_plan(workload, budget).seconds for budget in (*budgets, None)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < 0.8 * seconds[0]
 
@@ -89,7 +88,7 @@ def test_more_memory_is_never_slower_by_construction(count, forward, latency, ke
     """Of any two budgets the larger one has a plan that is no slower, within it, and no shorter than the bound."""
     workload = blocks(count, forward, latency, keep, random.Random(seed))
     budgets = [int(smallest_budget(workload) * part) for part in sorted(parts)]
-    tight, roomy = (schedule(workload, budget) for budget in budgets)
+    tight, roomy = (search_plan(workload, budget) for budget in budgets)
     assert tight.bound <= tight.seconds * (1 + 1e-9) and tight.peak <= budgets[0]
     assert roomy.bound <= roomy.seconds * (1 + 1e-9) and roomy.peak <= budgets[1]
     assert roomy.seconds <= tight.seconds * (1 + 1e-12) and roomy.bound <= tight.bound * (1 + 1e-9)
@@ -100,14 +99,14 @@ def test_one_large_unit():
     workload = blocks(40, keep=None)
     units = (replace(workload.units[0], gathered=10**9), *workload.units[1:])
     start = process_time()
-    assert schedule(replace(workload, units=units)).gap <= 0.01
+    assert search_plan(replace(workload, units=units)).gap <= 0.01
     assert process_time() - start < 20  # hundreds of limits would take minutes
 
 
 def test_uneven():
     """128 uneven units within four times the smallest budget: 2 % from the bound."""
     workload = blocks(127, rng=random.Random(1), keep=None)
-    assert schedule(workload, 4 * smallest_budget(workload)).gap <= 0.02
+    assert search_plan(workload, 4 * smallest_budget(workload)).gap <= 0.02
 
 
 def test_budget_of_many():
@@ -116,14 +115,14 @@ def test_budget_of_many():
         workload = blocks(31, rng=rng, keep=None)
         for part in (1.0, 1.5):
             budget = int(smallest_budget(workload) * part)
-            found = schedule(workload, budget)
+            found = search_plan(workload, budget)
             verify(workload, found.plan, budget)
             assert found.peak == simulate(workload, found.plan).peak <= budget
 
 
 def test_memory_without_a_budget():
     """Gathers are not launched before it pays: a deep model that computes longer than it gathers holds few units."""
-    found = schedule(blocks(63, forward=2.0))
+    found = search_plan(blocks(63, forward=2.0))
     assert found.gap <= 0.01
     assert found.peak < 63 + 10 * 100  # activations, and not a fifth of the 64 units
 
@@ -156,19 +155,19 @@ def test_no_plan_beats_the_bound(merge):
 
 
 def test_what_is_known_changes_no_plan():
-    """A search that knows of a plan as long as what it finds, finds the same; of one that no plan can beat, none."""
+    """A search that knows of a plan as long as what it finds, finds the same; of one that no plan reaches, none."""
     for seed in range(4):
         workload = blocks(12, rng=random.Random(seed), latency=0.3)
         budget = int(1.3 * smallest_budget(workload))
-        found = search(workload, frozenset(), budget, merge=4, width=6)
-        assert search(workload, frozenset(), budget, merge=4, width=6, beat=found.seconds).plan == found.plan
-        assert search(workload, frozenset(), budget, merge=4, width=6, beat=lower_bound(workload) / 2) is None
+        found = search(workload, frozenset(), budget, merge=4, beam_width=6)
+        assert search(workload, frozenset(), budget, merge=4, beam_width=6, incumbent=found.seconds).plan == found.plan
+        assert search(workload, frozenset(), budget, merge=4, beam_width=6, incumbent=lower_bound(workload) / 2) is None
 
 
 def test_lean_needs_the_smallest_budget():
     """What is computed as the smallest budget is what the plan without any prefetch needs."""
     for seed in range(100):
         workload = random_workload(random.Random(seed), 4)
-        plan = lean(workload)
+        plan = no_prefetch(workload)
         verify(workload, plan, smallest_budget(workload))
         assert simulate(workload, plan).peak == smallest_budget(workload)

@@ -129,7 +129,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
         latency=costs.latency if costs else 0.0,
         contention=costs.contention if costs else 0.0,
-        can_merge=all(can_coalesce([each.start[-1] for each in kind]) for kind in (gathers.values(), reduces.values())),
+        can_coalesce=all(can_coalesce([each.start[-1] for each in kind.values()]) for kind in (gathers, reduces)),
     )
     return Reading(workload, tasks, gathers, reduces, tail)
 
@@ -319,7 +319,7 @@ def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs 
         gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
-        keep=_keep(gather.start[-1]) if gather else False,
+        keep_unsharded=_keep(gather.start[-1]) if gather else False,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
     )
 

@@ -13,7 +13,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.profile import timed_step
 from fsdp_compile.passes.graph.reading import read
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tagged
-from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.pricing import costs_of
 
@@ -29,7 +29,7 @@ def decide_what_to_keep(graph: fx.Graph, config: CompileConfig) -> None:
     costs = costs_of(graph, config)
     reading = read(graph, costs, joint=True)
     if costs:
-        kept = schedule(timed_step(reading, config), config.budget).kept
+        kept = search_plan(timed_step(reading, config), config.budget).keep_unsharded
     else:
         kept = _first_in_backward(reading.workload)
     numbers = {tag.unit for name in kept if (tag := get_tag(reading.gathers[name].start[-1]))}
@@ -41,5 +41,5 @@ def decide_what_to_keep(graph: fx.Graph, config: CompileConfig) -> None:
 
 def _first_in_backward(workload: Workload) -> tuple[str, ...]:
     """The unit that backward reads first: it has just been read."""
-    by_first_read = sorted(workload.keepable, key=lambda unit: workload.reads_in_backward[unit])
+    by_first_read = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
     return tuple(workload.units[unit].name for unit in by_first_read[:1])

@@ -1,4 +1,4 @@
-"""What no plan can beat: the shortest step and the smallest memory."""
+"""What no plan can be below: the shortest step and the smallest memory."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from fsdp_compile.passes.plan.launches import Launch, gathers_of, reaches, reach
 from fsdp_compile.passes.plan.workload import Workload
 
 
-def smallest_budget(workload: Workload, kept: frozenset[int] | None = None) -> int:
+def smallest_budget(workload: Workload, keep: frozenset[int] | None = None) -> int:
     """Bytes that live at once if each unit is gathered when it is read, reduced and waited for when it is ready.
 
     Every plan needs these: beside a task live what it reads and what it, or one before it, has begun to write.
 
     Args:
         workload: the step.
-        kept: units whose gathered buffers stay between forward and backward; None: only those that have to.
+        keep: units whose gathered buffers stay between forward and backward; None: only those that have to.
     """
-    return max(_least_memory(workload, workload.always_kept if kept is None else kept), default=0)
+    return max(_least_memory(workload, workload.must_keep if keep is None else keep), default=0)
 
 
-def _least_memory(workload: Workload, kept: frozenset[int]) -> list[int]:
+def _least_memory(workload: Workload, keep: frozenset[int]) -> list[int]:
     """The same for each task."""
-    held = [(first, last, workload.units[unit].gathered) for unit, first, last in workload.gathers(kept)]
+    held = [(first, last, workload.units[unit].gathered) for unit, first, last in workload.gathers(keep)]
     held += [(first, last, workload.units[unit].packed) for unit, first, last in workload.reduces()]
     changes = [0] * (len(workload.tasks) + 1)
     for first, last, size in held:
@@ -33,7 +33,7 @@ def _least_memory(workload: Workload, kept: frozenset[int]) -> list[int]:
 
 
 def lower_bound(
-    workload: Workload, kept: frozenset[int] | None = None, budget: int | None = None, merge: int | None = None
+    workload: Workload, keep: frozenset[int] | None = None, budget: int | None = None, merge: int | None = None
 ) -> float:
     """Seconds below which no plan can be: backward follows forward, the link carries one launch at a time.
 
@@ -46,20 +46,20 @@ def lower_bound(
 
     Args:
         workload: the step.
-        kept: units whose gathered buffers stay; None: whichever the planner may choose.
+        keep: units whose gathered buffers stay; None: whichever the planner may choose.
         budget: bytes that may live at once; None: no limit.
         merge: how many units one launch may gather or reduce; None: any number.
     """
-    return _Bound(workload, kept, inf if budget is None else budget, merge or len(workload.units)).seconds()
+    return _Bound(workload, keep, inf if budget is None else budget, merge or len(workload.units)).seconds()
 
 
 class _Bound:
-    def __init__(self, workload: Workload, kept: frozenset[int] | None, budget: float, merge: int) -> None:
+    def __init__(self, workload: Workload, keep: frozenset[int] | None, budget: float, merge: int) -> None:
         self.workload, self.units, self.latency, self.merge = workload, workload.units, workload.latency, merge
         self.budget, split = budget, workload.backward
         self.done = [0.0, *accumulate(task.seconds for task in workload.tasks)]
-        stays = workload.always_kept if kept is None else kept
-        gathers = gathers_of(workload, workload.always_kept | set(workload.keepable) if kept is None else kept)
+        stays = workload.must_keep if keep is None else keep
+        gathers = gathers_of(workload, workload.must_keep | set(workload.may_keep) if keep is None else keep)
         self.forward = [launch for launch in gathers if launch.first < split]
         self.backward = [launch for launch in gathers if launch.first >= split]
         reduces = reduces_of(workload)

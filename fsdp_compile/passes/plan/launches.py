@@ -20,9 +20,9 @@ class Launch(NamedTuple):
     replicate: float = 0.0
 
 
-def gathers_of(workload: Workload, kept: frozenset[int]) -> list[Launch]:
+def gathers_of(workload: Workload, keep: frozenset[int]) -> list[Launch]:
     """The gathers, by first reader."""
-    costs = [(unit, first, workload.units[unit]) for unit, first, _ in workload.gathers(kept)]
+    costs = [(unit, first, workload.units[unit]) for unit, first, _ in workload.gathers(keep)]
     return [Launch(unit, first, cost.gathered, cost.gather) for unit, first, cost in costs]
 
 

@@ -14,9 +14,9 @@ _Place = tuple[int, int, int]  # before which task; frees, reduces, gathers; in 
 _Gather = tuple[int, int, int]  # unit, first and last task that read it
 
 
-def lean(workload: Workload) -> Plan:
+def no_prefetch(workload: Workload) -> Plan:
     """The plan that needs the least memory: gather when a unit is read, reduce when it is ready, wait at once."""
-    gathers = workload.gathers(workload.always_kept)
+    gathers = workload.gathers(workload.must_keep)
     issued: list[_Place] = [(first, 2, number - len(gathers)) for number, (_, first, _) in enumerate(gathers)]
     waited: list[_Place] = [(ready + 1, 1, 2 * each + 2) for each, (_, _, ready) in enumerate(workload.reduces())]
     return _plan(workload, gathers, issued, waited)
@@ -34,21 +34,21 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
         before_wait: whether that gather is issued before the wait.
         in_flight: reduces that may be under way at once, the one that is issued included.
     """
-    gathers = workload.gathers(kept_by_rule(workload))
+    gathers = workload.gathers(keep_by_rule(workload))
     split = _first_of_backward(workload, gathers)
     issued = _ahead(workload, gathers[:split], 0, 0, forward, before_wait)
     issued += _ahead(workload, gathers[split:], split, workload.backward, backward, before_wait)
     return _plan(workload, gathers, issued, _once_in_flight(workload, in_flight))
 
 
-def take_turns(workload: Workload) -> Plan:
+def alternating(workload: Workload) -> Plan:
     """The plan by which a backward has one gathered buffer beside the one that it reads, or one reduce: not both.
 
     Reduces and gathers share a link. While a unit computes its backward, first the reduce of the unit before is under
     way, then the gather of the next one, each for a part of that time as large as its part of the bytes. If they take
     less time than computing does, no more is exposed than with both at once, and a buffer less is alive.
     """
-    gathers = workload.gathers(kept_by_rule(workload))
+    gathers = workload.gathers(keep_by_rule(workload))
     split = _first_of_backward(workload, gathers)
     modules = _modules(workload, gathers[split:])
     turns, waits = _turns(workload, gathers[split:], modules)
@@ -98,10 +98,10 @@ def _turn(workload: Workload, first: int, end: int, sent: int, gathered: int) ->
     return first + min(range(len(done)), key=lambda number: abs(done[number] - share))
 
 
-def kept_by_rule(workload: Workload) -> frozenset[int]:
+def keep_by_rule(workload: Workload) -> frozenset[int]:
     """What has to be kept, and the unit that forward reads last, if it may be."""
     forward = sorted(workload.reads_in_forward, key=lambda unit: workload.reads_in_forward[unit])
-    return workload.always_kept | (set(forward[-1:]) & set(workload.keepable))
+    return workload.must_keep | (set(forward[-1:]) & set(workload.may_keep))
 
 
 def _first_of_backward(workload: Workload, gathers: list[_Gather]) -> int:

@@ -1,398 +1,187 @@
-"""The best plan for given units to keep: a search from task to task.
+"""The planner: where to gather, wait, free and reduce, and what to keep, so that the step is short within its memory.
 
-Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no
-more memory. That is exact, but with a `width`: then the most promising ones are kept, no gather is launched far too
-early, and not every number of neighbours is launched together.
-
-Three choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
-can as well be issued later. A reduce that is done can as well be waited for. One that is not need not be waited for
-until its memory is needed, unless an all-reduce over replicas follows.
-
-Tens of thousands of states are made for a deep model, within a second: they are tuples, sums are differences of sums
-from the start, and a plan's waits for gathers and its frees, which follow from the rest, are left to the end.
+Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch.
+search.py finds the best such choice for given units to keep; here it is decided which to keep, and within how much
+memory to search.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from math import inf
-from typing import NamedTuple
+from itertools import combinations
+from statistics import median
 
-from fsdp_compile.passes.plan.launches import gathers_of, opens_of, reaches, reaches_back, reduces_of, suffix_sums
-from fsdp_compile.passes.plan.plan import Kind, Plan, Step
-from fsdp_compile.passes.plan.simulate import simulate, task_end
+from fsdp_compile.passes.plan.beam import Candidate, search
+from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
+from fsdp_compile.passes.plan.compact import compact
+from fsdp_compile.passes.plan.launches import on_grid
+from fsdp_compile.passes.plan.plan import Plan, PlanError
+from fsdp_compile.passes.plan.rules import alternating, keep_by_rule, no_prefetch, prefetch
 from fsdp_compile.passes.plan.workload import Workload
+
+FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
+WIDTH = 8  # of many units, states that a search keeps from task to task at least
+STATES = 2000  # and in all, more or less: to plan within a second
+NEAR = 1e-5  # a plan no further than this from the best one within the last limit is as good as that
+_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
+# Buffers of units beside what a plan needs at least: a little below whole and half ones, since activations differ.
+_ROOMS = (0, 0.45, 0.9, 1.9, 2.9, 3.9)
 
 
 @dataclass(frozen=True)
-class Found:
-    """A plan, the units that it keeps, its seconds and most live bytes."""
+class PlannedStep:
+    """A plan and what is known about it.
 
-    plan: Plan
-    kept: frozenset[int]
-    seconds: float
-    peak: int
-
-    @classmethod
-    def of(cls, workload: Workload, plan: Plan, kept: frozenset[int]) -> "Found":
-        """What `plan` takes, by the simulator."""
-        timeline = simulate(workload, plan)
-        return cls(plan, kept, timeline.makespan, timeline.peak)
-
-
-class _Steps(NamedTuple):
-    """A list of launches and waits for reduces, last first, that states share: of units from a number to a number."""
-
-    before: "_Steps | None"
-    kind: Kind
-    start: int
-    stop: int
-    at: int
-
-
-class _State(NamedTuple):
-    """Before some task: how many launches are issued, until when what is busy, what is not waited for, live bytes.
-
-    `done` is when each gather ends that no task has read; `pending` holds end, first and last + 1 of each launch of
-    reduces; before `least` no end can be.
+    Attributes:
+        plan: the plan.
+        keep_unsharded: names of the units whose gathered buffer stays from forward to backward.
+        seconds: of the whole step, by the simulator.
+        peak: bytes that live at most.
+        bound: seconds below which no plan for this workload and budget can be.
+        exact: whether no plan is shorter that launches gathers in the order of their first reader, reduces in the order
+            in which they get ready, and no more than `merge` units together.
     """
 
-    gathers: int
-    reduces: int
-    now: float
-    link: float
-    replicas: float
-    done: tuple[float, ...]
-    pending: tuple[tuple[float, int, int], ...]
-    live: int
-    least: float
-    steps: _Steps | None
+    plan: Plan
+    keep_unsharded: tuple[str, ...]
+    seconds: float
+    peak: int
+    bound: float
+    exact: bool
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the shortest one, as a part of the bound; 0: it is the shortest."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
-SLACK = 8.0  # with a width, how much earlier than they have to be gathers are launched: see opens_of
-_Key = tuple[float, float, float, int]  # see _order
-
-
-def search(
-    workload: Workload,
-    kept: frozenset[int],
-    budget: int | None,
-    *,
-    merge: int = 1,
-    width: int | None = None,
-    beat: float = inf,
-) -> Found | None:
-    """The shortest plan for `workload` that keeps `kept`; None if all are longer than `beat` seconds or over budget.
+def search_plan(workload: Workload, budget: int | None = None, *, merge: int = 2) -> PlannedStep:
+    """The best plan found for `workload`.
 
     Args:
         workload: what the step computes.
-        kept: units whose gathered buffers stay between forward and backward.
         budget: bytes that may live at most; None: no limit.
-        merge: how many neighbours the search may make one launch.
-        width: states that are kept from task to task; None: all.
-        beat: seconds of a plan that is known already; the search ends where it cannot find one as
-            short, and else finds what it finds without.
+        merge: of up to 8 units, how many one launch may gather or reduce; 1: of many units too each has its own, as
+            where the workload says so.
+
+    Raises:
+        PlanError: the budget is below the smallest one that has a plan; the message says which that is.
     """
-    machine = _Search(workload, kept, inf if budget is None else budget, merge, width, beat)
-    end = machine.run()
-    return None if end is None else Found.of(workload, machine.plan_of(end), kept)
+    merge = merge if workload.can_coalesce else 1
+    least = smallest_budget(workload)
+    if budget is not None and budget < least:
+        raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
+                        f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
+    few, rounded = len(workload.units) <= FEW, on_grid(workload)
+    found = min(_all(rounded, budget, merge) if few else _some(rounded, budget, merge), key=_rank)
+    best = Candidate.of(workload, compact(workload, found.plan), found.keep)
+    bound = lower_bound(workload, None, budget, 1 if merge == 1 else None)
+    names = tuple(workload.units[unit].name for unit in sorted(best.keep))
+    return PlannedStep(best.plan, names, best.seconds, best.peak, bound, exact=few)
 
 
-class _Search:
-    def __init__(
-        self,
-        workload: Workload,
-        kept: frozenset[int],
-        budget: float,
-        merge: int,
-        width: int | None,
-        beat: float,
-    ) -> None:
-        self.workload, self.between, self.latency = workload, workload.between, workload.latency
-        self.budget, self.merge, self.width, self.beat = budget, merge, width, beat * (1 + 1e-12)
-        # How many one launch may take; of many, not every number.
-        self.sizes = [size for size in range(1, merge + 1) if size <= 4 or width is None or not size & (size - 1)]
-        self.hybrid = any(unit.replicate for unit in workload.units)
-        self.strict = budget < inf or self.hybrid  # whether memory, or when reduces are waited for, matters
-        self.gathers, self.reduces = gathers_of(workload, kept), reduces_of(workload)
-        # Without a limit on memory an idle link had better carry what there is: all gathers of a direction can be
-        # launched at once, in one order, and a reduce that queues behind them has no reader to keep waiting.
-        self.forced = not (self.strict or merge > 1)
-        self.opens = [0] * len(self.gathers)
-        if width is not None:
-            self.opens = opens_of(workload, self.gathers, self.reduces, SLACK)
-        self._sum_launches()
-        self._sum_tasks(kept)
-
-    def _sum_launches(self) -> None:
-        self.first = [launch.first for launch in self.gathers]
-        self.ready = [launch.first for launch in self.reduces]
-        self.read = [bisect_left(self.first, index) for index in range(len(self.workload.tasks) + 2)]
-        self.gather_seconds = [0.0, *accumulate(launch.seconds for launch in self.gathers)]
-        self.gather_bytes = [0, *accumulate(launch.bytes for launch in self.gathers)]
-        self.reduce_seconds = [0.0, *accumulate(launch.seconds for launch in self.reduces)]
-        self.reduce_bytes = [0, *accumulate(launch.bytes for launch in self.reduces)]
-        self.replicate = [0.0, *accumulate(launch.replicate for launch in self.reduces)]
-        launches = self._least_launches()
-        sums = [suffix_sums(launch.seconds for launch in each) for each in (self.gathers, self.reduces)]
-        self.unsent_gathers, self.unsent_reduces = (
-            [seconds + self.latency * count for seconds, count in zip(*each, strict=True)]
-            for each in zip(sums, launches, strict=True)
-        )
-
-    def _least_launches(self) -> tuple[list[int], list[int]]:
-        """From each gather, and each reduce, how many launches follow at least."""
-        gathers, reduces = [0] * (len(self.gathers) + 1), [0] * (len(self.reduces) + 1)
-        stops = reaches(self.workload, self.gathers, self.budget, self.merge)
-        for start in range(len(stops) - 1, -1, -1):
-            gathers[start] = 1 + gathers[stops[start]]
-        starts = reaches_back(self.workload, self.reduces, self.budget, self.merge)
-        start = len(self.reduces)
-        while start:  # as few as possible, the last ones first
-            before = starts[start]
-            reduces[before:start] = [1 + reduces[start]] * (start - before)
-            start = before
-        return gathers, reduces
-
-    def _sum_tasks(self, kept: frozenset[int]) -> None:
-        tasks, units = self.workload.tasks, self.workload.units
-        self.frees: list[list[int]] = [[] for _ in tasks]
-        for unit, _, last in self.workload.gathers(kept):
-            self.frees[last].append(unit)
-        self.freed = [sum(units[unit].gathered for unit in each) for each in self.frees]
-        self.allocated = [0] * len(tasks)
-        for unit, first, _ in self.workload.reduces():
-            self.allocated[first] += units[unit].packed
-        self.seconds = [task.seconds for task in tasks]
-        self.needs = [task.memory + more for task, more in zip(tasks, self.allocated, strict=True)]
-        self.left = suffix_sums(self.seconds)
-        # The least that follows, from the first launch that is left: once the link is free; once all has computed.
-        self.after_gathers, self.after_ready = [0.0], [0.0]
-        for launch in reversed(self.gathers):
-            self.after_gathers.append(launch.seconds + max(self.left[launch.first], self.after_gathers[-1]))
-        for launch, tail in zip(reversed(self.reduces), reversed(self.unsent_reduces[:-1]), strict=True):
-            self.after_ready.append(max(self.after_ready[-1], tail - self.left[launch.first + 1]))
-        self.after_gathers.reverse()
-        self.after_ready.reverse()
-
-    def run(self) -> _State | None:
-        states = [_State(0, 0, 0.0, 0.0, 0.0, (), (), 0, 0.0, None)]
-        for index in range(len(self.seconds)):
-            after = (self._compute(state, index) for state in self._before(index, states))
-            states = self._prune((state for state in after if state is not None), index + 1)
-        ends = [self._end(state) for state in self._before(len(self.seconds), states)]
-        return min((end for end in ends if end is not None), key=lambda end: end.now, default=None)
-
-    def plan_of(self, state: _State) -> Plan:
-        steps: list[tuple[tuple[int, int], Step]] = []  # each by its task; frees first, then launches, then waits
-
-        def add(kind: Kind, units: list[int], at: int, order: int) -> None:
-            steps.append(((at, order), Step(kind, tuple(self.workload.units[unit].name for unit in units), at)))
-
-        node = state.steps
-        while node is not None:
-            launches = self.gathers if node.kind == "gather" else self.reduces
-            units = [launch.unit for launch in launches[node.start : node.stop]]
-            add(node.kind, units, node.at, 1)
-            if node.kind == "gather":
-                add("wait", units, self.first[node.start], 2)
-            node = node.before
-        steps.reverse()
-        for index, units in enumerate(self.frees):
-            if units:
-                add("free", units, index + 1, 0)
-        return Plan(tuple(step for _, step in sorted(steps, key=lambda each: each[0])))
-
-    # --- before a task: what to launch ---
-
-    def _before(self, index: int, states: list[_State]) -> list[_State]:
-        """All that can be reached from `states` by launches and waits before task `index`."""
-        seen: set[tuple[object, ...]] = set()
-        found: list[_State] = []
-        while states:
-            children: list[_State] = []
-            for state in states:
-                while state.pending and state.pending[0][0] <= state.now:
-                    state = self._wait_oldest(state, index)
-                key = state[:8]
-                if key in seen:
-                    continue
-                seen.add(key)
-                before = len(children)
-                self._launch(state, index, children)
-                if len(children) == before or not (self.forced and state.link <= state.now):
-                    found.append(state)
-            states = self._narrowed(children, index)
-        return found
-
-    def _launch(self, state: _State, index: int, out: list[_State]) -> None:
-        """Add to `out` what one launch, or the wait for one reduce, makes of `state`."""
-        if self.hybrid and state.pending:
-            out.append(self._wait_oldest(state, index))
-        gathers, reduces = state.gathers, state.reduces
-        lacks = gathers < len(self.first) and self.first[gathers] <= index
-        if not lacks and self._is_queued_past(state, index):
-            return
-        if reduces < len(self.ready) and self.ready[reduces] < index:
-            self._launch_reduces(state, index, out)
-        if gathers < len(self.first) and self.opens[gathers] <= index:
-            self._launch_gathers(state, index, out)
-
-    def _launch_reduces(self, state: _State, index: int, out: list[_State]) -> None:
-        gathers, reduces, now, link, replicas, done, pending, live, least, steps = state
-        link = (now if now > link else link) + self.latency - self.reduce_seconds[reduces]
-        for size in self.sizes:
-            stop = reduces + size
-            if stop > len(self.ready) or self.ready[stop - 1] >= index:
-                break
-            end = link + self.reduce_seconds[stop]
-            new = _Steps(steps, "reduce", reduces, stop, index)
-            sent = (*pending, (end, reduces, stop))
-            out.append(_State(gathers, stop, now, end, replicas, done, sent, live, least, new))
-
-    def _launch_gathers(self, state: _State, index: int, out: list[_State]) -> None:
-        start, between, budget = state.gathers, self.between[index], self.budget
-        for size in self.sizes:
-            stop = start + size
-            if stop > len(self.first):
-                break
-            if self.first[stop - 1] >= self.workload.backward > index or self.opens[stop - 1] > index:
-                break
-            more = self.gather_bytes[stop] - self.gather_bytes[start]
-            while state.live + more + between > budget:  # wait for as few reduces as leave room
-                if not state.pending:
-                    return
-                state = self._wait_oldest(state, index)
-            _, reduces, now, link, replicas, done, pending, live, least, steps = state
-            end = (now if now > link else link) + self.latency + self.gather_seconds[stop] - self.gather_seconds[start]
-            least = max(least, end + self.left[self.first[start]])
-            new = _Steps(steps, "gather", start, stop, index)
-            out.append(
-                _State(
-                    stop, reduces, now, end, replicas, done + (end,) * (stop - start), pending, live + more, least, new
-                )
-            )
-
-    def _wait_oldest(self, state: _State, index: int) -> _State:
-        gathers, reduces, now, link, replicas, done, pending, live, least, steps = state
-        end, start, stop = pending[0]
-        now = max(now, end)
-        if self.hybrid:
-            replicate = self.replicate[stop] - self.replicate[start]
-            replicas = max(now, replicas) + replicate + self.latency if replicate else replicas
-        live -= self.reduce_bytes[stop] - self.reduce_bytes[start]
-        new = _Steps(steps, "wait_reduce", start, stop, index)
-        return _State(gathers, reduces, now, link, replicas, done, pending[1:], live, least, new)
-
-    def _is_queued_past(self, state: _State, index: int) -> bool:
-        """Whether the link is busy beyond task `index`: what is launched now could as well be launched after it."""
-        if index == len(self.seconds) or state.link <= state.now:
-            return False
-        roomy = self._room_for_task(state, index)
-        return roomy is not None and state.link >= self._end_of(roomy, index)
-
-    # --- a task ---
-
-    def _room_for_task(self, state: _State, index: int) -> _State | None:
-        """`state` after as few waits for reduces as task `index` needs; None if none are enough."""
-        while state.live + self.needs[index] > self.budget:
-            if not state.pending:
-                return None
-            state = self._wait_oldest(state, index)
-        return state
-
-    def _end_of(self, state: _State, index: int) -> float:
-        reads = self.read[index + 1] - self.read[index]
-        start = max(state.now, state.done[reads - 1]) if reads else state.now
-        contention = self.workload.contention
-        if not contention:
-            return start + self.seconds[index]
-        return task_end(start, self.seconds[index], contention, max(state.link, state.replicas))
-
-    def _compute(self, state: _State, index: int) -> _State | None:
-        if state.gathers < self.read[index + 1]:
-            return None
-        roomy = self._room_for_task(state, index)
-        if roomy is None:
-            return None
-        gathers, reduces, _, link, replicas, done, pending, live, least, steps = roomy
-        now = self._end_of(roomy, index)
-        done = done[self.read[index + 1] - self.read[index] :]
-        live += self.allocated[index] - self.freed[index]
-        return _State(gathers, reduces, now, link, replicas, done, pending, live, least, steps)
-
-    def _end(self, state: _State) -> _State | None:
-        while state.pending:
-            state = self._wait_oldest(state, len(self.seconds))
-        if state.reduces < len(self.ready):
-            return None
-        return state._replace(now=max(state.now, state.link, state.replicas))
-
-    # --- which states to keep ---
-
-    def _order(self, state: _State, index: int) -> _Key:
-        """Seconds below which no end can be from here; and what else speaks for a state."""
-        gathers, reduces, now, link, _, _, _, live, least, _ = state
-        free = now if now > link else link
-        unsent = self.unsent_gathers[gathers] + self.unsent_reduces[reduces]
-        carried = free + unsent if unsent else link
-        return (
-            max(least, now + self.left[index] + self.after_ready[reduces], free + self.after_gathers[gathers], carried),
-            free + unsent,
-            now,
-            live,
-        )
-
-    def _narrowed(self, states: list[_State], index: int) -> list[_State]:
-        """The most promising states, and the one with the least memory: some plan fits if that one does."""
-        if self.width is None or len(states) <= self.width:
-            return states
-        ordered = sorted(states, key=lambda state: self._order(state, index))
-        return _with_least(ordered[: self.width], ordered[self.width :])
-
-    def _prune(self, found: Iterable[_State], index: int) -> list[_State]:
-        ordered = [(self._order(state, index), state) for state in found]
-        ordered.sort(key=lambda each: each[0])
-        if self.width is None:
-            ordered = [each for each in ordered if each[0][0] <= self.beat]
-        elif ordered and ordered[0][0][0] > self.beat:  # fewer states would let others in: `beat` changes no plan
-            return []
-        states: list[_State] = []
-        for number, (_, state) in enumerate(ordered):
-            if len(states) == self.width:
-                return _with_least(states, [each for _, each in ordered[number:]])
-            if not any(self._beats(other, state) for other in states):
-                states.append(state)
-        return states
-
-    def _beats(self, one: _State, other: _State) -> bool:
-        """Whether nothing can end earlier or fit better from `other` than from `one`."""
-        if one.now > other.now or one.gathers < other.gathers or one.reduces < other.reduces:
-            return False
-        if self.strict and (one.live > other.live or one.reduces != other.reduces):
-            return False
-        if max(one.link, one.now) > max(other.link, other.now):
-            return False
-        if max(one.replicas, one.now) > max(other.replicas, other.now):
-            return False
-        if one.done != other.done and any(
-            mine > its and mine > other.now for mine, its in zip(one.done, other.done, strict=False)
-        ):
-            return False
-        return not self.strict or _gives_back_earlier(one, other)
+def _all(workload: Workload, budget: int | None, merge: int) -> list[Candidate]:
+    """The best plan for each choice of what to keep, unless a bound says that it is not the best of all."""
+    attempts: list[Candidate] = []
+    best = float("inf")
+    for keep in _subsets(workload):
+        if lower_bound(workload, keep, budget) > best or not _fits(workload, keep, budget):
+            continue
+        found = search(workload, keep, budget, merge=merge, incumbent=best)
+        if found is not None:
+            attempts.append(found)
+            best = min(best, found.seconds)
+    return attempts
 
 
-def _with_least(states: list[_State], others: list[_State]) -> list[_State]:
-    """`states`, and of the others the one with the least memory."""
-    return [*states, min(others, key=lambda state: (state.live, -state.reduces))]
+def _subsets(workload: Workload) -> Iterator[frozenset[int]]:
+    for count in range(len(workload.may_keep), -1, -1):
+        yield from (workload.must_keep | set(chosen) for chosen in combinations(workload.may_keep, count))
 
 
-def _gives_back_earlier(one: _State, other: _State) -> bool:
-    """Whether `one` has no more reduces to wait for, the same launches, each done no later."""
-    if one.pending == other.pending:
-        return True
-    more = len(other.pending) - len(one.pending)
-    return more >= 0 and all(
-        mine[1:] == its[1:] and mine[0] <= its[0] for mine, its in zip(one.pending, other.pending[more:], strict=True)
-    )
+def _some(workload: Workload, budget: int | None, merge: int) -> list[Candidate]:
+    """Plans that do not depend on the budget, those that it allows: more memory is never slower.
+
+    They are the plans by rules, and for each limit of a ladder what is found within that. Left out is what cannot be
+    better than a plan that is known, and limits above the first one within which a plan is as good as within the last.
+    """
+    rules = list(_by_rule(workload))
+    plans = [found for found in rules if budget is None or found.peak <= budget]
+    ladder = _ladder(workload, rules)
+    longest = max(found.seconds for found in rules)
+    last = _within(workload, ladder[-1], longest, merge)
+    near = min(found.seconds for found in (*last, *rules)) * (1 + NEAR)
+    bounds = {limit: lower_bound(workload, None, limit) for limit in ladder if budget is None or limit <= budget}
+    for limit in (limit for limit, bound in bounds.items() if bound <= near):
+        incumbent = max(near, min(found.seconds for found in plans))
+        found = last if limit == ladder[-1] else _within(workload, limit, incumbent, merge)
+        plans += found
+        if any(each.seconds <= near for each in found):
+            return plans
+    for limit, bound in reversed(bounds.items()):
+        best = min(found.seconds for found in plans)
+        if near < bound < best:
+            plans += _within(workload, limit, best, merge)
+    return plans
+
+
+def _within(workload: Workload, limit: int, incumbent: float, merge: int) -> list[Candidate]:
+    """Plans within `limit` bytes that take no more than `incumbent` seconds."""
+    plans: list[Candidate] = []
+    beam_width = max(WIDTH, STATES // len(workload.tasks))
+    for keep, most in _choices(workload, limit, merge):
+        if lower_bound(workload, keep, limit) > incumbent:
+            continue
+        found = search(workload, keep, limit, merge=most, beam_width=beam_width, incumbent=incumbent)
+        if found is not None:
+            plans.append(found)
+            incumbent = min(incumbent, found.seconds)
+    return plans
+
+
+def _choices(workload: Workload, limit: int, merge: int) -> list[tuple[frozenset[int], int]]:
+    """What to keep, and how many neighbours one launch may gather or reduce.
+
+    The last units of forward are kept, which backward reads first: as many as fit, or half of them. Half of the room
+    is for what is launched together, or less.
+    """
+    by_first_read = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
+    keep = [workload.must_keep | set(by_first_read[:count]) for count in range(len(by_first_read) + 1)]
+    most = max(0, bisect_right(keep, limit, key=lambda each: smallest_budget(workload, each)) - 1)
+    if merge == 1 or not workload.latency:
+        return [(keep[count], 1) for count in sorted({most, most // 2}, reverse=True)]
+    room = max(4, (limit - smallest_budget(workload)) // (2 * _typical(workload)))
+    together = min(16, 1 << room.bit_length() - 1)  # a power of 2
+    return [(keep[most], together), (keep[most], 2), *([(keep[most // 2], 2)] if most else [])]
+
+
+def _typical(workload: Workload) -> int:
+    """Bytes of a gathered buffer; of many small ones and a few large ones, enough that a ladder has few limits."""
+    sizes = [unit.gathered for unit in workload.units]
+    return max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes)))
+
+
+def _ladder(workload: Workload, rules: list[Candidate]) -> list[int]:
+    """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all are kept."""
+    least, most = smallest_budget(workload), smallest_budget(workload, workload.must_keep | set(workload.may_keep))
+    rooms, typical = list(_ROOMS), _typical(workload)
+    while least + rooms[-1] * typical < most + 8 * typical:
+        rooms.append(rooms[-2] * 2)
+    peaks = {found.peak for found in rules}
+    limits = [*(least + int(room * typical) for room in rooms), most + 32 * typical]  # the last: two launches of many
+    return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
+
+
+def _rank(found: Candidate) -> tuple[float, int]:
+    return found.seconds, found.peak
+
+
+def _by_rule(workload: Workload) -> Iterator[Candidate]:
+    """Plans that need no search: without any prefetch, and as other systems make them; ours is never slower."""
+    yield Candidate.of(workload, no_prefetch(workload), workload.must_keep)
+    for plan in (*(prefetch(workload, *rule) for rule in _RULES), alternating(workload)):
+        yield Candidate.of(workload, plan, keep_by_rule(workload))
+
+
+def _fits(workload: Workload, keep: frozenset[int], budget: int | None) -> bool:
+    return budget is None or smallest_budget(workload, keep) <= budget

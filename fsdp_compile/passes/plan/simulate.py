@@ -7,9 +7,12 @@ computing stream until the launch is done. Memory is counted in the order of iss
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from fsdp_compile.passes.plan.plan import Plan, Step
 from fsdp_compile.passes.plan.workload import Workload
+
+if TYPE_CHECKING:  # plan.py simulates what it verifies
+    from fsdp_compile.passes.plan.plan import Plan, Step
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class _Run:
     def note_memory(self, at: int, beneath: int) -> None:
         self.timeline.memory[at] = max(self.timeline.memory[at], self.live + beneath)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: "Step") -> None:
         numbers = [self.number[name] for name in step.units]
         units = [self.workload.units[number] for number in numbers]
         if step.kind in ("gather", "reduce"):
@@ -120,13 +123,13 @@ class _Run:
             self.live -= sum(unit.packed for unit in units)
             self._replicate(step, sum(unit.replicate for unit in units))
 
-    def _launch(self, step: Step, numbers: Iterable[int]) -> None:
+    def _launch(self, step: "Step", numbers: Iterable[int]) -> None:
         start = max(self.now, self.link)
         self.link = start + self.workload.launch_seconds(step.kind, numbers)
         self.timeline.link.append(Span(f"{step.kind} {' '.join(step.units)}", start, self.link))
         self.done.update({(step.kind, name): self.link for name in step.units})
 
-    def _replicate(self, step: Step, seconds: float) -> None:
+    def _replicate(self, step: "Step", seconds: float) -> None:
         if seconds:
             start = max(self.now, self.replicas)
             self.replicas = start + seconds + self.workload.latency
@@ -143,8 +146,8 @@ class _Run:
         self.timeline.compute.append(Span(task.name, start, self.now))
 
 
-def simulate(workload: Workload, plan: Plan) -> Timeline:
-    """Run `plan`, which verify.py has passed, on `workload`."""
+def simulate(workload: Workload, plan: "Plan") -> Timeline:
+    """Run `plan`, which `verify` has passed, on `workload`."""
     run = _Run(workload)
     steps = iter([*plan.steps, None])
     step = next(steps)

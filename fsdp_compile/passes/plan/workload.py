@@ -39,7 +39,7 @@ class UnitCost:
         gathered: bytes of the gathered buffer.
         packed: bytes of the reduce-scatter's input.
         replicate: hybrid sharding: seconds that the all-reduce of the shard over the replicas occupies its own link.
-        keep: whether the gathered buffer stays from forward to backward; None: the planner decides.
+        keep_unsharded: whether the gathered buffer stays from forward to backward; None: the planner decides.
         module: what it shares with other units of the same module; empty: nothing.
     """
 
@@ -49,7 +49,7 @@ class UnitCost:
     gathered: int
     packed: int
     replicate: float = 0.0
-    keep: bool | None = False
+    keep_unsharded: bool | None = False
     module: str = ""
 
 
@@ -63,7 +63,7 @@ class Workload:
         units: the units, by number.
         latency: seconds of a launch beside what its units take; units launched together pay it once.
         contention: computation beside a busy link takes `1 + contention` times as long.
-        can_merge: whether one launch may take several units.
+        can_coalesce: whether one launch may take several units.
 
     Raises:
         ValueError: a number is negative, or a task names a unit that does not exist.
@@ -74,7 +74,7 @@ class Workload:
     units: tuple[UnitCost, ...]
     latency: float = 0.0
     contention: float = 0.0
-    can_merge: bool = True
+    can_coalesce: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.backward <= len(self.tasks):
@@ -116,26 +116,26 @@ class Workload:
         return tuple(map(min, [*memory[:1], *memory], [*memory, *memory[-1:]]))
 
     @property
-    def keepable(self) -> list[int]:
+    def may_keep(self) -> list[int]:
         """Units whose gathered buffer could stay between forward and backward: read in both, and the choice is open."""
         both = self.reads_in_forward.keys() & self.reads_in_backward.keys()
-        return sorted(unit for unit in both if self.units[unit].keep is None)
+        return sorted(unit for unit in both if self.units[unit].keep_unsharded is None)
 
     @property
-    def always_kept(self) -> frozenset[int]:
+    def must_keep(self) -> frozenset[int]:
         """Units that are kept by demand."""
         both = self.reads_in_forward.keys() & self.reads_in_backward.keys()
-        return frozenset(unit for unit in both if self.units[unit].keep)
+        return frozenset(unit for unit in both if self.units[unit].keep_unsharded)
 
-    def gathers(self, kept: frozenset[int]) -> list[tuple[int, int, int]]:
+    def gathers(self, keep: frozenset[int]) -> list[tuple[int, int, int]]:
         """`(unit, first task, last task)` of each time a unit is gathered, in order of the first task.
 
-        A unit in `kept` is gathered in forward alone and read until its last task of backward.
+        A unit in `keep` is gathered in forward alone and read until its last task of backward.
         """
         found = []
         for unit, (first, last) in self.reads_in_forward.items():
-            found.append((first, unit, self.reads_in_backward[unit][1] if unit in kept else last))
-        found += [(first, u, last) for u, (first, last) in self.reads_in_backward.items() if u not in kept]
+            found.append((first, unit, self.reads_in_backward[unit][1] if unit in keep else last))
+        found += [(first, u, last) for u, (first, last) in self.reads_in_backward.items() if u not in keep]
         return [(unit, first, last) for first, unit, last in sorted(found)]
 
     def reduces(self) -> list[tuple[int, int, int]]:

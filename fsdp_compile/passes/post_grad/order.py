@@ -15,8 +15,7 @@ from fsdp_compile.passes.cost.profile import timed
 from fsdp_compile.passes.graph.node_kinds import is_product, readers
 from fsdp_compile.passes.graph.reading import Reading, read, with_preparation
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
-from fsdp_compile.passes.plan.plan import Plan, PlanError, Step
-from fsdp_compile.passes.plan.verify import verify
+from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
 from fsdp_compile.passes.post_grad.marks import mark_tasks
 from fsdp_compile.passes.post_grad.plan_pass import choose
 from fsdp_compile.passes.post_grad.pricing import costs_of, shares

@@ -7,8 +7,8 @@ import re
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import direction
 from fsdp_compile.passes.plan.plan import Plan, PlanError
-from fsdp_compile.passes.plan.rules import prefetch, take_turns
-from fsdp_compile.passes.plan.schedule import schedule
+from fsdp_compile.passes.plan.rules import alternating, prefetch
+from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 plan_log = logging.getLogger("fsdp_compile.plans")
@@ -23,9 +23,9 @@ def choose(workload: Workload, config: CompileConfig) -> Plan:
     if config.plan is not None:
         plan = plan_in(config.plan, direction())
     elif config.link is not None:
-        plan = schedule(workload, config.budget).plan
+        plan = search_plan(workload, config.budget).plan
     elif config.reduces_in_flight == 1:
-        plan = take_turns(workload)
+        plan = alternating(workload)
     else:
         in_flight = config.reduces_in_flight or len(workload.units)
         plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
