@@ -356,9 +356,7 @@ class _Search:
         ordered.sort(key=lambda each: each[0])
         if self.beam_width is None:
             ordered = [each for each in ordered if each[0][0] <= self.incumbent]
-        elif (
-            ordered and ordered[0][0][0] > self.incumbent
-        ):  # `incumbent` changes no plan
+        elif ordered and ordered[0][0][0] > self.incumbent:  # `incumbent` changes no plan
             return []
         states: list[_State] = []
         for number, (_, state) in enumerate(ordered):
