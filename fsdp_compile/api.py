@@ -20,7 +20,7 @@ from fsdp_compile.core.caller import warn_caller
 from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.switches import Switches
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.eager import Root
+from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import watch_optimizers
 from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.fsdp_module import FSDPModule, gather_around_compiled, units_below
@@ -134,7 +134,7 @@ def fully_shard(
         _make_unit(prepared, settings)
         prepared.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
     _mark_ignored(model, settings.ignored)
-    _connect(model, Root(backward_prefetch, forward_prefetch, limit_all_gathers))
+    _connect(model, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
     watch_optimizers()
     look_again()
@@ -226,7 +226,7 @@ def _mark_ignored(model: nn.Module, ignored: Ignored) -> None:
         model.__dict__["_fsdp_ignored"] = ignored
 
 
-def _connect(model: nn.Module, root: Root) -> None:
+def _connect(model: nn.Module, root: Runtime) -> None:
     """Let all modules find their parameters, and gather units that are used in several places around all of these."""
     users: dict[Unit, list[nn.Module]] = {}
     for module in model.modules():
@@ -238,7 +238,7 @@ def _connect(model: nn.Module, root: Root) -> None:
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
     for scope in list(_scopes(model)):
-        scope.__dict__["_fsdp_root"], scope.__dict__["_fsdp_is_root"] = root, scope is model
+        scope.__dict__["_fsdp_runtime"], scope.__dict__["_fsdp_is_root"] = root, scope is model
         for unit in scope._fsdp_scope:
             _widen(unit, scope, users.get(unit, []), model)
     for scope in _scopes(model):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager import Root, compiled_forward, sharded_forward
+from fsdp_compile.eager import Runtime, compiled_forward, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.hooks import compresses
@@ -25,7 +25,7 @@ class FSDPModule(KeepsState, Prologue):
     """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
 
     _fsdp_is_root: bool
-    _fsdp_root: Root
+    _fsdp_runtime: Runtime
     _fsdp_scope: tuple[Unit, ...]
 
     summon_full_params = staticmethod(summon_full_params)
@@ -102,7 +102,7 @@ class FSDPModule(KeepsState, Prologue):
         Raises:
             AssertionError: within `summon_full_params`.
         """
-        handle = self._fsdp_root.unshard(self._fsdp_scope, computes_in_full_precision(self))
+        handle = self._fsdp_runtime.unshard(self._fsdp_scope, computes_in_full_precision(self))
         if async_op:
             return handle
         handle.wait()

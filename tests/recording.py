@@ -15,7 +15,7 @@ from models import Residual, Stack
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.eager.full_buffer import FullBuffer
+from fsdp_compile.eager.full_buffer import UnshardedBuffer
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.fsdp_module import units_below
 
@@ -86,7 +86,7 @@ def recorded(model: Any, limit_gathers: bool = True) -> Iterator[Log]:
     """What happens inside, on a device of the root `model` that has streams."""
     log = Log(model)
     device = units_below(model)[0].device
-    root = model._fsdp_root
+    root = model._fsdp_runtime
     with ExitStack() as stack:
         streams = {device: Streams(RecordingDevice(log), limit_gathers)}
         stack.enter_context(mock.patch.object(root, "_streams", streams))
@@ -124,8 +124,10 @@ def _patches(log: Log) -> Iterator[Any]:
     yield note(
         collectives, "start_all_reduce", lambda part, *_: f"all-reduce {log.shards.get(part.numel())} in {log.stream}"
     )
-    yield note(FullBuffer, "finish", lambda buffer: f"wait for {log.units[buffer.flat.layout.numel]} in {log.stream}")
-    yield note(FullBuffer, "free", lambda buffer: f"free {log.units[buffer.flat.layout.numel]}")
+    yield note(
+        UnshardedBuffer, "finish", lambda buffer: f"wait for {log.units[buffer.flat.layout.numel]} in {log.stream}"
+    )
+    yield note(UnshardedBuffer, "free", lambda buffer: f"free {log.units[buffer.flat.layout.numel]}")
     yield mock.patch.object(collectives, "start_reduce_scatter", reduce)
 
 

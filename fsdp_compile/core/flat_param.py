@@ -34,7 +34,7 @@ class FlatParam:
         number: names this flat parameter in traced graphs: an integer in a tensor on the CPU.
         trains: whether any parameter had `requires_grad` when the join was made.
         frozen: indices of the parameters that do not require grad, if others do.
-        unsynced: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
+        accumulated: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
         arrival: what stands between a reduce and the join.
         ties: how often the parameters were tied to the shard: again when their data was replaced.
     """
@@ -47,7 +47,7 @@ class FlatParam:
         self.layout = end_between_rows(layout, DEFAULT_ALIGNMENT)
         self.params = [param for _, param in params]
         self.rank = rank
-        self.unsynced: Any = None  # eager.accumulate.Unsynced
+        self.accumulated: Any = None  # eager.accumulate.AccumulatedGradient
         self.arrival = Arrival()
         self.handle: Tensor | None = None
         self._views = ShardViews(self.layout, rank)
@@ -141,7 +141,7 @@ class FlatParam:
         """A flat parameter like this one, with a shard and a join of its own for `params`."""
         twin = object.__new__(FlatParam)
         twin.__dict__.update(self.__dict__)
-        twin.params, twin.arrival, twin.unsynced = params, self.arrival.twin(), None
+        twin.params, twin.arrival, twin.accumulated = params, self.arrival.twin(), None
         twin._take_number()
         twin.adopt(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return twin

@@ -21,7 +21,7 @@ from fsdp_compile.core.unit import Unit, unit_of
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where a module finds one parameter: `module._fsdp_units[slot].views[index]`."""
+    """Where a module finds one parameter: `module._fsdp_units[slot].unsharded_params[index]`."""
 
     name: str
     slot: int
@@ -44,7 +44,7 @@ def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]], mixin: ty
         if unit not in units:
             units.append(unit)
         lookups.append(Lookup(name, units.index(unit), index))
-        unit.places.add(index, module._parameters, name)
+        unit.locations.add(index, module._parameters, name)
     module.__dict__["_fsdp_units"] = tuple(units)
     _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin))
 
@@ -97,7 +97,7 @@ def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin
 # parameter, on every call.
 _FIND = """
 def find(module):
-    views = module._fsdp_units[{slot}].views
+    views = module._fsdp_units[{slot}].unsharded_params
     if views is not None:
         return views[{index}]
     return find_closed(module, {name!r})

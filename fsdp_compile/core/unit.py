@@ -24,15 +24,15 @@ from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 from fsdp_compile.comm.stages import Stage, shard_number
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
+from fsdp_compile.core.locations import ParameterLocations
 from fsdp_compile.core.ops import UNSHARD, VIEWS
-from fsdp_compile.core.places import Places
 from fsdp_compile.core.switches import Switches
 
 T = TypeVar("T")
-Delivery = Literal["reduce", "reduce with kept", "hand over"]
+GradientDelivery = Literal["reduce", "reduce with kept", "hand over"]
 
 
-class Stamp(NamedTuple):
+class VersionCounters(NamedTuple):
     """When the values of a unit's parameters were last changed: equal stamps, equal values.
 
     All ranks' stamps change together, also those of ranks that store nothing of what was changed.
@@ -60,15 +60,15 @@ class Unit:
     Attributes:
         stages: what gathers go through.
         flats: the flat parameters; parameters are numbered through all of them, in this order.
-        views: the full views while a forward or backward of this unit runs, else None.
-        fulls: instead of `views`, while a forward that was compiled by itself runs: the flat parameters in full.
+        unsharded_params: the full views while a forward or backward of this unit runs, else None.
+        unsharded_flats: instead of `unsharded_params`, while a forward that was compiled by itself runs: the flat parameters in full.
         views_backward: the number of the backward pass that set `views` or `fulls`; -1: a forward did.
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
-        places: which modules hold the parameters.
+        locations: which modules hold the parameters.
         may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
-        kept: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
+        kept_unsharded: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
         accumulates: whether no_sync was ever in force.
         delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
             kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
@@ -107,22 +107,22 @@ class Unit:
         self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
-        self.views: list[Tensor] | None = None
-        self.fulls: list[Tensor] | None = None
+        self.unsharded_params: list[Tensor] | None = None
+        self.unsharded_flats: list[Tensor] | None = None
         self.views_backward = -1
         self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hook_compresses = False
         self.may_keep = False
-        self.kept: Any = None  # eager.full_buffer.Kept
+        self.kept_unsharded: Any = None  # eager.full_buffer.KeptUnsharded
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self.accumulates, self.syncs = False, True
         self.switches = Switches.from_environment()
-        self.unsharded: Any = None  # eager.gathered.Gathered
+        self.unsharded: Any = None  # eager.gathered.UnshardedUnit
         self.summoned: Any = None  # eager.summon.Summoned
         self.state_settings: StateDictSettings | None = None
         self.shares: dict[tuple[int, bool, str], Any] = {}
         self._meshes: dict[str, DeviceMesh] = {}
-        self.places = Places(len(self.params))
+        self.locations = ParameterLocations(len(self.params))
         self.note_dtypes()
         self.mark()
 
@@ -164,7 +164,7 @@ class Unit:
 
     def _choose_delivery(self) -> None:
         if not self._syncs or self._comm_hook is not None:
-            self.delivery: Delivery = "hand over"
+            self.delivery: GradientDelivery = "hand over"
         else:
             self.delivery = "reduce with kept" if self.accumulates else "reduce"
 
@@ -197,7 +197,7 @@ class Unit:
         return any(flat.trains for flat in self.flats)
 
     @property
-    def keeps_unsynced(self) -> bool:
+    def stays_unsharded(self) -> bool:
         """Whether a backward pass that ends now leaves the full parameters gathered (E-STRAT-5)."""
         return self.is_sharded and not self.reshard_after_forward and not self.syncs
 
@@ -265,14 +265,14 @@ class Unit:
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
-    def stamp(self) -> Stamp:
+    def version_counters(self) -> VersionCounters:
         """To compare with a later one: whether the parameters have changed in between."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.ties)]
-        return Stamp([param._version for param in self.params], shards)
+        return VersionCounters([param._version for param in self.params], shards)
 
     def is_current(self) -> bool:
         """Whether modules hold the parameters that the unit knows, and these lie where it put them."""
-        return self.places.hold_what_is_known() and all(flat.is_current() for flat in self.flats)
+        return self.locations.hold_what_is_known() and all(flat.is_current() for flat in self.flats)
 
     def replace(self, params: dict[int, nn.Parameter]) -> None:
         """Let other parameter objects, by index, take the places of those that the unit knows."""
@@ -281,7 +281,7 @@ class Unit:
             self.params[index] = param
         for flat, known in self.by_flat(self.params):
             flat.params = list(known)
-        self.places.note()
+        self.locations.note()
         self.mark()
 
     def note_dtypes(self) -> None:
@@ -307,13 +307,13 @@ class Unit:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.params = [copy.deepcopy(param, memo) for param in self.params]
-        twin.fulls = None
-        twin.views, twin.kept, twin.awaiting_backward = None, None, weakref.WeakSet()
+        twin.unsharded_flats = None
+        twin.unsharded_params, twin.kept_unsharded, twin.awaiting_backward = None, None, weakref.WeakSet()
         twin.unsharded, twin.summoned = None, None
         twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
         twin.syncs = True  # nothing would ever end, for the twin, the no_sync that it was made in
-        twin.places = copy.deepcopy(self.places, memo)
-        twin.places.note()
+        twin.locations = copy.deepcopy(self.locations, memo)
+        twin.locations.note()
         twin.mark()
         return twin
 

@@ -34,6 +34,6 @@ torch_private.py   the private torch functions that this half needs, and the ver
 
 from fsdp_compile.eager import graphs as graphs  # registers the bodies of operators
 from fsdp_compile.eager.forward import compiled_forward, sharded_forward
-from fsdp_compile.eager.runtime import Root
+from fsdp_compile.eager.runtime import Runtime
 
-__all__ = ["Root", "compiled_forward", "sharded_forward"]
+__all__ = ["Runtime", "compiled_forward", "sharded_forward"]

@@ -24,7 +24,7 @@ _waiting: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with gradients that no reduce has seen."""
 
 
-class Unsynced:
+class AccumulatedGradient:
     """The local gradients of one flat parameter, and the reduced ones that they hide.
 
     Attributes:
@@ -93,33 +93,33 @@ class Unsynced:
                     set_grad(param, hidden)
 
 
-def keep_unsynced(flat: FlatParam, packed: Tensor) -> None:
+def accumulate(flat: FlatParam, packed: Tensor) -> None:
     """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's local gradients and show them."""
-    if flat.unsynced is None:
-        flat.unsynced = Unsynced(flat, packed)
+    if flat.accumulated is None:
+        flat.accumulated = AccumulatedGradient(flat, packed)
         _waiting.add(flat)
         return
-    flat.unsynced.collect(flat)
-    flat.unsynced.total.add_(packed)
-    flat.unsynced.show(flat)
+    flat.accumulated.collect(flat)
+    flat.accumulated.total.add_(packed)
+    flat.accumulated.show(flat)
 
 
-def take_unsynced(flat: FlatParam) -> Tensor | None:
+def take_accumulated(flat: FlatParam) -> Tensor | None:
     """What was kept, 1-D `[layout.numel]`, to be reduced now; `.grad` is the reduced gradient again."""
-    unsynced: Unsynced | None = flat.unsynced
-    if unsynced is None:
+    accumulated: AccumulatedGradient | None = flat.accumulated
+    if accumulated is None:
         return None
-    unsynced.collect(flat)
-    unsynced.restore(flat)
-    flat.unsynced = None
+    accumulated.collect(flat)
+    accumulated.restore(flat)
+    flat.accumulated = None
     _waiting.discard(flat)
-    return unsynced.total
+    return accumulated.total
 
 
 def drop_cleared(flat: FlatParam) -> None:
     """Forget local gradients all of which the user has set to None."""
-    if flat.unsynced is not None and all(param.grad is None for param in flat.params):
-        flat.unsynced = None
+    if flat.accumulated is not None and all(param.grad is None for param in flat.params):
+        flat.accumulated = None
         _waiting.discard(flat)
 
 
@@ -152,8 +152,8 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             if found is None or param.grad is None:
                 continue
             unit, index = found
-            unsynced = unit.flat_of(index).unsynced
-            if unsynced is not None and (param.grad.shape != param.shape or unsynced.shows(param.grad)):
+            accumulated = unit.flat_of(index).accumulated
+            if accumulated is not None and (param.grad.shape != param.shape or accumulated.shows(param.grad)):
                 raise RuntimeError(
                     f"parameter {unit.names[index]}: expected a reduced gradient of shape {tuple(param.shape)}, found "
                     f"one of shape {tuple(param.grad.shape)} that this rank has summed up under no_sync; run the last "

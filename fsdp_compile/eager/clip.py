@@ -45,7 +45,7 @@ def _check_reduced(params: Iterable[nn.Parameter]) -> None:
         found = unit_of(param)
         if found is not None and param.grad is not None:
             unit, index = found
-            if unit.flat_of(index).unsynced is not None:
+            if unit.flat_of(index).accumulated is not None:
                 raise RuntimeError(
                     f"parameter {unit.names[index]}: expected a reduced gradient, found what this rank has summed up "
                     f"under no_sync; run a backward pass outside no_sync before clipping"

@@ -31,7 +31,7 @@ def convert(module: Any, transform: Callable[[], T]) -> T:
             dtypes or on several devices, on the meta device, or, offloaded, not on the CPU. Parameters and gradients
             are as before then.
     """
-    root = module._fsdp_root
+    root = module._fsdp_runtime
     if root.converting:  # a sharded module below one that is being converted
         return transform()
     units = units_used_below(module)
@@ -71,7 +71,7 @@ def _undone_by_errors(units: Sequence[Unit]) -> Iterator[None]:
 def _check_reduced(unit: Unit) -> None:
     for flat in unit.flats:
         drop_cleared(flat)
-    if any(flat.unsynced is not None for flat in unit.flats):
+    if any(flat.accumulated is not None for flat in unit.flats):
         raise RuntimeError(f"Module._apply: expected reduced gradients, found local ones from no_sync in {unit}; "
                            f"run a backward outside no_sync first")  # fmt: skip
 
@@ -126,5 +126,5 @@ def _adopt(unit: Unit, shards: Sequence[Tensor | None]) -> None:
     if not unit.offload:
         unit.device = unit.flats[0].shard.device
     unit.note_dtypes()
-    unit.places.note()
+    unit.locations.note()
     unit.mark()

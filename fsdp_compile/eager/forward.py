@@ -23,9 +23,9 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import allowed_in_regions, current_backward
 from fsdp_compile.eager.inputs import computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.recompute import open_for_recomputation
-from fsdp_compile.eager.runtime import Root
+from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.state import is_open
-from fsdp_compile.eager.unsharded import Gathered
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ def _gathered(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[st
 
 
 def _run(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: bool) -> Any:
-    opened: list[Gathered] = []
+    opened: list[UnshardedUnit] = []
     try:
         _open(module, opened, whole)
         output = run(*args, **kwargs)
@@ -86,12 +86,12 @@ def _backward_runs() -> bool:
 
 @torch.compiler.disable
 def _holds_whole(module: Any) -> bool:
-    return any(unit.views is None and is_open(unit) for unit in module._fsdp_scope)
+    return any(unit.unsharded_params is None and is_open(unit) for unit in module._fsdp_scope)
 
 
 @torch.compiler.disable
-def _open(module: Any, opened: list[Gathered], whole: bool) -> None:
-    root: Root = module._fsdp_root
+def _open(module: Any, opened: list[UnshardedUnit], whole: bool) -> None:
+    root: Runtime = module._fsdp_runtime
     closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
     if module._fsdp_is_root:
         root.begin_iteration(module)
@@ -103,30 +103,30 @@ def _open(module: Any, opened: list[Gathered], whole: bool) -> None:
 
 
 @torch.compiler.disable
-def _close(module: Any, opened: list[Gathered], completed: bool = False) -> None:
+def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
     try:
         if completed and module._fsdp_is_root:
-            module._fsdp_root.complete_iteration()
+            module._fsdp_runtime.complete_iteration()
     finally:
         for gathered in opened:
             gathered.drop_views()
         if module._fsdp_is_root:
-            module._fsdp_root.end_iteration()
+            module._fsdp_runtime.end_iteration()
 
 
 @torch.compiler.disable
-def _end(module: Any, opened: list[Gathered], inputs: Any, output: Any) -> None:
+def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
     _close(module, opened, completed=True)
     for gathered in opened:
         gathered.end_forward(inputs, output, keep=module._fsdp_is_root)
-        module._fsdp_root.ended_forward(gathered)
+        module._fsdp_runtime.ended_forward(gathered)
 
 
 def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, whole: bool) -> Any:
     """Run the forward again within backward, with the units that have no views to use gathered."""
     closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
     full_precision = computes_in_full_precision(module)
-    streams_for = module._fsdp_root.streams_for
+    streams_for = module._fsdp_runtime.streams_for
     found = [open_for_recomputation(unit, full_precision, streams_for(unit.device), whole) for unit in closed]
     fresh = [gathered for gathered in found if gathered is not None]
     output = run(*args, **kwargs)
@@ -137,23 +137,25 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
 
 def _uncompiled(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was compiled runs eagerly after all: torch was told so, or gave up."""
-    opened = [unit for unit in module._fsdp_scope if unit.views is None]
+    opened = [unit for unit in module._fsdp_scope if unit.unsharded_params is None]
     try:
         for unit in opened:
-            unit.views = unit.views_of(unit.fulls)
+            unit.unsharded_params = unit.views_of(unit.unsharded_flats)
         return forward(module, *args, **kwargs)
     finally:
         for unit in opened:
-            unit.views = None
+            unit.unsharded_params = None
 
 
 def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     opened = []
     for unit in module._fsdp_scope:
-        if unit.fulls is not None:
-            allowed_in_regions(_set_views, unit, unit.views_of(unit.fulls))
+        if unit.unsharded_flats is not None:
+            allowed_in_regions(_set_views, unit, unit.views_of(unit.unsharded_flats))
             opened.append(unit)
-        elif unit.views is None or unit.views_backward != -1:  # the latter: left behind by a failed backward pass
+        elif (
+            unit.unsharded_params is None or unit.views_backward != -1
+        ):  # the latter: left behind by a failed backward pass
             allowed_in_regions(_set_views, unit, unit.traced_views(computes_in_full_precision(module)))
             opened.append(unit)
     try:
@@ -168,4 +170,4 @@ def _set_views(unit: Unit, views: list[Tensor] | None) -> None:
 
     This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
     """
-    unit.views = views
+    unit.unsharded_params = views

@@ -9,10 +9,10 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.stages import Stage
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, view_parameters
-from fsdp_compile.core.unit import Stamp, Unit
+from fsdp_compile.core.unit import Unit, VersionCounters
 
 
-class FullBuffer:
+class UnshardedBuffer:
     """A flat parameter in full, `[layout.numel]`, in the dtype and on the device that its unit computes in.
 
     Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
@@ -79,9 +79,9 @@ def _start(full: Tensor, shard: Tensor, stage: Stage) -> None:
     collectives.start_all_gather(full, shard, stage.size, stage.name, stage.rank)
 
 
-class Kept(NamedTuple):
+class KeptUnsharded(NamedTuple):
     """Filled buffers that a backward pass which synchronised nothing left to the unit's next forward."""
 
-    buffers: list[FullBuffer]
-    stamp: Stamp
+    buffers: list[UnshardedBuffer]
+    versions: VersionCounters
     full_precision: bool

@@ -12,10 +12,10 @@ from fsdp_compile.core.ops import alias
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 
 
-class FullViews(torch.autograd.Function):
+class UnshardParams(torch.autograd.Function):
     """The full views of the flat parameters that train; backward frees them, packs their gradients and reduces them.
 
-    Note on lifetime: the views own this node, so it must not own the `Gathered` that owns the views.
+    Note on lifetime: the views own this node, so it must not own the `UnshardedUnit` that owns the views.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class FullViews(torch.autograd.Function):
         return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
 
 
-class FullFlats(torch.autograd.Function):
+class UnshardFlats(torch.autograd.Function):
     """The same without cutting: a compiled graph cuts the views and packs their gradients."""
 
     @staticmethod

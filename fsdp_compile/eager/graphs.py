@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_compile.core.flat_param import flat_numbered
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager._torch import current_backward
-from fsdp_compile.eager.accumulate import take_unsynced
+from fsdp_compile.eager.accumulate import take_accumulated
 from fsdp_compile.eager.reduce import keep_or_reduce
 from fsdp_compile.eager.streams import NO_STREAMS
 
@@ -51,4 +51,4 @@ def _take_kept(number: Tensor) -> Tensor | None:
     if flat is None:  # the model was deleted, and what it had kept with it
         return None
     flat.arrival.backward = current_backward()
-    return take_unsynced(flat)
+    return take_accumulated(flat)

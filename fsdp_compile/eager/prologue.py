@@ -12,7 +12,7 @@ import torch
 
 from fsdp_compile.eager._torch import current_backward, dynamo_runs, never_trace
 from fsdp_compile.eager.state import is_open
-from fsdp_compile.eager.unshard import discard_unsharded, drop_kept
+from fsdp_compile.eager.unshard import discard_unsharded, drop_kept_unsharded
 from fsdp_compile.eager.writeback import refresh
 
 
@@ -44,4 +44,4 @@ def _prepare(units: tuple[Any, ...]) -> None:
         if not is_open(unit):
             refresh(unit)
             discard_unsharded(unit)
-            drop_kept(unit)
+            drop_kept_unsharded(unit)

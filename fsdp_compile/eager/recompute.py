@@ -3,18 +3,18 @@
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unsharded import Gathered
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 
-def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> Gathered | None:
+def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> UnshardedUnit | None:
     """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
 
     Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
     and gathers for itself: what is returned.
     """
-    gathered: Gathered | None = next(iter(unit.awaiting_backward), None)
+    gathered: UnshardedUnit | None = next(iter(unit.awaiting_backward), None)
     if gathered is None:
-        gathered = Gathered(unit, full_precision, streams)
+        gathered = UnshardedUnit(unit, full_precision, streams)
         gathered.open(whole)
         gathered.backward = current_backward()
         unit.awaiting_backward.add(gathered)

@@ -18,7 +18,7 @@ from fsdp_compile.core.autograd import Arrival, check_first_order
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import current_backward
-from fsdp_compile.eager.accumulate import keep_unsynced, take_unsynced
+from fsdp_compile.eager.accumulate import accumulate, take_accumulated
 from fsdp_compile.eager.hooks import reduce_by_hook
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 
@@ -93,9 +93,9 @@ def keep_or_reduce(
         streams, full_precision: as in `reduce_gradients`.
     """
     if not unit.syncs:
-        keep_unsynced(flat, packed)
+        accumulate(flat, packed)
         return None
-    kept = take_unsynced(flat)
+    kept = take_accumulated(flat)
     flat.arrival.full_precision = full_precision
     return _start(unit, flat, packed if kept is None else packed.add_(kept), streams)
 
@@ -155,7 +155,7 @@ def _reduce_kept(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam
     unit, flat = unit_ref(), flat_ref()
     if unit is None or flat is None:  # deleted, and what was kept with it
         return torch.zeros(())
-    kept = take_unsynced(flat)
+    kept = take_accumulated(flat)
     if kept is None:
         kept = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
     with torch.no_grad():

@@ -21,10 +21,10 @@ from fsdp_compile.eager.agreement import OrderCheck, check_settings, wants_order
 from fsdp_compile.eager.state import is_open
 from fsdp_compile.eager.streams import Streams, device_of
 from fsdp_compile.eager.unshard import UnshardHandle, take_unsharded, unshard
-from fsdp_compile.eager.unsharded import Gathered
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 
-class Root:
+class Runtime:
     """Iteration-wide state of a module that no sharded module encloses.
 
     Args:
@@ -47,14 +47,14 @@ class Root:
         self._streams: dict[torch.device, Streams] = {}
         self._order_check: OrderCheck | None = None
         self._checking = False  # whether the iteration under way is compared
-        self._ahead: tuple[Unit, Gathered] | None = None  # in forward
-        self._guess: weakref.ref[Gathered] | None = None  # in backward
+        self._ahead: tuple[Unit, UnshardedUnit] | None = None  # in forward
+        self._guess: weakref.ref[UnshardedUnit] | None = None  # in backward
         self.iteration: object | None = None  # the forward of the root module that is running
         self.converting = False  # eager/convert.py is at work
-        self._last: weakref.ref[Gathered] | None = None  # the last to have ended its forward
+        self._last: weakref.ref[UnshardedUnit] | None = None  # the last to have ended its forward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
-        twin = memo[id(self)] = Root(self.backward_prefetch, self.forward_prefetch, self.limit_all_gathers)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
+        twin = memo[id(self)] = Runtime(self.backward_prefetch, self.forward_prefetch, self.limit_all_gathers)
         return twin
 
     def streams_for(self, device: torch.device) -> Streams:
@@ -108,7 +108,7 @@ class Root:
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
-    def gather(self, unit: Unit, full_precision: bool) -> Gathered:
+    def gather(self, unit: Unit, full_precision: bool) -> UnshardedUnit:
         """The unit's buffers, being filled: those gathered ahead, or new ones.
 
         Raises:
@@ -124,10 +124,10 @@ class Root:
         return (
             self._take_unsharded(unit, full_precision)
             or self._take_ahead(unit, full_precision)
-            or Gathered(unit, full_precision, streams)
+            or UnshardedUnit(unit, full_precision, streams)
         )
 
-    def prefetch_forward(self, gathered: Gathered) -> None:
+    def prefetch_forward(self, gathered: UnshardedUnit) -> None:
         """Begin to gather the unit after that of `gathered`, which is about to compute (E-PRE-2)."""
         if not self.forward_prefetch or self.recording or not self.running or self._ahead is not None:
             return
@@ -135,7 +135,7 @@ class Root:
         following = self.order[place + 1]() if place is not None and place + 1 < len(self.order) else None
         if following is not None and following.unsharded is None and not is_open(following):
             streams = self.streams_for(following.device)
-            self._ahead = (following, Gathered(following, gathered.full_precision, streams))
+            self._ahead = (following, UnshardedUnit(following, gathered.full_precision, streams))
 
     def _place(self, unit: Unit) -> int | None:
         return next((place for place, known in enumerate(self.order) if known() is unit), None)
@@ -144,13 +144,13 @@ class Root:
         """Begin to gather `units` for their next forward, as a user asks."""
         return unshard(units, full_precision, self.iteration, self.streams_for)
 
-    def _take_unsharded(self, unit: Unit, full_precision: bool) -> Gathered | None:
+    def _take_unsharded(self, unit: Unit, full_precision: bool) -> UnshardedUnit | None:
         if unit.unsharded is None:
             return None
         same_forward = unit.unsharded.iteration is self.iteration is not None
         return take_unsharded(unit, full_precision, same_forward)
 
-    def _take_ahead(self, unit: Unit, full_precision: bool) -> Gathered | None:
+    def _take_ahead(self, unit: Unit, full_precision: bool) -> UnshardedUnit | None:
         if self._ahead is None:
             return None
         guessed, gathered = self._ahead
@@ -171,7 +171,7 @@ class Root:
             self._ahead[1].free()
             self._ahead = None
 
-    def ended_forward(self, gathered: Gathered) -> None:
+    def ended_forward(self, gathered: UnshardedUnit) -> None:
         """Note the order in which forwards end: backward runs against it."""
         if torch.is_grad_enabled():
             gathered.root, gathered.before = self, self._last
@@ -179,7 +179,7 @@ class Root:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def prefetch_backward(self, gathered: Gathered, when: BackwardPrefetch) -> None:
+    def prefetch_backward(self, gathered: UnshardedUnit, when: BackwardPrefetch) -> None:
         """Begin to gather the unit whose backward is likely to come next (E-PRE-1)."""
         target = gathered.before() if gathered.before is not None else None
         now = current_backward()
@@ -194,7 +194,7 @@ class Root:
             call_after_backward(partial(_free_ahead, self._guess))
 
 
-def _free_ahead(guess: weakref.ref[Gathered]) -> None:
+def _free_ahead(guess: weakref.ref[UnshardedUnit]) -> None:
     """At the end of a backward pass that gathered `guess` ahead: free it if nothing read it (E-PRE-5)."""
     gathered = guess()
     if gathered is not None:

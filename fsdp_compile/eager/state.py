@@ -16,7 +16,7 @@ def is_open(unit: Unit) -> bool:
 
     Views left behind by a backward pass that failed belong to none of these, and are gathered anew.
     """
-    found = unit.views is not None or unit.fulls is not None
+    found = unit.unsharded_params is not None or unit.unsharded_flats is not None
     return found and unit.views_backward in (-1, current_backward())
 
 

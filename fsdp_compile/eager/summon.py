@@ -138,7 +138,7 @@ class Summoned:
         discard_unsharded(unit)
         refresh(unit)
         full = [full_parameters(unit, flat) for flat in unit.flats]
-        self.shows_grads = options.with_grads and unit.is_sharded and all(f.unsynced is None for f in unit.flats)
+        self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)
         grads = full_gradients(unit) if self.shows_grads else []
         self.saved = [param.grad for param in unit.params]
         if options.rank0_only and unit.rank != 0:
@@ -197,7 +197,7 @@ class Summoned:
         if self.shows_grads:
             for param, grad in zip(self.unit.params, self.saved, strict=True):
                 _put_grad(param, grad)
-        self.unit.places.note()
+        self.unit.locations.note()
 
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:

@@ -13,14 +13,14 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.agreement import holds_on_all_ranks
 from fsdp_compile.eager.state import check_not_summoned, is_open
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unsharded import Gathered
+from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.eager.writeback import refresh
 
 
 class UnshardHandle:
     """A gather that `FSDPModule.unshard(async_op=True)` has started."""
 
-    def __init__(self, gathers: Sequence[Gathered]) -> None:
+    def __init__(self, gathers: Sequence[UnshardedUnit]) -> None:
         self._gathers = gathers
 
     def wait(self) -> None:
@@ -52,7 +52,7 @@ def unshard(
                 streams = streams_for(unit.device)
                 if iteration is None:
                     streams.begin_iteration()
-                unit.unsharded = Gathered(unit, full_precision, streams)
+                unit.unsharded = UnshardedUnit(unit, full_precision, streams)
                 unit.unsharded.iteration = iteration
     return UnshardHandle([unit.unsharded for unit in units if unit.unsharded is not None])
 
@@ -66,18 +66,18 @@ def reshard(unit: Unit) -> None:
     if is_open(unit):
         raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
     discard_unsharded(unit)
-    drop_kept(unit)
+    drop_kept_unsharded(unit)
     for gathered in unit.awaiting_backward:
         if gathered.may_free:
             gathered.free()
 
 
-def drop_kept(unit: Unit) -> None:
+def drop_kept_unsharded(unit: Unit) -> None:
     """Free what a backward pass under no_sync left to the next forward."""
-    if unit.kept is not None:
-        for buffer in unit.kept.buffers:
+    if unit.kept_unsharded is not None:
+        for buffer in unit.kept_unsharded.buffers:
             buffer.free()
-        unit.kept = None
+        unit.kept_unsharded = None
 
 
 def discard_unsharded(unit: Unit) -> None:
@@ -87,14 +87,14 @@ def discard_unsharded(unit: Unit) -> None:
         unit.unsharded = None
 
 
-def take_unsharded(unit: Unit, full_precision: bool, same_forward: bool) -> Gathered | None:
+def take_unsharded(unit: Unit, full_precision: bool, same_forward: bool) -> UnshardedUnit | None:
     """What `unshard` gathered, for a forward that begins; None if there is nothing or it is out of date on some rank.
 
     Args:
         full_precision: whether the forward computes in the stored dtype.
         same_forward: whether `unshard` was called within the forward of the root that is running.
     """
-    gathered: Gathered | None = unit.unsharded
+    gathered: UnshardedUnit | None = unit.unsharded
     if gathered is None:
         return None
     unit.unsharded = None

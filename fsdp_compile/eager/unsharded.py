@@ -22,8 +22,8 @@ from fsdp_compile.core.ops import alias
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.agreement import holds_on_all_ranks
-from fsdp_compile.eager.full_buffer import FullBuffer, Kept
-from fsdp_compile.eager.full_views import FullFlats, FullViews
+from fsdp_compile.eager.full_buffer import KeptUnsharded, UnshardedBuffer
+from fsdp_compile.eager.full_views import UnshardFlats, UnshardParams
 from fsdp_compile.eager.state import check_no_forward_runs, check_not_summoned
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.writeback import refresh
@@ -31,7 +31,7 @@ from fsdp_compile.eager.writeback import refresh
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
-class Gathered:
+class UnshardedUnit:
     """The full views that one forward of `unit` gathered, and the buffers beneath them.
 
     Owned by the graph of that forward, through the hooks on its outputs: it goes when the graph goes.
@@ -39,11 +39,11 @@ class Gathered:
 
     def __init__(self, unit: Unit, full_precision: bool = False, streams: Streams = NO_STREAMS) -> None:
         self.unit, self.full_precision, self.streams = unit, full_precision, streams
-        self.root: Any = None  # eager.root.Root
-        self.before: weakref.ref[Gathered] | None = None  # the forward that ended before this one
+        self.root: Any = None  # eager.root.Runtime
+        self.before: weakref.ref[UnshardedUnit] | None = None  # the forward that ended before this one
         if refresh(unit):
             streams.begin_iteration()
-        self.params, self.stamp = tuple(unit.params), unit.stamp()
+        self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.iteration: Any = None  # of the root, if its forward was running
         self.whole = False  # whether `views` are flat parameters, which a compiled forward cuts itself
         self.may_free = False  # between forward and backward: filled again when needed
@@ -55,7 +55,7 @@ class Gathered:
         if not self.reused:
             self.streams.limit()
             with torch.no_grad(), streams.unsharding():
-                self.buffers = [FullBuffer(unit, flat, self._dtype(flat)) for flat in unit.flats]
+                self.buffers = [UnshardedBuffer(unit, flat, self._dtype(flat)) for flat in unit.flats]
                 for buffer in self.buffers:
                     buffer.start()
 
@@ -68,11 +68,11 @@ class Gathered:
         A backward pass under no_sync has no collectives: some ranks may have left it out, and have kept nothing. So
         whether ranks ask each other follows from what all of them did: this unit's last gather.
         """
-        asks, self.unit.may_keep = self.unit.may_keep, self.unit.keeps_unsynced and torch.is_grad_enabled()
-        kept: Kept | None = self.unit.kept
+        asks, self.unit.may_keep = self.unit.may_keep, self.unit.stays_unsharded and torch.is_grad_enabled()
+        kept: KeptUnsharded | None = self.unit.kept_unsharded
         if not asks:
             return False
-        self.unit.kept = None
+        self.unit.kept_unsharded = None
         current = holds_on_all_ranks(self.unit, kept is not None and self._would_bring(kept))
         if kept is None:
             return False
@@ -83,15 +83,15 @@ class Gathered:
         self.buffers = kept.buffers
         return True
 
-    def _would_bring(self, kept: Kept) -> bool:
+    def _would_bring(self, kept: KeptUnsharded) -> bool:
         """Whether `kept` holds what this gather would bring."""
-        same = kept.stamp == self.stamp and kept.full_precision == self.full_precision
+        same = kept.versions == self.versions and kept.full_precision == self.full_precision
         return same and not any(buffer.is_free for buffer in kept.buffers)
 
     def is_current(self) -> bool:
         """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
         same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
-        return same and self.unit.stamp() == self.stamp
+        return same and self.unit.version_counters() == self.versions
 
     def open(self, whole: bool = False) -> None:
         """Wait for the gather; give the unit its views, or, if `whole`, the flat parameters that they are cut from."""
@@ -102,9 +102,9 @@ class Gathered:
 
     def _show(self, backward: int) -> None:
         if self.whole:
-            self.unit.fulls = self.views
+            self.unit.unsharded_flats = self.views
         else:
-            self.unit.views = self.views
+            self.unit.unsharded_params = self.views
         self.unit.views_backward = backward
 
     def wait(self) -> None:
@@ -121,7 +121,7 @@ class Gathered:
         if not trained or not torch.is_grad_enabled():
             with torch.no_grad():
                 return self.plain_views(self.unit.flats)
-        found = iter(FullViews.apply(self, trained, *[flat.handle for flat in trained]))
+        found = iter(UnshardParams.apply(self, trained, *[flat.handle for flat in trained]))
         views: list[Tensor] = []
         for buffer in self.buffers:
             if buffer.flat.trains:
@@ -134,7 +134,7 @@ class Gathered:
     def _differentiable_flats(self) -> list[Tensor]:
         """The flat parameters, 1-D `[layout.numel]` each; gradients of those that train arrive packed."""
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
-        found = iter(FullFlats.apply(self, trained, *[flat.handle for flat in trained]) if trained else ())
+        found = iter(UnshardFlats.apply(self, trained, *[flat.handle for flat in trained]) if trained else ())
         return [next(found) if buffer.flat in trained else alias(buffer.full) for buffer in self.buffers]
 
     def plain_views(self, flats: Sequence[FlatParam]) -> list[Tensor]:
@@ -240,31 +240,31 @@ class Gathered:
         """The backward pass needs the views no longer: free the buffers, or keep them where that saves a gather."""
         self.unit.awaiting_backward.discard(self)
         self.drop_views()
-        if self.unit.keeps_unsynced and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
+        if self.unit.stays_unsharded and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
             self._keep()
             return
-        if self.unit.kept is not None:
-            self._free(self.unit.kept.buffers)
-            self.unit.kept = None
+        if self.unit.kept_unsharded is not None:
+            self._free(self.unit.kept_unsharded.buffers)
+            self.unit.kept_unsharded = None
         self.free()
 
     def drop_views(self) -> None:
         """Let the unit forget the views: they own the node that owns the unit, and no collector sees such a ring."""
-        if self.unit.views is self.views:
-            self.unit.views = None
-        if self.unit.fulls is self.views:
-            self.unit.fulls = None
+        if self.unit.unsharded_params is self.views:
+            self.unit.unsharded_params = None
+        if self.unit.unsharded_flats is self.views:
+            self.unit.unsharded_flats = None
 
     def _keep(self) -> None:
-        kept: Kept | None = self.unit.kept
+        kept: KeptUnsharded | None = self.unit.kept_unsharded
         if kept is not None and kept.buffers is not self.buffers:
             self._free(kept.buffers)
-        self.unit.kept = Kept(self.buffers, self.stamp, self.full_precision)
+        self.unit.kept_unsharded = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:
-        if [param._version for param in self.unit.params] == self.stamp.params:
+        if [param._version for param in self.unit.params] == self.versions.params:
             return
-        for name, param, version in zip(self.unit.names, self.unit.params, self.stamp.params, strict=True):
+        for name, param, version in zip(self.unit.names, self.unit.params, self.versions.params, strict=True):
             if param._version != version:
                 raise RuntimeError(
                     f"parameter {name}: expected the values of the forward pass in its backward pass, found it "
@@ -276,7 +276,7 @@ class Gathered:
         self.wait()
         self._free(self.buffers, keep_parts)
 
-    def _free(self, buffers: Sequence[FullBuffer], keep_parts: bool = False) -> None:
+    def _free(self, buffers: Sequence[UnshardedBuffer], keep_parts: bool = False) -> None:
         filled = [buffer for buffer in buffers if not (buffer.is_shard or buffer.is_free)]
         for buffer in filled:
             buffer.free()

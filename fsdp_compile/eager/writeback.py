@@ -46,7 +46,7 @@ def refresh(unit: Unit) -> bool:
             flat.adopt(flat.shard)
         flat.note_frozen()
         torch.autograd.graph.increment_version([flat.params[index] for index in found])  # for who gathered before
-    unit.places.note()
+    unit.locations.note()
     return any(changed)
 
 
@@ -60,7 +60,7 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
         RuntimeError: what stands there is no parameter, or one that is sharded already.
     """
     new: dict[int, nn.Parameter] = {}
-    for index, (known, places) in enumerate(zip(unit.params, unit.places.of, strict=True)):
+    for index, (known, places) in enumerate(zip(unit.params, unit.locations.of, strict=True)):
         found = [param for registry, name in places if (param := registry.get(name)) is not None]
         if all(param is known for param in found):
             continue
@@ -91,7 +91,7 @@ def give_way(unit: Unit, new: dict[int, nn.Parameter]) -> None:
 
 def put_back(unit: Unit) -> None:
     """Let modules hold the parameters that the unit knows, instead of others put in their places since."""
-    for known, places in zip(unit.params, unit.places.of, strict=True):
+    for known, places in zip(unit.params, unit.locations.of, strict=True):
         for registry, name in places:
             if registry.get(name) is not None:
                 registry[name] = known

@@ -15,16 +15,16 @@ from torch.distributed.fsdp import CPUOffload
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.eager.full_buffer import FullBuffer
+from fsdp_compile.eager.full_buffer import UnshardedBuffer
 from fsdp_compile.eager.state import doing
-from fsdp_compile.eager.unsharded import Gathered
+from fsdp_compile.eager.unsharded import UnshardedUnit
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 def filled(model: nn.Module) -> int:
     """How many buffers of full parameters hold memory."""
-    buffers = [each for each in gc.get_objects() if type(each) is FullBuffer and each.unit in units(model)]
+    buffers = [each for each in gc.get_objects() if type(each) is UnshardedBuffer and each.unit in units(model)]
     return sum(not (buffer.is_shard or buffer.is_free) for buffer in buffers)
 
 
@@ -176,7 +176,7 @@ def test_no_hook_outlives_its_backward(sync: bool) -> None:
         assert len(prompt._backward_hooks) == 1, "that of the graph that `out` holds"
     del out
     assert not prompt._backward_hooks
-    assert not [each for each in gc.get_objects() if type(each) is Gathered and each.unit in units(model)]
+    assert not [each for each in gc.get_objects() if type(each) is UnshardedUnit and each.unit in units(model)]
     (unit,) = model[1]._fsdp_scope
     shapes = [tuple(param.shape) for param in unit.params] if sync else unit.shapes
     present = [index for index, record in enumerate(unit.records) if record or not sync]
@@ -189,14 +189,14 @@ def test_resharding_is_not_freeing() -> None:
     E-STRAT-2.
     """
     model = fully_shard(unlike_blocks())
-    free = FullBuffer.free
+    free = UnshardedBuffer.free
     current: list[bool] = []
 
-    def noting(buffer: FullBuffer) -> None:
+    def noting(buffer: UnshardedBuffer) -> None:
         current.append(buffer.unit.is_current())
         free(buffer)
 
-    with mock.patch.object(FullBuffer, "free", noting), recorded(model) as log:
+    with mock.patch.object(UnshardedBuffer, "free", noting), recorded(model) as log:
         loss = model(torch.randn(3, 7)).sum()
         for _ in range(2):
             model.reshard()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.ops import UNSHARD, VIEWS
-from fsdp_compile.eager.full_buffer import FullBuffer
+from fsdp_compile.eager.full_buffer import UnshardedBuffer
 from fsdp_compile.eager.streams import Streams
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -77,8 +77,8 @@ def test_compiled_graphs_run_none_of_the_machinery(strategy: str) -> None:
 
     run = torch.compile(model, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler), fullgraph=True)
     streams = {units(model)[0].device: Streams(RecordingDevice(log), limit_gathers=True)}
-    refused = mock.patch.object(FullBuffer, "__init__", side_effect=AssertionError("an eager gather"))
-    with mock.patch.object(model._fsdp_root, "_streams", streams), refused:
+    refused = mock.patch.object(UnshardedBuffer, "__init__", side_effect=AssertionError("an eager gather"))
+    with mock.patch.object(model._fsdp_runtime, "_streams", streams), refused:
         for _ in range(3):
             step(run, torch.randn(3, 7))
     assert not log.lines

@@ -102,7 +102,7 @@ def _manage(rank: int) -> None:
 
     for seed in (1, 2):
         local(seed)
-        assert first.flats[0].unsynced is not None and flags() == {True}
+        assert first.flats[0].accumulated is not None and flags() == {True}
     backward(model, MLP, mine(MLP, 3))
     for seed in (1, 2, 3):
         backward(reference, MLP, whole(MLP, seed))
@@ -126,7 +126,7 @@ def _set_sync(rank: int) -> None:
     reference, model = twins(MLP)
     model.blocks[0].set_requires_gradient_sync(False)
     backward(model, MLP, mine(MLP, 1))
-    assert [unit.flats[0].unsynced is None for unit in units(model)].count(False) == 1
+    assert [unit.flats[0].accumulated is None for unit in units(model)].count(False) == 1
     model.blocks[0].set_requires_gradient_sync(True)
     backward(model, MLP, mine(MLP, 2))
     for seed in (1, 2):
@@ -275,7 +275,7 @@ def _unused_output(rank: int, strategy: str) -> None:
             net.zero_grad() if step == 0 else None
     assert all(param.grad is None for param in model.right.parameters())
     assert_same_gradients(model, reference)
-    assert all(unit.views is None for unit in units(model)), "a unit is still open"
+    assert all(unit.unsharded_params is None for unit in units(model)), "a unit is still open"
 
 
 @all_strategies

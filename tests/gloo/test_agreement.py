@@ -109,7 +109,7 @@ def _quiet(rank: int) -> None:
         for order in ((0, 1, 2), (2, 1)):
             model.order = order
             backward(model, CASE, mine(CASE, 1))
-    assert model._fsdp_root._order_check is None
+    assert model._fsdp_runtime._order_check is None
 
 
 def test_nothing_is_compared_by_default(two: Ranks) -> None:
@@ -121,7 +121,7 @@ def _evaluate(rank: int) -> None:
     with _debug_level("DETAIL"), torch.no_grad():
         model = fully_shard(build(CASE)).eval()
         model(mine(CASE, 1)[0])
-        assert model._fsdp_root._order_check is None
+        assert model._fsdp_runtime._order_check is None
 
 
 def test_evaluation_is_not_compared(two: Ranks) -> None:

@@ -155,7 +155,7 @@ def _watch_memory(rank: int, strategy: str, how: str) -> None:
             blocks = 3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0
             assert _kept(calls) == {root: 4 * root, block: blocks}, f"kept after forward: {_kept(calls)} bytes"
         loss.backward()
-        assert all(unit.views is None for unit in units(model)), "views are left"
+        assert all(unit.unsharded_params is None for unit in units(model)), "views are left"
         if how == "eager":
             _assert_freed(calls, "after backward while the loss is alive")
         del loss

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.eager.full_buffer import FullBuffer
+from fsdp_compile.eager.full_buffer import UnshardedBuffer
 
 from .ranks import Ranks
 from .training import OPTIMIZERS, backward, mine, shard, units
@@ -64,9 +64,9 @@ def _alive(storages: dict[int, StorageWeakRef]) -> int:
 def _watched(model: nn.Module) -> Iterator[Watch]:
     """Bytes of parameters during what runs inside: when a gather starts and when a block computes."""
     watch = Watch(most_cast=_largest_shard(model))
-    init, start, gather = FullBuffer.__init__, FullBuffer.start, collectives.start_all_gather
+    init, start, gather = UnshardedBuffer.__init__, UnshardedBuffer.start, collectives.start_all_gather
 
-    def noting_init(buffer: FullBuffer, *args: Any) -> None:
+    def noting_init(buffer: UnshardedBuffer, *args: Any) -> None:
         init(buffer, *args)
         if not buffer.is_shard:
             weak = StorageWeakRef(buffer.storage)
@@ -78,13 +78,13 @@ def _watched(model: nn.Module) -> Iterator[Watch]:
             weak = StorageWeakRef(low.untyped_storage())
             watch.cast[weak.cdata] = weak
 
-    def noting_start(buffer: FullBuffer) -> None:
+    def noting_start(buffer: UnshardedBuffer) -> None:
         start(buffer)
         watch.note("start")
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(FullBuffer, "__init__", noting_init))
-        stack.enter_context(mock.patch.object(FullBuffer, "start", noting_start))
+        stack.enter_context(mock.patch.object(UnshardedBuffer, "__init__", noting_init))
+        stack.enter_context(mock.patch.object(UnshardedBuffer, "start", noting_start))
         stack.enter_context(mock.patch.object(collectives, "start_all_gather", noting_gather))
         for name, block in model.blocks.named_children():
             hook = block.up.register_forward_pre_hook(lambda *_, name=name: watch.note(f"forward {name}"))

@@ -99,7 +99,7 @@ def _return(rank: int, kind: str, strategy: str) -> None:
         loss = case.loss(model, mine(case, 1))
         loss.backward()
         _assert_freed(calls, "after backward, while the loss is alive")
-    assert all(unit.views is None and not list(unit.awaiting_backward) for unit in units(model))
+    assert all(unit.unsharded_params is None and not list(unit.awaiting_backward) for unit in units(model))
 
 
 @sharded

@@ -160,7 +160,7 @@ def _assert_all_freed(log: Log, model: nn.Module) -> None:
     for name in log.units.values():
         gathers, frees = log.lines.count(f"gather {name} in unshard"), log.lines.count(f"free {name}")
         assert gathers == frees, f"{name}: gathered {gathers} times, freed {frees} times"
-    assert all(unit.views is None for unit in units(model))
+    assert all(unit.unsharded_params is None for unit in units(model))
 
 
 @pytest.mark.parametrize("forward_prefetch", [False, True])

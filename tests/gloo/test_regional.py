@@ -92,7 +92,7 @@ def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
         assert _kept(calls)[block] == (3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0)
         loss.backward()
         _assert_freed(calls, "after backward while the loss is alive")
-    assert all(unit.views is unit.fulls is None for unit in units(model))
+    assert all(unit.unsharded_params is unit.unsharded_flats is None for unit in units(model))
     return _per_unit(model, calls, "gather"), _per_unit(model, calls, "reduce")
 
 

@@ -69,9 +69,9 @@ def _look_at_wire(rank: int) -> None:
 
     def views_of(module: nn.Module, args: tuple) -> None:
         (unit,) = units(module)
-        storages = {view.untyped_storage().data_ptr() for view in unit.views}
-        sizes = {view.untyped_storage().nbytes() for view in unit.views}
-        offsets = [view.storage_offset() for view in unit.views]
+        storages = {view.untyped_storage().data_ptr() for view in unit.unsharded_params}
+        sizes = {view.untyped_storage().nbytes() for view in unit.unsharded_params}
+        offsets = [view.storage_offset() for view in unit.unsharded_params]
         seen.append((len(storages), sizes, offsets == sorted(offsets) and offsets[0] == 0))
 
     model.blocks[0].up.register_forward_pre_hook(lambda module, args: views_of(model.blocks[0], args))

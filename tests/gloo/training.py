@@ -16,7 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.eager.unsharded import Gathered
+from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 PER_RANK = 3  # examples that a rank sees of a batch
@@ -99,9 +99,9 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     full: dict[nn.Parameter, Tensor] = {}
     with torch.no_grad():  # parameters without elements may belong to no unit
         for unit in units(model):
-            gathered = Gathered(unit, full_precision=True)
+            gathered = UnshardedUnit(unit, full_precision=True)
             gathered.open()
-            unit.views = None
+            unit.unsharded_params = None
             full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
     return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
 

@@ -8,7 +8,7 @@ Place = tuple[dict[str, nn.Parameter | None], str]
 """A module's `_parameters`, and a name there."""
 
 
-class Places:
+class ParameterLocations:
     """For each parameter of a unit its places; tied parameters have several.
 
     Attributes:
