@@ -61,14 +61,14 @@ class Unit:
         stages: what gathers go through.
         flats: the flat parameters; parameters are numbered through all of them, in this order.
         unsharded_params: the full views while a forward or backward of this unit runs, else None.
-        unsharded_flats: instead of `unsharded_params`, while a forward that was compiled by itself runs: the flat parameters in full.
+        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
         views_backward: the number of the backward pass that set `views` or `fulls`; -1: a forward did.
         awaiting_backward: the eager forwards of this unit whose backward is still to come.
         unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
         locations: which modules hold the parameters.
         may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
-        kept_unsharded: what backward left filled for the next forward (eager/gathered.py), or None; may be set to None any time.
+        kept_unsharded: what backward left filled for the next forward (eager/unsharded.py), or None.
         accumulates: whether no_sync was ever in force.
         delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
             kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
