@@ -16,9 +16,8 @@ from fsdp_compile.construct.ignored import Ignored, collect_ignored
 from fsdp_compile.construct.meta_init import InitFn, materialize
 from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
-from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.lookup import add_lookups, add_mixin
-from fsdp_compile.core.switches import Switches
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import watch_optimizers

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
-from fsdp_compile.core.lookup import units_used_below
-from fsdp_compile.core.names import WRAPPED
+from fsdp_compile.core.lookup import WRAPPED, units_used_below
 from fsdp_compile.eager.prologue import Prologue
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optim_load, optim_names, optim_older, optim_state

@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 from fsdp_compile.checkpoint.disk import sync_folder
 from fsdp_compile.checkpoint.manifest import NAME as MANIFEST
 from fsdp_compile.checkpoint.manifest import CheckpointError, Manifest
-from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.environment import warn_caller
 
 _PUBLISHED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HIDDEN = re.compile(r"\.step-\d{8,}\..+")

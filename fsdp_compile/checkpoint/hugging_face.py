@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp_compile.checkpoint import safetensors_file
 from fsdp_compile.checkpoint.agree import all_succeed, first_decides, is_first
 from fsdp_compile.checkpoint.safetensors_file import Place, Plan, Spec, Writer
-from fsdp_compile.core.names import clean_name
+from fsdp_compile.core.lookup import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from fsdp_compile.core.names import WRAPPED
+from fsdp_compile.core.lookup import WRAPPED
 
 
 class _Model:

@@ -33,7 +33,7 @@ class Stage(NamedTuple):
         return cls(group.group_name, group.size(), dist.get_rank(group))
 
 
-def shard_number(stages: Iterable[Stage]) -> int:
+def shard_index(stages: Iterable[Stage]) -> int:
     """Which part of the flat buffer this rank stores: the one that its place in the gathered buffer shows."""
     number, peers = 0, 1
     for stage in stages:

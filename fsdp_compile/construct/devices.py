@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.environment import warn_caller
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed.fsdp
 from torch import nn
 
-from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.environment import warn_caller
 
 _FOREIGN = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)
 

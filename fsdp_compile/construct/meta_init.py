@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core.caller import warn_caller
+from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.unit import unit_of
 
 InitFn = Callable[[nn.Module], Any]

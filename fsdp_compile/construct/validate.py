@@ -19,8 +19,7 @@ from fsdp_compile.construct.devices import carried_devices, compute_device
 from fsdp_compile.construct.ignored import Ignored, IsUnit
 from fsdp_compile.construct.meta_init import InitFn, check_materializable
 from fsdp_compile.construct.wrap_policy import Chosen
-from fsdp_compile.core.caller import warn_caller
-from fsdp_compile.core.switches import Switches
+from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.unit import unit_of
 
 NamedParams = list[tuple[str, nn.Parameter]]

@@ -26,7 +26,7 @@ from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import alias
 
 
-class ShardViews:
+class ShardSplitter:
     """Cuts a tensor laid out like this rank's shard into the parameters' parts, by a single split."""
 
     def __init__(self, layout: FlatParamLayout, rank: int) -> None:
@@ -50,7 +50,7 @@ class ShardViews:
         return [None if part is None else part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-class Arrival:
+class GradientReduction:
     """What stands between the reduce of a flat parameter's gradients and the join that hands them out.
 
     With shards in host memory the engine runs joins in another thread than what starts reduces.
@@ -60,9 +60,9 @@ class Arrival:
         settle: lets the host wait for a completed gradient's copy into host memory; None: there is nothing to wait for.
         backward: the backward pass that has last reduced gradients, with all that was kept under no_sync.
         full_precision: whether that one computed in the parameters' own dtype, mixed precision left aside.
-        kept_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
-        reduce_kept: reduces what was kept under no_sync, zeros if nothing, and returns this rank's slice; None until
-            no_sync has been in force for the first time.
+        grad_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
+        reduce_accumulated: reduces the gradients that were accumulated under no_sync, zeros if there are none, and
+            returns this rank's slice; None until no_sync has been in force for the first time.
         results: with the number of its backward pass, what was reduced of gradients that a graph has handed over.
     """
 
@@ -71,8 +71,8 @@ class Arrival:
         self.settle: Callable[[], None] | None = None
         self.backward = -1
         self.full_precision = False
-        self.kept_dtype: torch.dtype | None = None
-        self.reduce_kept: Callable[[], Tensor] | None = None
+        self.grad_dtype: torch.dtype | None = None
+        self.reduce_accumulated: Callable[[], Tensor] | None = None
         self.results: list[tuple[int, Tensor]] = []
         self._lock = threading.RLock()
 
@@ -98,10 +98,10 @@ class Arrival:
         self.wait_on_host()  # autograd may add to it at once: the gradient of another forward
         return sum(found[1:], found[0]) if found else None
 
-    def twin(self) -> "Arrival":
+    def twin(self) -> "GradientReduction":
         """One with these settings, and nothing on its way."""
-        twin = Arrival()
-        twin.kept_dtype = self.kept_dtype
+        twin = GradientReduction()
+        twin.grad_dtype = self.grad_dtype
         return twin
 
 
@@ -114,7 +114,7 @@ def check_first_order(name: str, grad: Tensor) -> None:
         )
 
 
-class Join(torch.autograd.Function):
+class ScatterGradients(torch.autograd.Function):
     """Ties the sharded parameters to the handle: forward passes the shard on, backward hands out its parts.
 
     It lives outside every traced graph and keeps rank-dependent offsets there, so the graph is the same on all ranks.
@@ -125,47 +125,47 @@ class Join(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, tie: "Tie", *params: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, binding: "ShardBinding", *params: nn.Parameter) -> Tensor:
         """The handle: the shard, 1-D `[shard_numel]`, as a tensor that `params` require the gradient of."""
         ctx.set_materialize_grads(False)
-        ctx.tie = tie
+        ctx.binding = binding
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
         """The reduced gradient's part of each parameter; None where there is none."""
-        tie: Tie = ctx.tie
+        binding: ShardBinding = ctx.binding
         if grad is None:  # nothing was reduced: no_sync
-            return (None, None, *[None] * len(tie.params))
-        check_first_order(tie.names[0], grad)
-        arrival = tie.arrival
-        arrival.wait_on_host()
-        if arrival.reduce_kept is not None and arrival.backward != current_backward():
-            grad = grad + arrival.reduce_kept()  # the graph was traced before the first no_sync: on all ranks
-        tie.check_attached()
-        if [param for param in tie.params if param.grad is not None]:
-            tie.check_gradients()
-            _set_grad_dtype(tie.params, None)  # accumulation is never in low precision (E-MP-12)
-        if any(map(carries_optimizers, tie.params)):
-            call_after_backward(partial(step_carried_optimizers, tie.params))
-        if arrival.kept_dtype is not None and not arrival.full_precision:
-            call_after_backward(partial(_set_grad_dtype, tie.params, arrival.kept_dtype))
-        pairs = zip(tie.views.of(grad), tie.params, strict=True)
+            return (None, None, *[None] * len(binding.params))
+        check_first_order(binding.names[0], grad)
+        reduction = binding.reduction
+        reduction.wait_on_host()
+        if reduction.reduce_accumulated is not None and reduction.backward != current_backward():
+            grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
+        binding.check_bound()
+        if [param for param in binding.params if param.grad is not None]:
+            binding.check_gradients()
+            _set_grad_dtype(binding.params, None)  # accumulation is never in low precision (E-MP-12)
+        if any(map(carries_optimizers, binding.params)):
+            call_after_backward(partial(step_carried_optimizers, binding.params))
+        if reduction.grad_dtype is not None and not reduction.full_precision:
+            call_after_backward(partial(_set_grad_dtype, binding.params, reduction.grad_dtype))
+        pairs = zip(binding.views.of(grad), binding.params, strict=True)
         return (None, None, *[part if param.requires_grad else None for part, param in pairs])
 
 
-class Entry(torch.autograd.Function):
+class DeferredGradient(torch.autograd.Function):
     """Where a traced graph leaves the gradients that it does not reduce itself.
 
     To the graph it is a scalar, an input like the handle, that nothing is computed from. The gradient that arrives here
-    says only that gradients were handed over; what came of them is in `arrival`.
+    says only that gradients were handed over; what came of them is in `reduction`.
     """
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, tie: "Tie") -> Tensor:
+    def forward(ctx: Any, handle: Tensor, binding: "ShardBinding") -> Tensor:
         """The entry, shape `()`."""
         ctx.set_materialize_grads(False)
-        ctx.tie = tie
+        ctx.binding = binding
         return torch.zeros((), dtype=torch.float32, device=handle.device)
 
     @staticmethod
@@ -173,8 +173,8 @@ class Entry(torch.autograd.Function):
         """The reduced gradient of the handle, or None."""
         if grad is None:
             return None, None
-        check_first_order(ctx.tie.names[0], grad)
-        return ctx.tie.arrival.take_results(), None
+        check_first_order(ctx.binding.names[0], grad)
+        return ctx.binding.reduction.take_results(), None
 
 
 def _set_grad_dtype(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
@@ -185,23 +185,23 @@ def _set_grad_dtype(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -
             set_grad(param, param.grad.to(wanted))
 
 
-class Tie:
+class ShardBinding:
     """What the join knows: the parameters, their places in the shard, and where the shard's memory is."""
 
-    def __init__(self, views: ShardViews, arrival: Arrival, names: Sequence[str], shard: Tensor) -> None:
-        self.views, self.arrival, self.names = views, arrival, names
+    def __init__(self, views: ShardSplitter, reduction: GradientReduction, names: Sequence[str], shard: Tensor) -> None:
+        self.views, self.reduction, self.names = views, reduction, names
         self.addresses = [0 if part is None else part.data_ptr() for part in views.of(shard)]
         self.absent = [index for index, address in enumerate(self.addresses) if not address]
         self.end = shard.storage_offset() + shard.numel()  # where absent parameters lie, as views without elements
         self.params: tuple[nn.Parameter, ...] = ()
 
-    def is_attached(self) -> bool:
+    def is_bound(self) -> bool:
         """Whether all parameters lie in the shard. At every forward: no more than a comparison for each parameter."""
         if [param.data_ptr() for param in self.params] != self.addresses:
             return False
         return all(self.params[index].storage_offset() == self.end for index in self.absent)
 
-    def detached(self) -> list[int]:
+    def unbound(self) -> list[int]:
         """Indices of the parameters that no longer lie in the shard."""
         return [index for index in range(len(self.params)) if not self._lies_in_shard(index)]
 
@@ -209,11 +209,11 @@ class Tie:
         param, address = self.params[index], self.addresses[index]
         return param.data_ptr() == address and (address != 0 or param.storage_offset() == self.end)
 
-    def check_attached(self) -> None:
+    def check_bound(self) -> None:
         """Raise RuntimeError if a parameter no longer lies in the shard: training it would change nothing."""
-        if self.is_attached():
+        if self.is_bound():
             return
-        for index in self.detached():
+        for index in self.unbound():
             raise RuntimeError(
                 f"parameter {self.names[index]}: expected it to lie in its unit's shard, found other memory; its data "
                 f"was replaced between forward and backward: do that before forward, or copy into it"

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import replace_data
-from fsdp_compile.core.autograd import Arrival, Entry, Join, ShardViews, Tie
-from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord
-from fsdp_compile.core.rows import end_between_rows
+from fsdp_compile.core.autograd import (
+    DeferredGradient,
+    GradientReduction,
+    ScatterGradients,
+    ShardBinding,
+    ShardSplitter,
+)
+from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord, end_between_rows
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
@@ -48,24 +53,24 @@ class FlatParam:
         self.params = [param for _, param in params]
         self.rank = rank
         self.accumulated: Any = None  # eager.accumulate.AccumulatedGradient
-        self.arrival = Arrival()
-        self.handle: Tensor | None = None
-        self._views = ShardViews(self.layout, rank)
-        self.ties = 0
-        self._take_number()
-        self.adopt(self._copy_to_shard(device, pin_memory))
+        self.reduction = GradientReduction()
+        self.autograd_shard: Tensor | None = None
+        self._views = ShardSplitter(self.layout, rank)
+        self.bindings = 0
+        self._take_id()
+        self.bind(self._copy_to_shard(device, pin_memory))
 
-    def _take_number(self) -> None:
-        number = next(_numbers)
-        self.number = torch.tensor(number, device="cpu")
-        _by_number[number] = self
+    def _take_id(self) -> None:
+        number = next(_ids)
+        self.flat_param_id = torch.tensor(number, device="cpu")
+        _by_id[number] = self
 
     @property
     def records(self) -> tuple[ShardRecord | None, ...]:
         """For each parameter the part that this rank stores."""
         return self.layout.records(self.rank)
 
-    def parts(self, flat: Tensor) -> list[Tensor | None]:
+    def split(self, flat: Tensor) -> list[Tensor | None]:
         """The parameters' parts of `flat`, a tensor laid out like the shard; None: not on this rank."""
         return self._views.of(flat)
 
@@ -80,59 +85,59 @@ class FlatParam:
                     shard.narrow(0, record.offset, record.numel).copy_(part)
         return shard
 
-    def adopt(self, shard: Tensor) -> None:
+    def bind(self, shard: Tensor) -> None:
         """Make `shard` the storage of all parameters and tie it to a new handle."""
-        self.shard, self.ties = shard, self.ties + 1
+        self.shard, self.bindings = shard, self.bindings + 1
         for param, part in self._parts_of_params():
             replace_data(param, part)
-        self._tie = Tie(self._views, self.arrival, self.layout.names, shard)
-        self._tie.params = tuple(self.params)
+        self._binding = ShardBinding(self._views, self.reduction, self.layout.names, shard)
+        self._binding.params = tuple(self.params)
         with torch.enable_grad():
-            self.handle = Join.apply(shard, self._tie, *self.params)
-            self.entry = Entry.apply(self.handle, self._tie)
-        self._joined = self.handle
-        self.trains = self._joined.requires_grad
-        self.joined_without = [param for param in self.params if not param.requires_grad]
-        self.note_frozen()
+            self.autograd_shard = ScatterGradients.apply(shard, self._binding, *self.params)
+            self.deferred = DeferredGradient.apply(self.autograd_shard, self._binding)
+        self._bound_shard = self.autograd_shard
+        self.trains = self._bound_shard.requires_grad
+        self.frozen_when_bound = [param for param in self.params if not param.requires_grad]
+        self.note_trained()
 
     def _parts_of_params(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of the shard, without elements where it is absent."""
-        for index, (param, part) in enumerate(zip(self.params, self.parts(self.shard), strict=True)):
+        for index, (param, part) in enumerate(zip(self.params, self.split(self.shard), strict=True)):
             absent = self.shard[self.shard.numel() :].view(self._absent_shape(index)) if part is None else part
             yield param, absent
 
-    def note_frozen(self) -> None:
+    def note_trained(self) -> None:
         """See which parameters train now."""
         self._trained = [param.requires_grad for param in self.params]
         # With no trainable parameter the handle itself carries no gradient and nothing needs detaching.
         self.frozen = tuple(i for i, trained in enumerate(self._trained) if self.trains and not trained)
 
     def is_current(self) -> bool:
-        """Whether the parameters lie where `adopt` put them and the same ones train."""
-        return self._tie.is_attached() and [param.requires_grad for param in self.params] == self._trained
+        """Whether the parameters lie where `bind` put them and the same ones train."""
+        return self._binding.is_bound() and [param.requires_grad for param in self.params] == self._trained
 
-    def detached(self) -> list[int]:
+    def unbound(self) -> list[int]:
         """Indices of the parameters whose data was replaced: it no longer lies in the shard."""
-        return self._tie.detached()
+        return self._binding.unbound()
 
-    def lend(self, full: Sequence[Tensor]) -> None:
-        """Let the parameters' data be `full`, one tensor in full shape for each, until `take_back` or `adopt`.
+    def use_unsharded(self, full: Sequence[Tensor]) -> None:
+        """Let the parameters' data be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
 
         Meanwhile there is no handle: what would compute with it, eager or compiled, finds out.
         """
-        self.handle = None
+        self.autograd_shard = None
         for param, tensor in zip(self.params, full, strict=True):
             param.data = tensor
 
-    def take_back(self) -> None:
-        """Let the parameters lie in the shard again; graphs that were recorded before `lend` stay good."""
-        same = all(param is tied for param, tied in zip(self.params, self._tie.params, strict=True))
+    def use_sharded(self) -> None:
+        """Let the parameters lie in the shard again; graphs that were recorded before `use_unsharded` stay good."""
+        same = all(param is tied for param, tied in zip(self.params, self._binding.params, strict=True))
         if same and all(param.device == self.shard.device for param in self.params):
             for param, part in self._parts_of_params():
                 param.data = part
-            self.handle = self._joined
+            self.autograd_shard = self._bound_shard
         else:  # other objects, or autograd's accumulators of these are gone: it drops them with the device
-            self.adopt(self.shard)
+            self.bind(self.shard)
 
     def _absent_shape(self, index: int) -> tuple[int, ...]:
         return (0,) if self.layout.world_size > 1 else self.layout.shapes[index]
@@ -141,9 +146,9 @@ class FlatParam:
         """A flat parameter like this one, with a shard and a join of its own for `params`."""
         twin = object.__new__(FlatParam)
         twin.__dict__.update(self.__dict__)
-        twin.params, twin.arrival, twin.accumulated = params, self.arrival.twin(), None
-        twin._take_number()
-        twin.adopt(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
+        twin.params, twin.reduction, twin.accumulated = params, self.reduction.twin(), None
+        twin._take_id()
+        twin.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return twin
 
 
@@ -155,10 +160,10 @@ def by_kind(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
     return list(kinds.values())
 
 
-_numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
+_ids = itertools.count()
+_by_id: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
 
 
-def flat_numbered(number: Tensor) -> FlatParam | None:
+def flat_param_by_id(number: Tensor) -> FlatParam | None:
     """The flat parameter with this `number`; None if its model is gone."""
-    return _by_number.get(int(number))
+    return _by_id.get(int(number))

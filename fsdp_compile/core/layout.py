@@ -14,8 +14,9 @@ Ids such as E-FLAT-15 name statements of the eager runtime specification.
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import index as as_int
 from typing import NamedTuple
@@ -23,6 +24,9 @@ from typing import NamedTuple
 DEFAULT_ALIGNMENT = 16
 """Grid on which parameters start, in elements. Inductor takes a slice of a buffer as aligned for writing only at
 multiples of 16 elements, whatever the dtype; for one-byte elements this is still 16 bytes."""
+
+MOST = 512
+"""At most one element in so many may be padding for this."""
 
 _NUMBER = "(?:0|[1-9][0-9]*)"
 _PARAMETER = f"(?:{_NUMBER}(?:x{_NUMBER})*)?@{_NUMBER}"
@@ -252,6 +256,30 @@ class FlatParamLayout:
             return FlatParamLayout(names, shapes, offsets, int(match[2]), int(match[3]), int(match[4]))
         except ValueError as error:
             raise ValueError(f"{text!r} is not a valid layout: {error}") from error
+
+
+def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParamLayout:
+    """`layout` with more padding at its end, if fewer shards then end within a row of a parameter.
+
+    Of the sizes that are multiples of a row for each rank it takes the one with the fewest such shards, then the
+    smallest. Shards are multiples of `shard_alignment` elements, as those of `layout` are.
+    """
+    rows = [math.prod(shape[1:]) for shape in layout.shapes]  # elements that one index into the first dimension gives
+    used = layout.offsets[-1] + layout.numels[-1]
+    steps = {layout.world_size * math.lcm(row, shard_alignment) for row in rows if row}
+    sizes = {round_up(used, step) for step in steps}
+    wider = [replace(layout, numel=size) for size in sizes if layout.numel < size <= layout.numel * (1 + 1 / MOST)]
+    return min([layout, *wider], key=lambda each: (_cut_rows(each, rows), each.numel)) if wider else layout
+
+
+def _cut_rows(layout: FlatParamLayout, rows: list[int]) -> int:
+    """How many shards end within a row."""
+    count = 0
+    for end in range(layout.shard_numel, layout.numel, layout.shard_numel):
+        index = bisect_right(layout.offsets, end) - 1
+        within = end - layout.offsets[index]
+        count += within < layout.numels[index] and within % rows[index] > 0
+    return count
 
 
 def _at_least_one(what: str, value: int) -> None:

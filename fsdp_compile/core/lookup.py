@@ -18,6 +18,9 @@ from torch import nn
 
 from fsdp_compile.core.unit import Unit, unit_of
 
+WRAPPED = "_fsdp_wrapped_module"
+_ADDED = (f"{WRAPPED}.", "_checkpoint_wrapped_module.", "_orig_mod.")  # by wrappers: ours, checkpoints', the compiler's
+
 
 @dataclass(frozen=True)
 class Lookup:
@@ -141,3 +144,15 @@ def _property(lookup: Lookup) -> property:
     scope: dict[str, Any] = {"find_closed": find_closed}
     exec(_FIND.format(**asdict(lookup)), scope)
     return property(scope["find"])
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    for prefix in _ADDED:
+        name = name.replace(prefix, "")
+    return name
+
+
+def clean_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """For each parameter its first clean name."""
+    return {param: clean_name(name) for name, param in model.named_parameters()}

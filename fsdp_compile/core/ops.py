@@ -6,22 +6,22 @@
     pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
                                                                       concatenation that autograd derives from `views`;
                                                                       Inductor may put it `into` a buffer that it names
-    add_kept(packed)      -> it, and what no_sync has kept            backward, before a reduce of a unit that no_sync
-                                                                      was ever in force for
-    hand_over(packed)     -> a scalar that says nothing               backward, instead of a reduce: the eager runtime
-                                                                      keeps the gradients, or a hook reduces them
+    add_accumulated(packed) -> the sum of it and of the gradients     backward, before a reduce of a unit that no_sync
+                               accumulated under no_sync              was ever in force for
+    defer_reduce(packed)  -> a scalar that carries no values          backward, instead of a reduce: the eager runtime
+                                                                      accumulates the gradients, or a hook reduces them
     cast_shard(shard)     -> it in another dtype, in one buffer       only in Inductor's graphs
-    wait_gather(full, sent) -> `full`, filled by a gather or exchange only in Inductor's graphs: `sent` lives so long
-    agree(sequence, groups)  -> nothing, a tensor to be ordered by    only in Inductor's graphs: ranks compare what they
-                                                                      are about to run (passes/agreement.py)
-    mark(graph, ...)         -> the same                              only where tasks are measured (passes/marks.py)
+    wait_all_gather(full, sent) -> `full`, filled by a collective     only in Inductor's graphs: `sent` lives so long
+    check_ranks(sequence, groups) -> nothing, a tensor to order by    only in Inductor's graphs: ranks compare what they
+                                                                      are about to run
+    record_time(graph, ...)  -> the same                              only where a profile is recorded
 
 Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
 through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
 
-`add_kept` and `hand_over` have their real bodies in eager/graphs.py. They name a flat parameter by `number`, a tensor
-on the CPU: an input of the graph, so that equal units can share one. What is handed over is no gradient of the handle
-in the graph, but of `entry`, which ties the graph to it.
+`add_accumulated` and `defer_reduce` have their real bodies in eager/graphs.py. They name a flat parameter by
+`flat_param_id`, a tensor on the CPU: an input of the graph, so that equal units can share one. What is deferred is no
+gradient of the flat shard in the graph, but of `deferred`, which connects the graph to it.
 
 The layout travels as `FlatParamLayout.text`: one string constant, guarded once, the same on every rank.
 """
@@ -55,31 +55,33 @@ torch.library.define(
 )
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor", tags=_TAGS)
 torch.library.define(
-    "fsdp_flat::add_kept", "(Tensor packed, Tensor number, bool in_place=False) -> Tensor", tags=_OPAQUE
+    "fsdp_flat::add_accumulated", "(Tensor packed, Tensor number, bool in_place=False) -> Tensor", tags=_OPAQUE
 )
-torch.library.define("fsdp_flat::add_kept_", "(Tensor(a!) packed, Tensor number) -> ()", tags=_OPAQUE)
+torch.library.define("fsdp_flat::add_accumulated_", "(Tensor(a!) packed, Tensor number) -> ()", tags=_OPAQUE)
 torch.library.define(
-    "fsdp_flat::hand_over", "(Tensor packed, Tensor number, str layout, bool owned=False) -> Tensor", tags=_OPAQUE
+    "fsdp_flat::defer_reduce", "(Tensor packed, Tensor number, str layout, bool owned=False) -> Tensor", tags=_OPAQUE
 )
 torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
-torch.library.define("fsdp_flat::wait_gather", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::wait_all_gather", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
 torch.library.define(
-    "fsdp_flat::agree", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
+    "fsdp_flat::check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
-torch.library.define("fsdp_flat::mark", "(str graph, int stretch, int number, Device device) -> Tensor", tags=_OPAQUE)
+torch.library.define(
+    "fsdp_flat::record_time", "(str graph, int stretch, int number, Device device) -> Tensor", tags=_OPAQUE
+)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
 REDUCE_GRADS = torch.ops.fsdp_flat.reduce_grads.default
 PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
-ADD_KEPT = torch.ops.fsdp_flat.add_kept.default
-ADD_KEPT_ = torch.ops.fsdp_flat.add_kept_.default
-HAND_OVER = torch.ops.fsdp_flat.hand_over.default
+ADD_ACCUMULATED = torch.ops.fsdp_flat.add_accumulated.default
+ADD_ACCUMULATED_ = torch.ops.fsdp_flat.add_accumulated_.default
+DEFER_REDUCE = torch.ops.fsdp_flat.defer_reduce.default
 CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
-WAIT_GATHER = torch.ops.fsdp_flat.wait_gather.default
-AGREE = has_side_effect(torch.ops.fsdp_flat.agree.default)
-MARK = has_side_effect(torch.ops.fsdp_flat.mark.default)
-MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, HAND_OVER)
+WAIT_ALL_GATHER = torch.ops.fsdp_flat.wait_all_gather.default
+CHECK_RANKS = has_side_effect(torch.ops.fsdp_flat.check_ranks.default)
+RECORD_TIME = has_side_effect(torch.ops.fsdp_flat.record_time.default)
+MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -157,9 +159,9 @@ def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed = grad if ctx.reduce_dtype == ctx.compute_dtype else grad.to(ctx.reduce_dtype)
     if ctx.hands_over:
-        return None, None, HAND_OVER(packed, *ctx.saved_tensors, ctx.where[0]), *[None] * 10
+        return None, None, DEFER_REDUCE(packed, *ctx.saved_tensors, ctx.where[0]), *[None] * 10
     if ctx.saved_tensors:
-        packed = ADD_KEPT(packed, *ctx.saved_tensors)
+        packed = ADD_ACCUMULATED(packed, *ctx.saved_tensors)
     mean = REDUCE_GRADS(packed, *ctx.where)
     return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 12
 
@@ -217,18 +219,18 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | Non
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
 
 
-@torch.library.register_fake("fsdp_flat::add_kept")
-def _add_kept_fake(packed: Tensor, number: Tensor, in_place: bool = False) -> Tensor:
+@torch.library.register_fake("fsdp_flat::add_accumulated")
+def _add_accumulated_fake(packed: Tensor, number: Tensor, in_place: bool = False) -> Tensor:
     return torch.empty_like(packed)
 
 
-@torch.library.register_fake("fsdp_flat::add_kept_")
-def _add_kept_in_place_fake(packed: Tensor, number: Tensor) -> None:
+@torch.library.register_fake("fsdp_flat::add_accumulated_")
+def _add_accumulated_in_place_fake(packed: Tensor, number: Tensor) -> None:
     return None
 
 
-@torch.library.register_fake("fsdp_flat::hand_over")
-def _hand_over_fake(packed: Tensor, number: Tensor, layout: str, owned: bool = False) -> Tensor:
+@torch.library.register_fake("fsdp_flat::defer_reduce")
+def _defer_reduce_fake(packed: Tensor, number: Tensor, layout: str, owned: bool = False) -> Tensor:
     return packed.new_empty((), dtype=torch.float32)
 
 
@@ -237,18 +239,18 @@ def _cast_shard_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(shard, dtype=dtype)
 
 
-@torch.library.register_fake("fsdp_flat::wait_gather")
-def _wait_gather_fake(full: Tensor, sent: Tensor) -> Tensor:
+@torch.library.register_fake("fsdp_flat::wait_all_gather")
+def _wait_all_gather_fake(full: Tensor, sent: Tensor) -> Tensor:
     return torch.empty_like(full)
 
 
-@torch.library.register_fake("fsdp_flat::agree")
-def _agree_fake(sequence: str, groups: list[str], timeout: float, device: torch.device) -> Tensor:
+@torch.library.register_fake("fsdp_flat::check_ranks")
+def _check_ranks_fake(sequence: str, groups: list[str], timeout: float, device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-@torch.library.register_fake("fsdp_flat::mark")
-def _mark_fake(graph: str, stretch: int, number: int, device: torch.device) -> Tensor:
+@torch.library.register_fake("fsdp_flat::record_time")
+def _record_time_fake(graph: str, stretch: int, number: int, device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 

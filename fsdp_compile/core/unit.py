@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
-from fsdp_compile.comm.stages import Stage, shard_number
+from fsdp_compile.comm.stages import Stage, shard_index
+from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.locations import ParameterLocations
 from fsdp_compile.core.ops import UNSHARD, VIEWS
-from fsdp_compile.core.switches import Switches
 
 T = TypeVar("T")
 GradientDelivery = Literal["reduce", "reduce with kept", "hand over"]
@@ -103,7 +103,7 @@ class Unit:
         self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
-        number = shard_number(self.stages) if shards > 1 else 0
+        number = shard_index(self.stages) if shards > 1 else 0
         self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
@@ -248,11 +248,11 @@ class Unit:
         views: list[Tensor] = []
         constants = self._traced_in_full if full_precision else self._traced
         for flat, where in zip(self.flats, constants, strict=True):
-            if flat.handle is None:
+            if flat.autograd_shard is None:
                 raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
-            number = flat.number if self.delivery != "reduce" else None
-            entry = flat.entry if self.delivery == "hand over" else None
-            found: list[Tensor] = VIEWS(UNSHARD(flat.handle, number, entry, *where), where[0])
+            number = flat.flat_param_id if self.delivery != "reduce" else None
+            entry = flat.deferred if self.delivery == "hand over" else None
+            found: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, number, entry, *where), where[0])
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
@@ -267,7 +267,7 @@ class Unit:
 
     def version_counters(self) -> VersionCounters:
         """To compare with a later one: whether the parameters have changed in between."""
-        shards = [count for flat in self.flats for count in (flat.shard._version, flat.ties)]
+        shards = [count for flat in self.flats for count in (flat.shard._version, flat.bindings)]
         return VersionCounters([param._version for param in self.params], shards)
 
     def is_current(self) -> bool:
@@ -292,7 +292,7 @@ class Unit:
         self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.precision.keep_low_precision_grads:
             for flat in self.flats:
-                flat.arrival.kept_dtype = self.reduce_dtype(flat)
+                flat.reduction.grad_dtype = self.reduce_dtype(flat)
 
     def mark(self) -> None:
         """Let every parameter know its unit."""

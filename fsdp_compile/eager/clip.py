@@ -58,7 +58,7 @@ def _grad_dtype(param: nn.Parameter) -> torch.dtype:
     if found is None:
         return param.dtype if param.grad is None else param.grad.dtype
     unit, index = found
-    return unit.flat_of(index).arrival.kept_dtype or param.dtype
+    return unit.flat_of(index).reduction.grad_dtype or param.dtype
 
 
 def _total_norm(params: list[nn.Parameter], order: float) -> Tensor:

@@ -61,7 +61,7 @@ def _undone_by_errors(units: Sequence[Unit]) -> Iterator[None]:
         for unit in units:
             put_back(unit)
             for flat in unit.flats:
-                flat.adopt(flat.shard)
+                flat.bind(flat.shard)
         for param, grad, values in grads:
             grad.data = values
             param.grad = grad
@@ -85,7 +85,7 @@ def _new_shards(unit: Unit) -> list[Tensor | None]:
     for flat, now in unit.by_flat(params):
         _check_parts(flat, now)
         same = all(mine is param for mine, param in zip(flat.params, now, strict=True))
-        shards.append(None if same and not flat.detached() else _pack(flat, now))
+        shards.append(None if same and not flat.unbound() else _pack(flat, now))
     return shards
 
 
@@ -100,7 +100,7 @@ def _check_device(unit: Unit, params: Sequence[nn.Parameter]) -> None:
 
 
 def _check_parts(flat: FlatParam, params: Sequence[nn.Parameter]) -> None:
-    for name, part, param in zip(flat.layout.names, flat.parts(flat.shard), params, strict=True):
+    for name, part, param in zip(flat.layout.names, flat.split(flat.shard), params, strict=True):
         expected = 0 if part is None else part.numel()
         if param.numel() != expected or param.dtype != params[0].dtype:
             raise RuntimeError(
@@ -112,7 +112,7 @@ def _check_parts(flat: FlatParam, params: Sequence[nn.Parameter]) -> None:
 def _pack(flat: FlatParam, params: Sequence[nn.Parameter]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         shard = torch.zeros(flat.shard.numel(), dtype=params[0].dtype, device=params[0].device)
-        for part, param in zip(flat.parts(shard), params, strict=True):
+        for part, param in zip(flat.split(shard), params, strict=True):
             if part is not None:
                 part.copy_(param.view_as(part))
     return shard
@@ -122,7 +122,7 @@ def _adopt(unit: Unit, shards: Sequence[Tensor | None]) -> None:
     give_way(unit, replaced_objects(unit))
     for flat, shard in zip(unit.flats, shards, strict=True):
         if shard is not None:
-            flat.adopt(shard)
+            flat.bind(shard)
     if not unit.offload:
         unit.device = unit.flats[0].shard.device
     unit.note_dtypes()

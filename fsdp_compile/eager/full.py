@@ -75,7 +75,7 @@ def _shard_gradients(flat: FlatParam) -> Tensor:
     """The gradients laid out like the shard, 1-D `[shard_numel]` in its dtype; zeros where there is none."""
     packed = torch.zeros_like(flat.shard)
     with torch.no_grad():
-        for param, part in zip(flat.params, flat.parts(packed), strict=True):
+        for param, part in zip(flat.params, flat.split(packed), strict=True):
             if part is not None and param.grad is not None:
                 part.copy_(param.grad)
     return packed

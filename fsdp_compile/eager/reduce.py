@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.averaging import averaging
-from fsdp_compile.core.autograd import Arrival, check_first_order
+from fsdp_compile.core.autograd import GradientReduction, check_first_order
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import current_backward
@@ -25,7 +25,7 @@ from fsdp_compile.eager.streams import NO_STREAMS, Streams
 IN_FLIGHT = 2
 """Reduces that may run while backward computes on: the input of one is a unit's full gradients."""
 
-_in_flight: deque[Arrival] = deque()
+_in_flight: deque[GradientReduction] = deque()
 
 
 def reduce_gradients(
@@ -37,7 +37,7 @@ def reduce_gradients(
 ) -> list[Tensor | None]:
     """Start to average the gradients of the full views over the ranks; one gradient of the shard per flat parameter.
 
-    What is returned may be read after the flat parameter's `arrival.wait()`. None without gradient synchronisation:
+    What is returned may be read after the flat parameter's `reduction.wait()`. None without gradient synchronisation:
     then the gradients are kept, whole and local.
 
     Args:
@@ -96,7 +96,7 @@ def keep_or_reduce(
         accumulate(flat, packed)
         return None
     kept = take_accumulated(flat)
-    flat.arrival.full_precision = full_precision
+    flat.reduction.full_precision = full_precision
     return _start(unit, flat, packed if kept is None else packed.add_(kept), streams)
 
 
@@ -113,14 +113,14 @@ def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, de
 
 def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Tensor:
     """Start the reduce, in the post-backward stream; return what will be the shard's gradient."""
-    again = flat.arrival.backward == current_backward()  # a second forward of the unit: autograd adds the two at once
-    flat.arrival.wait()
-    flat.arrival.backward = current_backward()
+    again = flat.reduction.backward == current_backward()  # a second forward of the unit: autograd adds the two at once
+    flat.reduction.wait()
+    flat.reduction.backward = current_backward()
     if unit.comm_hook is not None or unit.offload:  # else the collective holds it until compute has waited
         streams.lend(packed)
     with streams.reducing():
         reduced, arrive = _reduce(unit, packed)
-    arrival, offload = flat.arrival, unit.offload  # `finish` hangs on the join: it must not own the flat parameter
+    reduction, offload = flat.reduction, unit.offload  # `finish` hangs on the join: it must not own the flat parameter
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
     result = reduced if as_stored else _like(flat.shard)
 
@@ -132,12 +132,12 @@ def _start(unit: Unit, flat: FlatParam, packed: Tensor, streams: Streams) -> Ten
         streams.await_reduce(reduced)
         event = streams.reduce_event() if offload else None
         if event is not None:
-            arrival.settle = partial(streams.device.block, event)
+            reduction.settle = partial(streams.device.block, event)
 
-    arrival.finish = finish
+    reduction.finish = finish
     if again:
-        arrival.wait_on_host()
-    _in_flight.append(arrival)
+        reduction.wait_on_host()
+    _in_flight.append(reduction)
     while len(_in_flight) > IN_FLIGHT:
         _in_flight.popleft().wait()
     return result
@@ -147,7 +147,7 @@ def set_sync(unit: Unit, syncs: bool) -> None:
     """Choose whether backward reduces the gradients of `unit`."""
     unit.syncs = syncs
     for flat in unit.flats if unit.accumulates else ():  # made anew: a copy's flat parameters begin without
-        flat.arrival.reduce_kept = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
+        flat.reduction.reduce_accumulated = partial(_reduce_kept, weakref.ref(unit), weakref.ref(flat))
 
 
 def _reduce_kept(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam]") -> Tensor:

@@ -144,7 +144,7 @@ class Summoned:
         if options.rank0_only and unit.rank != 0:
             self.shows_grads, full = False, [[param.data for param in flat.params] for flat in unit.flats]
         for flat, tensors in zip(unit.flats, full, strict=True):
-            flat.lend([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
+            flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
         if self.shows_grads:
             for param, grad in zip(unit.params, grads, strict=True):
                 _put_grad(param, grad)
@@ -193,7 +193,7 @@ class Summoned:
         for param in self.unit.params if self.shows_grads else ():
             param.grad = None
         for flat in self.unit.flats:
-            flat.take_back()
+            flat.use_sharded()
         if self.shows_grads:
             for param, grad in zip(self.unit.params, self.saved, strict=True):
                 _put_grad(param, grad)
@@ -223,7 +223,7 @@ def _cut(full: Tensor, record: ShardRecord) -> Tensor:
 def _write_changed(flat: FlatParam, found: Sequence[Tensor | None]) -> None:
     """Write the parts that differ into the shard; who gathered before then sees that they changed."""
     changed = {}
-    for index, (part, new) in enumerate(zip(flat.parts(flat.shard), found, strict=True)):
+    for index, (part, new) in enumerate(zip(flat.split(flat.shard), found, strict=True)):
         if part is not None and new is not None and not torch.equal(part.view(-1), new.to(part.device)):
             changed[index] = new
     write_parts(flat, changed)

@@ -121,7 +121,7 @@ class UnshardedUnit:
         if not trained or not torch.is_grad_enabled():
             with torch.no_grad():
                 return self.plain_views(self.unit.flats)
-        found = iter(UnshardParams.apply(self, trained, *[flat.handle for flat in trained]))
+        found = iter(UnshardParams.apply(self, trained, *[flat.autograd_shard for flat in trained]))
         views: list[Tensor] = []
         for buffer in self.buffers:
             if buffer.flat.trains:
@@ -134,7 +134,7 @@ class UnshardedUnit:
     def _differentiable_flats(self) -> list[Tensor]:
         """The flat parameters, 1-D `[layout.numel]` each; gradients of those that train arrive packed."""
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
-        found = iter(UnshardFlats.apply(self, trained, *[flat.handle for flat in trained]) if trained else ())
+        found = iter(UnshardFlats.apply(self, trained, *[flat.autograd_shard for flat in trained]) if trained else ())
         return [next(found) if buffer.flat in trained else alias(buffer.full) for buffer in self.buffers]
 
     def plain_views(self, flats: Sequence[FlatParam]) -> list[Tensor]:

@@ -42,9 +42,9 @@ def refresh(unit: Unit) -> bool:
     give_way(unit, new)
     for flat, found in zip(unit.flats, changed, strict=True):
         write_parts(flat, found)
-        if found or any(param.requires_grad for param in flat.joined_without):
-            flat.adopt(flat.shard)
-        flat.note_frozen()
+        if found or any(param.requires_grad for param in flat.frozen_when_bound):
+            flat.bind(flat.shard)
+        flat.note_trained()
         torch.autograd.graph.increment_version([flat.params[index] for index in found])  # for who gathered before
     unit.locations.note()
     return any(changed)
@@ -99,9 +99,9 @@ def put_back(unit: Unit) -> None:
 
 def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
     """What is to be written into the shard, by the parameter's index in `flat`; RuntimeError if it does not fit."""
-    detached = flat.detached()
+    detached = flat.unbound()
     changed = {i: p.detach() for i, p in enumerate(params) if i in detached or p is not flat.params[i]}
-    parts = flat.parts(flat.shard)
+    parts = flat.split(flat.shard)
     for index, found in changed.items():
         expected = _part_shape(flat, parts[index])
         fits = found.numel() == expected.numel() if flat.layout.world_size == 1 else found.shape == expected
@@ -121,7 +121,7 @@ def _part_shape(flat: FlatParam, part: Tensor | None) -> torch.Size:
 @torch.no_grad()
 def write_parts(flat: FlatParam, values: Mapping[int, Tensor]) -> None:
     """Copy this rank's parts, by the parameter's index in `flat`, into the shard."""
-    parts = flat.parts(flat.shard)
+    parts = flat.split(flat.shard)
     for index, found in values.items():
         part = parts[index]
         if part is not None:
@@ -133,7 +133,7 @@ def _warn(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         return
     for flat, values in zip(unit.flats, changed, strict=True):
-        parts = flat.parts(flat.shard)
+        parts = flat.split(flat.shard)
         for index, found in values.items():
             warnings.warn(
                 f"rank {unit.rank}: parameter {flat.layout.names[index]} was replaced between steps: expected shape "

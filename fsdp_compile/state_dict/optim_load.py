@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.lookup import units_used_below
-from fsdp_compile.core.names import clean_names
+from fsdp_compile.core.lookup import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.state_dict.kinds import is_first, settings_of
 from fsdp_compile.state_dict.optim_names import StateDict, name_of

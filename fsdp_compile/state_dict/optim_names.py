@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.optim import Optimizer
 
-from fsdp_compile.core.names import clean_names
+from fsdp_compile.core.lookup import clean_names
 
 StateDict = dict[str, Any]
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]

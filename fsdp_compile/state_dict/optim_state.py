@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateDictConfig, ShardedOptimStateDictConfig, StateDictType
 from torch.optim import Optimizer
 
-from fsdp_compile.core.lookup import units_used_below
-from fsdp_compile.core.names import clean_names
+from fsdp_compile.core.lookup import clean_names, units_used_below
 from fsdp_compile.state_dict.kinds import is_first, settings_of
 from fsdp_compile.state_dict.optim_gather import gathered, to_cpu
 from fsdp_compile.state_dict.optim_names import StateDict, name_of

@@ -48,7 +48,7 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = all_gather_into_tensor_out(primals_5, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
-wait_2: f32[64] = fsdp_flat.wait_gather(gather_2, primals_5)  # wait 2, MUST_RECOMPUTE
+wait_2: f32[64] = fsdp_flat.wait_all_gather(gather_2, primals_5)  # wait 2, MUST_RECOMPUTE
 view_11: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_11, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
@@ -58,7 +58,7 @@ permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
 pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
-hand_over_2: f32[] = fsdp_flat.hand_over(pack_2, primals_6, '2x5@0,2@16|64/4%16', True)  # hand_over 2
+defer_reduce_2: f32[] = fsdp_flat.defer_reduce(pack_2, primals_6, '2x5@0,2@16|64/4%16', True)  # defer_reduce 2
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
@@ -66,8 +66,8 @@ permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_4)
 sum_2: f32[1, 5] = sum.dim_IntList(where, [0], True)
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, sum_2], '5x3@0,5@16|64/4%16')  # pack 0
-hand_over_0: f32[] = fsdp_flat.hand_over(pack_0, primals_2, '5x3@0,5@16|64/4%16', True)  # hand_over 0
-return [None, None, hand_over_0, None, None, None, hand_over_2]""",
+defer_reduce_0: f32[] = fsdp_flat.defer_reduce(pack_0, primals_2, '5x3@0,5@16|64/4%16', True)  # defer_reduce 0
+return [None, None, defer_reduce_0, None, None, None, defer_reduce_2]""",
     )
 
 
@@ -85,7 +85,7 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = all_gather_into_tensor_out(primals_4, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
-wait_2: f32[64] = fsdp_flat.wait_gather(gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
+wait_2: f32[64] = fsdp_flat.wait_all_gather(gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
 view_11: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_11, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
@@ -95,8 +95,8 @@ permute_3: f32[2, 4] = permute(tangents_1, [1, 0])
 mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
 pack_2: f32[64] = fsdp_flat.pack_grads([mm_1, sum_1], '2x5@0,2@16|64/4%16')  # pack 2
-add_kept_2: f32[64] = fsdp_flat.add_kept(pack_2, primals_5, True)  # add_kept 2
-reduce_2: f32[64] = all_to_all_single(add_kept_2, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 2, MUST_SAVE
+add_accumulated_2: f32[64] = fsdp_flat.add_accumulated(pack_2, primals_5, True)  # add_accumulated 2
+reduce_2: f32[64] = all_to_all_single(add_accumulated_2, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 2, MUST_SAVE
 le: torch.bool[4, 5] = le.Scalar(relu, 0)
 full_default_2: f32[] = full([], 0.0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
 where: f32[4, 5] = where.self(le, full_default_2, mm)
@@ -104,12 +104,12 @@ permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
 sum_2: f32[1, 5] = sum.dim_IntList(where, [0], True)
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, sum_2], '5x3@0,5@16|64/4%16')  # pack 0
-add_kept_0: f32[64] = fsdp_flat.add_kept(pack_0, primals_2, True)  # add_kept 0
-reduce_0: f32[64] = all_to_all_single(add_kept_0, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[64] = fsdp_flat.wait_gather(reduce_2, add_kept_2)  # wait_reduce 2, MUST_SAVE
+add_accumulated_0: f32[64] = fsdp_flat.add_accumulated(pack_0, primals_2, True)  # add_accumulated 0
+reduce_0: f32[64] = all_to_all_single(add_accumulated_0, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 0, MUST_SAVE
+wait_reduce_2: f32[64] = fsdp_flat.wait_all_gather(reduce_2, add_accumulated_2)  # wait_reduce 2, MUST_SAVE
 rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
 mean_2: f32[16] = mean.dim(rows_2, [0])  # mean 2, MUST_SAVE
-wait_reduce_0: f32[64] = fsdp_flat.wait_gather(reduce_0, add_kept_0)  # wait_reduce 0, MUST_SAVE
+wait_reduce_0: f32[64] = fsdp_flat.wait_all_gather(reduce_0, add_accumulated_0)  # wait_reduce 0, MUST_SAVE
 rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
 mean_0: f32[16] = mean.dim(rows_0, [0])  # mean 0, MUST_SAVE
 return [mean_0, None, None, mean_2, None]""",
@@ -137,7 +137,7 @@ def test_a_unit_that_is_called_several_times(no_sync: bool) -> None:
     with printed_graphs() as printed:
         torch.compile(model, fullgraph=True)(torch.ones(4, 5)).sum().backward()
     forward, backward = (text for text in printed if "after gather_into" in text.split("\n")[0])
-    calls = ["= all_gather_into", "pack_grads(", "= all_to_all_single", "fsdp_flat.hand_over("]
+    calls = ["= all_gather_into", "pack_grads(", "= all_to_all_single", "fsdp_flat.defer_reduce("]
     assert [forward.count(call) for call in calls] == [2, 0, 0, 0]
     assert [backward.count(call) for call in calls] == [2, 2, 0 if no_sync else 2, 2 if no_sync else 0]
 
@@ -159,7 +159,7 @@ def _program(backend: str, no_sync: bool) -> Program:
 def test_packs_are_handed_over_without_copies(backend: str) -> None:
     """Gradients are written straight into what is handed over, and generated code never touches it again."""
     program = _program(backend, no_sync=True)
-    calls = [step for step in program.steps if step.function == "torch.ops.fsdp_flat.hand_over.default"]
+    calls = [step for step in program.steps if step.function == "torch.ops.fsdp_flat.defer_reduce.default"]
     packed = {program.memory(step.names[0]) for step in calls}
     assert len(calls) == len(packed) == 4 and not [step for step in program.steps if step.is_reduce]
     assert any(step.is_gather for step in program.steps)
@@ -174,7 +174,7 @@ def test_packs_are_handed_over_without_copies(backend: str) -> None:
 def test_what_was_kept_is_added_in_place(backend: str) -> None:
     """Each unit has one reduce, of the buffer that gradients are written into and kept ones are added to."""
     program = _program(backend, no_sync=False)
-    added = [program.memory(step.names[0]) for step in program.steps if "add_kept_" in step.function]
+    added = [program.memory(step.names[0]) for step in program.steps if "add_accumulated_" in step.function]
     reduced = [program.memory(step.names[0]) for step in program.steps if step.is_reduce]
     assert len(set(added)) == 4 and added == reduced
     assert len(program.products_into_packs()) == 8 and program.parameter_moves() == []

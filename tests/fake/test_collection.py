@@ -61,7 +61,7 @@ def test_a_unit_trains_if_any_parameter_does() -> None:
     frozen, mixed, trained = (units(block)[0] for block in model.blocks)
     assert [unit.trains for unit in (frozen, mixed, trained)] == [False, True, True]
     assert [unit.has_frozen for unit in (frozen, mixed, trained)] == [False, True, False]
-    assert not any(flat.handle.requires_grad for flat in frozen.flats)
+    assert not any(flat.autograd_shard.requires_grad for flat in frozen.flats)
 
 
 def test_defaults() -> None:

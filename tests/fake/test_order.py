@@ -196,11 +196,11 @@ def test_collectives_do_not_pass_the_dispatcher() -> None:
 def test_ranks_agree_before_the_first_collective(backend: str) -> None:
     """Each graph with collectives compares them once, before any starts; Inductor neither drops nor moves that."""
     for program in cached("gpt", backend):
-        compared = [i for i, step in enumerate(program.steps) if "fsdp_flat.agree" in step.function]
+        compared = [i for i, step in enumerate(program.steps) if "fsdp_flat.check_ranks" in step.function]
         first = next(i for i, step in enumerate(program.steps) if step.is_gather or step.is_reduce)
         assert len(compared) == 1 and compared[0] < first
     forward, backward = compiled("mlp", BACKENDS[backend], strategy=ShardingStrategy.NO_SHARD)
-    assert "agree" not in forward.code and "fsdp_flat.agree" in backward.code
+    assert "check_ranks" not in forward.code and "fsdp_flat.check_ranks" in backward.code
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,7 @@ from models import MODELS, mlp
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm.stages import Stage, shard_number
+from fsdp_compile.comm.stages import Stage, shard_index
 
 MLP = MODELS["mlp"]
 BLOCKS = 4
@@ -25,10 +25,10 @@ def test_numbers_of_shards(peers: int, neighbours: int) -> None:
         for run in range(peers)
         for place in range(neighbours)
     }
-    numbers = {where: shard_number(stage) for where, stage in stages.items()}
+    numbers = {where: shard_index(stage) for where, stage in stages.items()}
     parts = [[numbers[run, place] for run in range(peers)] for place in range(neighbours)]
     assert [number for part in parts for number in part] == list(range(peers * neighbours))
-    assert [shard_number([Stage("all", 4, rank)]) for rank in range(4)] == [0, 1, 2, 3]
+    assert [shard_index([Stage("all", 4, rank)]) for rank in range(4)] == [0, 1, 2, 3]
 
 
 def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:
@@ -40,7 +40,7 @@ def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:
 
 def _sent(program: Program) -> list[tuple[str, str, int, str]]:
     """What the graph says that it sends: kind, unit, elements, name of the group."""
-    said = next(step.text for step in program.steps if "fsdp_flat.agree" in step.function)
+    said = next(step.text for step in program.steps if "fsdp_flat.check_ranks" in step.function)
     groups = re.findall(r"'(\w{40})'", said)
     found = re.findall(r"(gather|reduce) ([\w.]+), (\d+) bytes of float32, group (\d)", said)
     return [(kind, unit, int(nbytes) // 4, groups[int(group)]) for kind, unit, nbytes, group in found]

@@ -376,7 +376,7 @@ def _fail_in_backward(model: nn.Module) -> Any:
 
 
 def _fail_after_reduce(model: nn.Module) -> Any:
-    return units(model.blocks[1])[0].flats[0].handle.register_hook(_raise)
+    return units(model.blocks[1])[0].flats[0].autograd_shard.register_hook(_raise)
 
 
 def _fail_at_output(model: nn.Module) -> Any:
@@ -411,7 +411,7 @@ def _fail_compiled(rank: int, failure: str) -> None:
         with pytest.raises(Exception, match="size"):
             run(torch.randn(3, 8))
     else:  # after the compiled backward, in the join of a unit
-        hook = units(model.blocks[1])[0].flats[0].handle.register_hook(_raise)
+        hook = units(model.blocks[1])[0].flats[0].autograd_shard.register_hook(_raise)
         with pytest.raises(_Expected):
             backward(run, MLP, mine(MLP, 5))
         hook.remove()

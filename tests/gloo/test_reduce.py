@@ -116,12 +116,12 @@ def _reduce_hybrid(rank: int, dtype: torch.dtype) -> None:
         with _spied() as calls, torch.no_grad():
             (shard_grad,) = reduce_gradients(unit, unit.flats, [grad])
             assert shard_grad is not None
-            flat.arrival.wait()
+            flat.reduction.wait()
         assert [(call.kind, call.numel) for call in calls] == [
             ("reduce", flat.layout.numel),
             ("all_reduce", flat.layout.shard_numel),
         ]
-        (part,) = flat.parts(shard_grad)
+        (part,) = flat.split(shard_grad)
         record = unit.records[0]
         assert part is not None and record is not None and shard_grad.dtype == torch.float32
         expected = (torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + 1.5)[record.first : record.last + 1]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from models import MODELS
 
-from fsdp_compile.core import switches
+from fsdp_compile.core import environment
+from fsdp_compile.core.environment import Switches
 
 from .ranks import Ranks
 from .training import backward, build, mine, shard, stored_here, units
@@ -32,7 +33,7 @@ def _leave_out(rank: int, variable: str, value: str, strategy: str) -> tuple[lis
     heard, log = _Heard(), logging.getLogger("fsdp_compile")
     log.addHandler(heard)
     try:
-        with mock.patch.dict(os.environ, {variable: value}), mock.patch.object(switches, "_warned", set()):
+        with mock.patch.dict(os.environ, {variable: value}), mock.patch.object(environment, "_warned", set()):
             model = shard(MLP, strategy)
             shard(MLP, strategy)
         with wire() as sent:
@@ -79,7 +80,7 @@ def test_left_out_collectives(two: Ranks, variable: str, value: str, strategy: s
         assert len(said) == on and all(f"WARNING {variable}=1: " in line and "wrong" in line for line in said), said
 
 
-def _make_under_a_switch(rank: int) -> switches.Switches:
+def _make_under_a_switch(rank: int) -> Switches:
     with mock.patch.dict(os.environ, {"FSDP_COMPILE_FULL_PREC_IN_EVAL": "1"}):
         model = shard(MLP)
     return units(model)[0].switches  # the variable is gone again
@@ -87,4 +88,4 @@ def _make_under_a_switch(rank: int) -> switches.Switches:
 
 def test_switches_are_read_when_units_are_made(two: Ranks) -> None:
     """What counts is the environment of the call of `fully_shard` (E-ENV-6)."""
-    assert two.run(_make_under_a_switch) == [switches.Switches(full_precision_in_eval=True)] * 2
+    assert two.run(_make_under_a_switch) == [Switches(full_precision_in_eval=True)] * 2

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.rows import MOST, end_between_rows
+from fsdp_compile.core.layout import MOST, FlatParamLayout, end_between_rows
 from fsdp_compile.state_dict.boxes import Cut
 
 LINEAR = ((1024, 1024), (1024,))

@@ -207,7 +207,7 @@ def with_preparation(start: fx.Node) -> list[fx.Node]:
     """What starts a reduce or hands gradients over, after our packing, adding of what was kept, and scaling."""
     nodes = [start]
     while isinstance(sent := nodes[0].args[0], fx.Node) and (tag := get_tag(sent)) is not None:
-        if tag.kind not in ("pack", "add_kept", "scale"):
+        if tag.kind not in ("pack", "add_accumulated", "scale"):
             break
         nodes.insert(0, sent)
     return nodes

@@ -10,7 +10,17 @@ from torch import fx
 _KEY = "fsdp_compile"
 
 Kind = Literal[
-    "cast", "gather", "wait", "view", "pack", "add_kept", "hand_over", "scale", "reduce", "wait_reduce", "mean"
+    "cast",
+    "gather",
+    "wait",
+    "view",
+    "pack",
+    "add_accumulated",
+    "defer_reduce",
+    "scale",
+    "reduce",
+    "wait_reduce",
+    "mean",
 ]
 
 
@@ -20,9 +30,9 @@ class Tag:
 
     Attributes:
         kind: cast (of the shard before its gather, of a gradient before it is packed), gather (all-gather), wait (for a
-            gather), view (of one parameter), pack, add_kept (what no_sync has kept), hand_over (of packed gradients, to
-            the eager runtime), scale (of gradients, around a sum in float16), reduce (reduce-scatter or all-reduce),
-            wait_reduce, mean (of the rows that an exchange brought).
+            gather), view (of one parameter), pack, add_accumulated (the gradients accumulated under no_sync),
+            defer_reduce (of packed gradients, to the eager runtime), scale (of gradients, around a sum in float16),
+            reduce (reduce-scatter or all-reduce), wait_reduce, mean (of the rows that an exchange brought).
         unit: number of the unit in order of its first gather in the traced forward.
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.

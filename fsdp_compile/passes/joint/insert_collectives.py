@@ -3,7 +3,7 @@
 unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
                                             two of the former if backward gathers again in a smaller group
 reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
-hand_over                               ->  stays, and is tagged
+defer_reduce                               ->  stays, and is tagged
 the concatenation that both read        ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
 a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
@@ -18,7 +18,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.averaging import averaging
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import ADD_KEPT, HAND_OVER, PACK_GRADS, REDUCE_GRADS, UNSHARD
+from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.tags import Kind, Tag, module_path, set_tag
 from fsdp_compile.passes.joint.merge_calls import merge_calls
@@ -90,12 +90,12 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     replicas, replica_count, neighbours, neighbour_count = rest + [None, 1, None, 1][len(rest) :]
     emit = _emitter(graph, marker, unit)
     layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    kept = packed.args[1] if packed.target is ADD_KEPT else None  # type: ignore[union-attr]  # fx arguments are untyped
+    kept = packed.args[1] if packed.target is ADD_ACCUMULATED else None  # type: ignore[union-attr]  # fx arguments are untyped
     how = averaging(packed.meta["val"].dtype, group_size * replica_count * neighbour_count)  # type: ignore[operator,arg-type,union-attr]  # likewise
     if kept is None:
         packed = _pack_instead(packed, layout, how.before, emit)  # type: ignore[arg-type]  # likewise
     else:  # what was kept is divided too
-        packed = emit("add_kept", ADD_KEPT, _pack_instead(packed.args[0], layout, 1.0, emit), kept)  # type: ignore[arg-type,union-attr]  # likewise
+        packed = emit("add_accumulated", ADD_ACCUMULATED, _pack_instead(packed.args[0], layout, 1.0, emit), kept)  # type: ignore[arg-type,union-attr]  # likewise
         packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
     if neighbours:
         start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, neighbour_count, neighbours)
@@ -117,18 +117,18 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     graph.erase_node(marker)
 
 
-def _expand_hand_over(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
+def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     packed, number, text = marker.args
     emit = _emitter(graph, marker, unit)
     packed = _pack_instead(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
-    marker.replace_all_uses_with(emit("hand_over", HAND_OVER, packed, number, text))
+    marker.replace_all_uses_with(emit("defer_reduce", DEFER_REDUCE, packed, number, text))
     graph.erase_node(marker)
 
 
 _EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, _Unit], None]] = {
     UNSHARD: _expand_unshard,
     REDUCE_GRADS: _expand_reduce,
-    HAND_OVER: _expand_hand_over,
+    DEFER_REDUCE: _expand_defer_reduce,
 }
 
 

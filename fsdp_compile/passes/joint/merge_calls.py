@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.core.ops import ADD_KEPT, HAND_OVER, REDUCE_GRADS, UNSHARD
+from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.graph.node_kinds import CAST
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def merge_calls(graph: fx.Graph) -> None:
     """Let equal gathers be one, and reduces that are only added up."""
     sequences = _merge_gathers(graph)
-    for marker in [node for node in graph.nodes if node.target in (REDUCE_GRADS, HAND_OVER)]:
+    for marker in [node for node in graph.nodes if node.target in (REDUCE_GRADS, DEFER_REDUCE)]:
         marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
     totals = graph.find_nodes(op="call_function", target=aten.add.Tensor)
     if sum(_merge_reduces(graph, total) for total in totals):
@@ -59,7 +59,7 @@ def _marker_beneath(addend: Any) -> fx.Node | None:
     if not isinstance(addend, fx.Node):
         return None
     node: Any = addend.args[0] if addend.target is CAST and len(addend.users) == 1 else addend
-    return node if node.target in (REDUCE_GRADS, HAND_OVER) and len(node.users) == 1 else None
+    return node if node.target in (REDUCE_GRADS, DEFER_REDUCE) and len(node.users) == 1 else None
 
 
 def _identity(marker: fx.Node) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ def _identity(marker: fx.Node) -> tuple[Any, ...]:
 
 
 def _sum_of_packs(graph: fx.Graph, one: Any, other: Any) -> fx.Node:
-    if one.target is ADD_KEPT:  # what was kept counts once
+    if one.target is ADD_ACCUMULATED:  # what was kept counts once
         return _like(graph, one, (_sum_of_packs(graph, one.args[0], other.args[0]), *one.args[1:]))
     if one.target is aten.cat.default and other.target is aten.cat.default:
         return _like(graph, one, ([_sum(graph, a, b) for a, b in zip(one.args[0], other.args[0], strict=True)],))

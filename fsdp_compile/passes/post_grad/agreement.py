@@ -41,7 +41,7 @@ class Known:
 _known: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
 
 
-@torch.library.impl("fsdp_flat::agree", "default")
+@torch.library.impl("fsdp_flat::check_ranks", "default")
 def _agree(sequence: str, groups: list[str], timeout: float, device: torch.device) -> torch.Tensor:
     for name in groups:
         group = group_named(name)

@@ -8,12 +8,12 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.core.ops import AGREE
+from fsdp_compile.core.ops import CHECK_RANKS
 from fsdp_compile.passes.graph.tags import get_tag, tagged
 
 
 def agree(graph: fx.Graph, config: CompileConfig) -> None:
-    """Put `fsdp_flat::agree` at the start of a graph that has collectives of ours; `pin` keeps it before them."""
+    """Put `fsdp_flat::check_ranks` at the start of a graph that has collectives of ours; `pin` keeps it before them."""
     starts = tagged(graph, "gather", "reduce")
     if not starts:
         return
@@ -23,9 +23,9 @@ def agree(graph: fx.Graph, config: CompileConfig) -> None:
     value = _sent(starts[0])[0].meta["val"]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         arguments = (sequence, groups, config.agreement_timeout, value.device)
-        node = graph.create_node("call_function", AGREE, arguments, name="agree")
+        node = graph.create_node("call_function", CHECK_RANKS, arguments, name="check_ranks")
     with value.fake_mode:
-        node.meta["val"] = AGREE(*node.args)
+        node.meta["val"] = CHECK_RANKS(*node.args)
 
 
 def _describe(start: fx.Node, group: int) -> str:

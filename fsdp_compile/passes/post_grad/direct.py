@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from fsdp_compile.comm.collectives import ALL_GATHER_INTO, ALL_TO_ALL, WAIT, copies
-from fsdp_compile.core.ops import WAIT_GATHER
+from fsdp_compile.core.ops import WAIT_ALL_GATHER
 from fsdp_compile.passes._torch import group_named, start_all_gather, start_broadcast
 
 _NAMES = {ALL_GATHER_INTO: "direct.all_gather", ALL_TO_ALL: "direct.exchange"}
@@ -53,7 +53,7 @@ def wait(full: Tensor) -> None:
 def wait_directly(start: fx.Node) -> None:
     """Let `start`, a gather with an `out` or an exchange, and its wait be direct calls."""
     (wait,) = (user for user in start.users if user.target is WAIT)
-    wait.target, wait.args = WAIT_GATHER, (start, start.args[0])
+    wait.target, wait.args = WAIT_ALL_GATHER, (start, start.args[0])
     register_wait_lowering()
 
 
@@ -62,7 +62,7 @@ def register_wait_lowering() -> None:
     """Teach Inductor to lower our own form of the wait; once per process, when first needed."""
     from torch._inductor.lowering import register_lowering
 
-    register_lowering(WAIT_GATHER, type_promotion_kind=None)(_lower_wait)
+    register_lowering(WAIT_ALL_GATHER, type_promotion_kind=None)(_lower_wait)
 
 
 def _lower_wait(full: Any, sent: Any) -> Any:  # Inductor IR in and out; checked on torch 2.11 and 2.13

@@ -20,7 +20,7 @@ from torch import fx
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import ADD_KEPT, ADD_KEPT_, HAND_OVER, PACK_GRADS
+from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS
 from fsdp_compile.passes.graph.node_kinds import SAME_ORDER
 from fsdp_compile.passes.post_grad.overwrite import Write, hold_products, overwritten, reads_before, write_after
 
@@ -42,9 +42,9 @@ def _use_in_place(pack: fx.Node) -> None:
     reader = next(iter(pack.users))
     if reader.target is ALL_REDUCE:
         reader.target = ALL_REDUCE_IN_PLACE
-    elif reader.target is HAND_OVER:
+    elif reader.target is DEFER_REDUCE:
         reader.args = (*reader.args, True)
-    elif reader.target is ADD_KEPT:
+    elif reader.target is ADD_ACCUMULATED:
         reader.args = (*reader.args, True)
         if len(reader.users) == 1:
             _use_in_place(reader)
@@ -102,8 +102,8 @@ def register_pack_lowering() -> None:
     from torch._inductor.lowering import register_lowering
 
     register_lowering(PACK_GRADS, type_promotion_kind=None)(_lower_pack)
-    register_lowering(ADD_KEPT, type_promotion_kind=None)(_lower_add_kept)
-    register_lowering(HAND_OVER, type_promotion_kind=None)(_lower_hand_over)
+    register_lowering(ADD_ACCUMULATED, type_promotion_kind=None)(_lower_add_accumulated)
+    register_lowering(DEFER_REDUCE, type_promotion_kind=None)(_lower_defer_reduce)
 
 
 def _lower_pack(grads, layout, into=None):  # type: ignore[no-untyped-def]  # Inductor IR in and out; checked on torch 2.11 and 2.13
@@ -225,27 +225,27 @@ def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]  # lik
         graph.additional_buffer_deps[filler.get_operation_name()].add(first)
 
 
-def _lower_add_kept(packed, number, in_place=False):  # type: ignore[no-untyped-def]  # likewise
+def _lower_add_accumulated(packed, number, in_place=False):  # type: ignore[no-untyped-def]  # likewise
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler
 
     if not in_place:
-        return fallback_handler(ADD_KEPT, add_to_fallback_set=False)(packed, number)
+        return fallback_handler(ADD_ACCUMULATED, add_to_fallback_set=False)(packed, number)
     packed.realize()
-    ir.FallbackKernel.create(ADD_KEPT_, packed, number)
+    ir.FallbackKernel.create(ADD_ACCUMULATED_, packed, number)
     return packed
 
 
-def _lower_hand_over(packed, number, layout, owned=False):  # type: ignore[no-untyped-def]  # likewise
+def _lower_defer_reduce(packed, number, layout, owned=False):  # type: ignore[no-untyped-def]  # likewise
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
     if not owned:
-        return fallback_handler(HAND_OVER, add_to_fallback_set=False)(packed, number, layout)
+        return fallback_handler(DEFER_REDUCE, add_to_fallback_set=False)(packed, number, layout)
     packed.realize()
     V.graph.never_reuse_buffers.add(packed.get_name())
-    return ir.TensorBox.create(_owning_kernel().create(HAND_OVER, packed, number, layout, True))
+    return ir.TensorBox.create(_owning_kernel().create(DEFER_REDUCE, packed, number, layout, True))
 
 
 @cache

@@ -17,7 +17,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from fsdp_compile.core.ops import MARK
+from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes._torch import direction
 from fsdp_compile.passes.cost.profile import graph_name, stretches
 from fsdp_compile.passes.graph.tags import tagged
@@ -40,12 +40,12 @@ def mark_tasks(graph: fx.Graph, tasks: list[list[fx.Node]]) -> None:
 def _mark(graph: fx.Graph, name: str, stretch: int, number: int) -> None:
     value = tagged(graph, "gather", "reduce")[0].meta["val"]
     arguments = (name, stretch, number, value.device)
-    mark = graph.create_node("call_function", MARK, arguments, name=f"mark_{number}")
+    mark = graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{number}")
     with value.fake_mode:
-        mark.meta["val"] = MARK(*mark.args)
+        mark.meta["val"] = RECORD_TIME(*mark.args)
 
 
-@torch.library.impl("fsdp_flat::mark", "default")
+@torch.library.impl("fsdp_flat::record_time", "default")
 def _note(graph: str, stretch: int, number: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)

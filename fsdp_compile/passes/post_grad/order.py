@@ -10,7 +10,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.core.ops import AGREE, HAND_OVER, MARK, PACK_GRADS, WAIT_GATHER
+from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_ALL_GATHER
 from fsdp_compile.passes.cost.profile import timed
 from fsdp_compile.passes.graph.node_kinds import is_product, readers
 from fsdp_compile.passes.graph.reading import Reading, read, with_preparation
@@ -27,7 +27,7 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
     Raises:
         PlanError: the plan is none for this graph.
     """
-    _place_hand_overs(graph)
+    _place_deferred_reduces(graph)
     reading = read(graph, costs_of(graph, config) or shares(graph))
     workload = timed(reading, config)
     plan = choose(workload, config)
@@ -38,10 +38,10 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
         mark_tasks(graph, reading.tasks)
 
 
-def _place_hand_overs(graph: fx.Graph) -> None:
+def _place_deferred_reduces(graph: fx.Graph) -> None:
     """What the eager runtime takes over is packed and handed over right after the last gradient."""
-    for hand_over in tagged(graph, "hand_over"):
-        moved = with_preparation(hand_over)
+    for defer_reduce in tagged(graph, "defer_reduce"):
+        moved = with_preparation(defer_reduce)
         last = max(moved[0].all_input_nodes)
         if last.op != "placeholder":
             for node in reversed(moved):
@@ -125,7 +125,7 @@ def pin(graph: fx.Graph, config: CompileConfig) -> None:
     gradients into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain
     (wrapped, it would get a buffer of its own); the place of its reduce-scatter holds it early enough.
     """
-    if not tagged(graph, "gather", "reduce", "hand_over"):
+    if not tagged(graph, "gather", "reduce", "defer_reduce"):
         return
     events = [node for node in graph.nodes if _is_event(node)]
     preserve_node_ordering(graph, {after: OrderedSet([_done(before)]) for before, after in pairwise(events)})
@@ -137,7 +137,11 @@ def _done(event: fx.Node) -> fx.Node:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_GATHER, HAND_OVER, AGREE, MARK) or _is_mean(node):
+    if (
+        node.target in STARTS
+        or node.target in (WAIT, WAIT_ALL_GATHER, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME)
+        or _is_mean(node)
+    ):
         return True
     return is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 

@@ -1,9 +1,15 @@
-"""Switches in the environment. Each is read when a unit is made, and on if its variable is exactly "1" (E-ENV-6)."""
+"""What the package has to do with the program around it: switches in the environment, and warnings.
+
+Each switch is read when a unit is made, and on if its variable is exactly "1" (E-ENV-6).
+"""
 
 import logging
 import os
+import sys
+import warnings
 from dataclasses import dataclass
 
+_PACKAGE = __name__.partition(".")[0]
 PREFIX = "FSDP_COMPILE_"
 
 _log = logging.getLogger("fsdp_compile")
@@ -41,3 +47,11 @@ def _is_on(name: str, harm: str | None = None) -> bool:
         _warned.add(variable)
         _log.warning("%s=1: %s, all results are wrong; unset it for anything but timing", variable, harm)
     return on
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with `message`, attributed to the innermost calling line outside of this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
