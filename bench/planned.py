@@ -85,14 +85,14 @@ def ours(policy: Any = "auto", **options: Any) -> Trained:
 def planned(wire: str, policy: Any) -> tuple[Trained, Graphs, float]:
     """Compiled for a link by times that were measured; the plans it follows; seconds of a step on a free link."""
     LINK.configure(0.0, FREE)
-    marked = ours(policy, link=wire, mark=True)
-    marked()
+    profiled = ours(policy, link=wire, record_profile=True)
+    profiled()
     marks.reset()
     for _ in range(5):
-        marked()
+        profiled()
     with tempfile.NamedTemporaryFile(suffix=".json") as file, noted() as graphs:
         marks.save(file.name)
-        system = ours(policy, link=wire, times=file.name)
+        system = ours(policy, link=wire, profile=file.name)
         system()
     return system, graphs, statistics.median(timed(system)["step"] for _ in range(5))
 

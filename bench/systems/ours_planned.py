@@ -19,14 +19,14 @@ class Planned(Prepared):
 
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         """Plan for `link`, as `options={"link": ...}` names it; the link itself takes no time meanwhile."""
-        marked = _compiled(self.model, link=link, mark=True)
-        self._run(marked, batch)
+        profiled = _compiled(self.model, link=link, record_profile=True)
+        self._run(profiled, batch)
         marks.reset()
         for _ in range(MEASURED):
-            self._run(marked, batch)
+            self._run(profiled, batch)
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             marks.save(file.name)
-            self.forward = _compiled(self.model, link=link, times=file.name)
+            self.forward = _compiled(self.model, link=link, profile=file.name)
             self._run(self.forward, batch)
 
     def _run(self, forward: Any, batch: Sequence[Tensor]) -> None:

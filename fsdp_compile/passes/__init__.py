@@ -39,7 +39,7 @@ Shared: tags.py, what a node is to us; views.py, what kind of node it is, and wh
 graph printed; torch_private.py, the compiler's state.
 """
 
-from fsdp_compile.passes.joint.choose_kept import decide_what_to_keep
+from fsdp_compile.passes.joint.choose_reshard import choose_reshard
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, reshard
 from fsdp_compile.passes.pipeline import Pass
@@ -54,7 +54,7 @@ from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),
-    Pass("keep", "joint", decide_what_to_keep),
+    Pass("choose_reshard", "joint", choose_reshard),
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),

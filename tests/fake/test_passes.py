@@ -58,15 +58,15 @@ def test_unknown_names_are_refused() -> None:
         model(X)
     with pytest.raises(ValueError, match=r"reduces_in_flight: expected at least 1.*found 0"):
         CompileConfig(reduces_in_flight=0)
-    with pytest.raises(ValueError, match=r"agreement_timeout: expected seconds above 0, found 0"):
-        CompileConfig(agreement_timeout=0)
+    with pytest.raises(ValueError, match=r"check_ranks_timeout: expected seconds above 0, found 0"):
+        CompileConfig(check_ranks_timeout=0)
 
 
 def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain `torch.compile` has its passes and its timeout from there."""
     monkeypatch.setenv("FSDP_COMPILE_DISABLE", "pin, reorder")
-    monkeypatch.setenv("FSDP_COMPILE_AGREEMENT_TIMEOUT", "2.5")
-    assert CompileConfig.from_environment() == CompileConfig(disable=("pin", "reorder"), agreement_timeout=2.5)
+    monkeypatch.setenv("FSDP_COMPILE_CHECK_RANKS_TIMEOUT", "2.5")
+    assert CompileConfig.from_environment() == CompileConfig(disable=("pin", "reorder"), check_ranks_timeout=2.5)
 
 
 def test_install_chains_to_a_pass_that_is_there() -> None:

@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.joint import choose_kept as keep
+from fsdp_compile.passes.joint import choose_reshard
 from fsdp_compile.passes.plan.plan import Plan, PlanError
 from fsdp_compile.passes.plan.search import PlannedStep, search_plan
 from fsdp_compile.passes.plan.simulate import simulate
@@ -122,19 +122,19 @@ def test_auto_keeps_by_measured_times(
         seen.append(workload)
         return search_plan(workload, budget)
 
-    monkeypatch.setattr(keep, "search_plan", see)
-    path = tmp_path / "times.json"
-    options: dict[str, object] = {"link": SLOW, "times": str(path)}
+    monkeypatch.setattr(choose_reshard, "search_plan", see)
+    path = tmp_path / "profile.json"
+    options: dict[str, object] = {"link": SLOW, "profile": str(path)}
     table = {"forward of 17 products": [0.5] * 18, "forward of 900 products": [9.0] * 901}
     path.write_text(json.dumps({**table, "backward of 7 products": [0.5] * 8}))
-    with pytest.raises(Exception, match=r"times: expected .* to have 'backward of \d+ products'"):
+    with pytest.raises(Exception, match=r"profile: expected .* to have 'backward of \d+ products'"):
         kept_of(plans, options)  # not by the whole step, but by the graph of backward
     (step,) = seen
     forward, backward = step.tasks[: step.backward], step.tasks[step.backward :]
     assert sum(task.seconds for task in forward) == pytest.approx(9.0)
     assert sum(task.seconds for task in backward) == pytest.approx(4.0)
     path.write_text(json.dumps(table))
-    with pytest.raises(Exception, match=r"times: expected .* to have a backward, found forward of 17 products"):
+    with pytest.raises(Exception, match=r"profile: expected .* to have a backward, found forward of 17 products"):
         kept_of(plans, options)
 
 
@@ -165,7 +165,7 @@ def gathers_of(model: torch.nn.Module) -> list[int]:
 
 def test_what_needs_a_link_says_so() -> None:
     """A budget, times or a device without a link would mean nothing: refused by name."""
-    for name, value in {"budget": 1, "times": "x", "device": "h100"}.items():
+    for name, value in {"budget": 1, "profile": "x", "device": "h100"}.items():
         with pytest.raises(Exception, match=f"{name}: expected a link beside it"):
             compiled("mlp", fsdp_compile_backend, options={name: value})
     with pytest.raises(Exception, match="link: expected one of h100-nvlink"):

@@ -38,7 +38,7 @@ class _Ordered(nn.Module):
 def _evaluate(order: tuple[int, ...], width: int = 4, timeout: float = 60.0, **options: Any) -> Tensor:
     torch._dynamo.reset()
     model = fully_shard(_Ordered(order, width), auto_wrap_policy={nn.Linear}, **options)
-    run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"agreement_timeout": timeout})
+    run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"check_ranks_timeout": timeout})
     with torch.no_grad():
         return run(X)
 

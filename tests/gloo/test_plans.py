@@ -32,8 +32,8 @@ def test_planned_graphs_compute_the_same(two: Ranks, how: Any) -> None:
 
 
 def _measure(rank: int, folder: str) -> None:
-    case, path = MODELS["gpt"], pathlib.Path(folder) / f"times{rank}.json"
-    run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options={"mark": True})
+    case, path = MODELS["gpt"], pathlib.Path(folder) / f"profile{rank}.json"
+    run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options={"record_profile": True})
     marks.reset()
     for _ in range(3):
         case.loss(run, mine(case, 0)).backward()
@@ -44,10 +44,10 @@ def _measure(rank: int, folder: str) -> None:
         assert len(seconds) == int(name.split()[-2]) + 1 and min(seconds) >= 0 < max(seconds)
     torch._dynamo.reset()
     torch.distributed.barrier()
-    options = {"link": SLOW, "times": str(path.with_name("times0.json"))}  # the same on all ranks
+    options = {"link": SLOW, "profile": str(path.with_name("profile0.json"))}  # the same on all ranks
     run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options=options)
     follow(run, build(case), case)
-    with pytest.raises(Exception, match=r"times: expected .* to have 'forward of \d+ products'"):
+    with pytest.raises(Exception, match=r"profile: expected .* to have 'forward of \d+ products'"):
         run = torch.compile(shard(MODELS["mlp"]), fullgraph=True, backend="fsdp_compile", options=options)
         MODELS["mlp"].loss(run, mine(MODELS["mlp"], 0))
 

@@ -39,11 +39,11 @@ def timed(reading: Reading, config: CompileConfig) -> Workload:
     Raises:
         PlanError: the file has none for a graph of this direction and so many products.
     """
-    if config.times is None:
+    if config.profile is None:
         return reading.workload
-    table, name = _load(config.times), graph_name(direction(), reading.tasks)
+    table, name = _load(config.profile), graph_name(direction(), reading.tasks)
     if name not in table:
-        raise _not_measured(config.times, repr(name), table)
+        raise _not_measured(config.profile, repr(name), table)
     return _with_tasks(reading.workload, _share(reading.workload.tasks, stretches(reading.tasks), table[name]))
 
 
@@ -57,14 +57,14 @@ def timed_step(reading: Reading, config: CompileConfig) -> Workload:
         PlanError: the file lacks a direction.
     """
     workload, split = reading.workload, reading.workload.backward
-    if config.times is None:
+    if config.profile is None:
         return workload
-    table, tasks = _load(config.times), []
+    table, tasks = _load(config.profile), []
     for heading, part in (("forward", slice(0, split)), ("backward", slice(split, None))):
         places = stretches(reading.tasks[part])
         graphs = [seconds for name, seconds in table.items() if name.startswith(heading)]
         if not graphs:
-            raise _not_measured(config.times, f"a {heading}", table)
+            raise _not_measured(config.profile, f"a {heading}", table)
         expected = max(places, default=0) + 1
         _, seconds = min((abs(len(each) - expected), each) for each in graphs)
         if len(seconds) != expected:
@@ -96,5 +96,5 @@ def _load(path: str) -> Table:
 
 
 def _not_measured(path: str, what: str, table: Table) -> PlanError:
-    return PlanError(f"times: expected {path} to have {what}, found {', '.join(table) or 'nothing'}; measure this "
+    return PlanError(f"profile: expected {path} to have {what}, found {', '.join(table) or 'nothing'}; measure this "
                      "model with these inputs again")  # fmt: skip

@@ -113,7 +113,7 @@ class _Round:
         return (
             f"compiled graph: expected all ranks to run it, found no sign of {_ranks(self._named(absent))} for "
             f"{timeout:g} s, while rank {self.global_ranks[self.rank]} was about to run {first} and {len(others)} more "
-            f"collectives; run the same compiled model on all ranks, or raise FSDP_COMPILE_AGREEMENT_TIMEOUT if "
+            f"collectives; run the same compiled model on all ranks, or raise FSDP_COMPILE_CHECK_RANKS_TIMEOUT if "
             f"compiling takes longer on some"
         )
 

@@ -22,7 +22,7 @@ def agree(graph: fx.Graph, config: CompileConfig) -> None:
     sequence = "\n".join(_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True))
     value = _sent(starts[0])[0].meta["val"]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        arguments = (sequence, groups, config.agreement_timeout, value.device)
+        arguments = (sequence, groups, config.check_ranks_timeout, value.device)
         node = graph.create_node("call_function", CHECK_RANKS, arguments, name="check_ranks")
     with value.fake_mode:
         node.meta["val"] = CHECK_RANKS(*node.args)

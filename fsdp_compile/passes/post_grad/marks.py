@@ -1,8 +1,8 @@
-"""Seconds of the tasks of a compiled graph, measured while it runs: what `CompileConfig.times` reads.
+"""Seconds of the tasks of a compiled graph, measured while it runs: what `CompileConfig.profile` reads.
 
-    compiled = torch.compile(model, backend="fsdp_compile", options={"mark": True})
+    compiled = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
     for _ in range(5): step(compiled)
-    save("times.json")          then options={"link": ..., "times": "times.json"}, the same file on all ranks
+    save("profile.json")        then options={"link": ..., "profile": "profile.json"}, the same file on all ranks
 
 Two operators stand around the nodes of each task, outside of what is started and waited for before it. On CUDA they
 record events, so the stream is timed, not the host.

@@ -34,7 +34,7 @@ def reorder(graph: fx.Graph, config: CompileConfig) -> None:
     verify(workload, plan, config.budget)
     apply(graph, reading, plan)
     check_applied(graph, reading, plan)
-    if config.mark:
+    if config.record_profile:
         mark_tasks(graph, reading.tasks)
 
 

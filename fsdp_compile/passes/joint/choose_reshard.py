@@ -18,7 +18,7 @@ from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.pricing import costs_of
 
 
-def decide_what_to_keep(graph: fx.Graph, config: CompileConfig) -> None:
+def choose_reshard(graph: fx.Graph, config: CompileConfig) -> None:
     """Settle `reshard` in all tags that leave it open.
 
     Raises:
