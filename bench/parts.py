@@ -20,7 +20,12 @@ TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at diff
 Steps = dict[str, list[list[dict[str, float]]]]  # system -> round -> step -> what it took
 
 CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
-NEEDED = ("insert_collectives", "exchange", "choose_reshard", "coalesce")  # the first for all, the others do nothing here
+NEEDED = (
+    "insert_collectives",
+    "exchange",
+    "choose_reshard",
+    "coalesce",
+)  # the first for all, the others do nothing here
 TOGETHER = {"reshard": "reshard+check_saved"}  # the second refuses what the first would have prevented
 
 

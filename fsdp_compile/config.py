@@ -1,4 +1,4 @@
-"""What users may choose about compilation."""
+"""What users may choose about compilation: `CompileConfig`."""
 
 import os
 import pathlib
@@ -9,29 +9,35 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Choices for the graph passes; every field decides generated code and is part of the compile caches' key.
+    """The configuration of the graph passes. Every field decides generated code and is part of the compile caches' key.
 
-    `torch.compile(model, backend="fsdp_compile", options={...})` takes the fields as options; plain
-    `torch.compile(model)` takes them from the environment (`FSDP_COMPILE_DISABLE=pin,reorder`) when
-    the first model is sharded.
+    `torch.compile(model, backend="fsdp_compile", options={...})` takes the fields as options. Plain
+    `torch.compile(model)` takes them from the environment (`FSDP_COMPILE_DISABLE=pin_order,order`) when the first
+    model is sharded.
 
     Attributes:
         disable: names of passes to leave out (`fsdp_compile.passes.PASSES` lists them).
-        reduces_in_flight: how many reduce-scatters may run before the oldest is waited for. Each keeps its unit's full
-            gradients alive until its wait. 1: they take turns with gathers, so that either the last unit's gradients
-            or the next one's parameters are alive beside a unit that computes. None: wait for all at the end.
-        check_ranks_timeout: seconds that a rank waits, before it runs a compiled graph for the first time, for the others
-            to come to the same point; compilation may take longer on some of them.
-        link: what connects the ranks, a name in `fsdp_compile.passes.cost.hardware.LINKS` or
-            `custom:<latency in s>,<bandwidth in bytes/s>`: graphs are then planned by time. Without it each unit is
-            gathered one ahead and reduced at once, whatever that costs. Ranks must have batches of equal sizes then,
-            or they plan differently and say so.
-        device: what computes, a name in `DEVICES` there; None: found by the device's own name.
-        budget: bytes that may live at once in a graph: shards, activations, gathered and packed buffers. Needs `link`.
-        profile: path of a JSON file with measured seconds (`fsdp_compile.passes.post_grad.marks` writes it). Needs
-            `link`, and the same file on all ranks.
+        reduces_in_flight: how many reduce-scatters may run before the oldest one is waited for. Each of them keeps the
+            packed gradients of its unit alive until its wait. 1 alternates reduce-scatters and all-gathers, so that
+            beside a unit that computes either the gradients of the last unit or the parameters of the next one are
+            alive. None waits for all of them at the end of the graph.
+        check_ranks_timeout: seconds that a rank waits for the others before it runs a compiled graph for the first
+            time; compilation may take longer on some ranks.
+        link: what connects the ranks: a name in `fsdp_compile.passes.cost.hardware.LINKS` or
+            `custom:<latency in seconds>,<bandwidth in bytes per second>`. With a link, graphs are planned by simulated
+            time. Without one, the all-gather of a unit is issued one unit ahead and its reduce-scatter at once,
+            whatever that costs. Ranks need batches of equal sizes then; else their plans differ, which raises.
+        device: what computes: a name in `fsdp_compile.passes.cost.hardware.DEVICES`. None looks it up by the name that
+            the device itself reports.
+        budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
+            `link`.
+        profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same
+            file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` or JSON under the headings `forward:` and `backward:`.
-        record_profile: measure the seconds of each task while the graph runs, for `profile`.
+        record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
+
+    Raises:
+        ValueError: a field has a value that it cannot have, or needs `link`.
     """
 
     disable: tuple[str, ...] = ()
@@ -57,8 +63,8 @@ class CompileConfig:
                 raise ValueError(f"{name}: expected a link beside it, for without one nothing is planned, found none")
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Contents of the files that are named: they decide generated code, so compile caches ask for them."""
+    def file_contents(self) -> tuple[str, ...]:
+        """Contents of the files that the configuration names: they decide generated code, so cache keys hold them."""
         return tuple(pathlib.Path(path).read_text() for path in (self.profile, self.plan) if path is not None)
 
     @classmethod
@@ -68,11 +74,11 @@ class CompileConfig:
         Raises:
             ValueError: a variable has a value of another type than its field, and is named.
         """
-        return cls(**{name: _read(f"FSDP_COMPILE_{name.upper()}", read) for name, read in _READERS.items()
-                      if os.environ.get(f"FSDP_COMPILE_{name.upper()}")})  # fmt: skip
+        variables = {name: f"FSDP_COMPILE_{name.upper()}" for name in _PARSERS}
+        return cls(**{name: _parse(name, variable) for name, variable in variables.items() if os.environ.get(variable)})
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_PARSERS: dict[str, Callable[[str], Any]] = {
     "disable": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
     "check_ranks_timeout": float,
     "link": str,
@@ -83,8 +89,8 @@ _READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _read(variable: str, read: Callable[[str], Any]) -> Any:
+def _parse(name: str, variable: str) -> Any:
     try:
-        return read(os.environ[variable])
+        return _PARSERS[name](os.environ[variable])
     except ValueError:
         raise ValueError(f"{variable}: expected a number, found {os.environ[variable]!r}") from None
