@@ -85,7 +85,15 @@ class Pipeline(CustomGraphPass):
                 return None
             others.append(key)
         backend = dist.get_backend_config() if dist.is_initialized() else ""  # the pass `exchange` is for one of them
-        return (_hash_of_sources(), torch.__version__, backend, self.stage, self.config, self.config.file_contents, *others)
+        return (
+            _hash_of_sources(),
+            torch.__version__,
+            backend,
+            self.stage,
+            self.config,
+            self.config.file_contents,
+            *others,
+        )
 
 
 def _check_registered() -> None:
