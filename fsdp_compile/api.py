@@ -21,7 +21,7 @@ from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import watch_optimizers
-from fsdp_compile.eager.inputs import buffer_dtypes, cast_buffers, exempt_classes
+from fsdp_compile.eager.forward import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.fsdp_module import FSDPModule, gather_around_compiled, units_below
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.state_dict.model import KeepsState

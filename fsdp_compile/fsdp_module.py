@@ -7,15 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager import Runtime, compiled_forward, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
-from fsdp_compile.eager.hooks import compresses
-from fsdp_compile.eager.inputs import cast_buffers, computes_in_full_precision
-from fsdp_compile.eager.prologue import Prologue
-from fsdp_compile.eager.reduce import set_sync
-from fsdp_compile.eager.state import check_idle
+from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision
+from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
 from fsdp_compile.state_dict.model import KeepsState

@@ -17,7 +17,7 @@ from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core.lookup import WRAPPED, units_used_below
-from fsdp_compile.eager.prologue import Prologue
+from fsdp_compile.eager.forward import Prologue
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optim_load, optim_names, optim_older, optim_state
 from fsdp_compile.state_dict.kinds import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type

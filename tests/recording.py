@@ -15,8 +15,8 @@ from models import Residual, Stack
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.eager.full_buffer import UnshardedBuffer
 from fsdp_compile.eager.streams import Device, Streams
+from fsdp_compile.eager.unsharded import UnshardedBuffer
 from fsdp_compile.fsdp_module import units_below
 
 

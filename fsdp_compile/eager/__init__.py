@@ -32,7 +32,6 @@ Between steps
 torch_private.py   the private torch functions that this half needs, and the versions they were checked on
 """
 
-from fsdp_compile.eager import graphs as graphs  # registers the bodies of operators
 from fsdp_compile.eager.forward import compiled_forward, sharded_forward
 from fsdp_compile.eager.runtime import Runtime
 

@@ -2,24 +2,46 @@
 
 A reduce starts as soon as a unit's gradients are there, and is waited for where autograd needs the result: in the join,
 which the engine runs after everything else. A reduce-scatter's input lives until then, so only a few may be in flight.
+
+Communication hooks: the user's function reduces a unit's gradients in place of ours.
+
+    sharded unit    hook(state, gradients, output)     1-D, the whole flat parameter's and this rank's slice
+    NO_SHARD        hook(state, gradients)             in place
+
+The hook divides (E-HOOK-1). Those of `torch.distributed.algorithms._comm_hooks.default_hooks` do; they may also give
+the tensors they get another dtype, which is why results are looked at afresh after the call.
+
+What compiled backward passes leave to the eager runtime: the real bodies of two marker operators.
+
+A graph that hands its gradients over reduces nothing itself: what becomes of them is decided here, as soon as they are
+packed and by the same code as in eager backward. A graph that reduces asks, just before, for what no_sync has kept. So
+ranks that have kept nothing and ranks that have run one reduce each, and what users do to the gradients that are shown
+meanwhile counts up to this moment.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.averaging import averaging
 from fsdp_compile.core.autograd import GradientReduction, check_first_order
-from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.flat_param import FlatParam, flat_param_by_id
+from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager._torch import current_backward
 from fsdp_compile.eager.accumulate import accumulate, take_accumulated
-from fsdp_compile.eager.hooks import reduce_by_hook
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 
 IN_FLIGHT = 2
@@ -209,3 +231,102 @@ def _start_scatter(unit: Unit, packed: Tensor, op: str) -> tuple[Tensor, Callabl
         reduced.copy_(collectives.reduce_scatter(part, peers[0].size, peers[0].name, op))
 
     return reduced, finish
+
+
+_COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
+
+
+def compresses(hook: Callable[..., Any]) -> bool:
+    """Whether `hook` chooses the dtype on the wire itself: it is one of torch's two (E-HOOK-3)."""
+    return any(hook is known for known in _COMPRESSING)
+
+
+def reduce_by_hook(
+    unit: Unit, state: Any, hook: Callable[..., Any], packed: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
+    """Let `hook` reduce `packed`; where its result is, and what completes it.
+
+    Under hybrid sharding the hook reduces over the ranks that share a copy; the mean over copies is ours (E-HOOK-7).
+    """
+    packed = _in_order_of_ranks(unit, packed)
+    if packed.device.type == "cpu" and compresses(hook):
+        reduced = _compress_on_cpu(unit, state, packed.to(_COMPRESSING[hook]))
+    elif unit.is_sharded:
+        reduced = _slice_of(unit, packed)
+        hook(state, packed, reduced)
+    else:
+        reduced = packed
+        hook(state, packed)
+    return reduced, partial(_average_copies, unit.replicas, reduced)
+
+
+def _in_order_of_ranks(unit: Unit, packed: Tensor) -> Tensor:
+    """Slice r is that of rank r: hooks reduce over the whole group, gathers in two stages order shards otherwise."""
+    if len(unit.stages) == 1:
+        return packed
+    peers, neighbours = unit.stages
+    return packed.view(neighbours.size, peers.size, -1).transpose(0, 1).reshape(-1)
+
+
+def _slice_of(unit: Unit, packed: Tensor) -> Tensor:
+    return packed.new_empty(packed.numel() // unit.group_size)
+
+
+def _compress_on_cpu(unit: Unit, state: Any, low: Tensor) -> Tensor:
+    """What torch's compressing hooks do; on CPU tensors these fail, as they record a stream (torch 2.11 to 2.13)."""
+    if unit.is_sharded:
+        reduced = _slice_of(unit, low)
+        reduce_scatter_hook(state, low, reduced)
+    else:
+        reduced = low
+        allreduce_hook(state, reduced)
+    return reduced.to(state.parameter_type)
+
+
+def _average_copies(replicas: dist.ProcessGroup | None, reduced: Tensor) -> None:
+    if replicas is None:
+        return
+    how = averaging(reduced.dtype, replicas.size())
+    if how.before > 1:
+        reduced.div_(how.before)
+    collectives.start_all_reduce(reduced, replicas.group_name, how.op)
+    collectives.wait(reduced)
+    if how.after > 1:
+        reduced.div_(how.after)
+
+
+@torch.library.impl("fsdp_flat::defer_reduce", "default")
+def _defer_reduce(packed: Tensor, number: Tensor, layout: str, owned: bool = False) -> Tensor:
+    """`owned`: nothing else reads or writes `packed` from now on."""
+    flat = flat_param_by_id(number)
+    found = unit_of(flat.params[0]) if flat is not None else None
+    if flat is None or found is None:
+        raise RuntimeError("backward: expected the model of this forward, found it deleted; keep it until backward")
+    unit = found[0]
+    full_precision = packed.dtype != unit.sent_dtype(flat)
+    mine = packed if owned else packed.clone()
+    reduced = keep_or_reduce(unit, flat, mine, NO_STREAMS, full_precision)
+    if reduced is not None:
+        flat.reduction.results.append((current_backward(), reduced))
+    return packed.new_zeros((), dtype=torch.float32)
+
+
+@torch.library.impl("fsdp_flat::add_accumulated", "default")
+def _add_accumulated(packed: Tensor, number: Tensor, in_place: bool = False) -> Tensor:
+    kept = _take_kept(number)
+    return packed.clone() if kept is None else packed + kept
+
+
+@torch.library.impl("fsdp_flat::add_accumulated_", "default")
+def _add_accumulated_in_place(packed: Tensor, number: Tensor) -> None:
+    kept = _take_kept(number)
+    if kept is not None:
+        packed.add_(kept)
+
+
+def _take_kept(number: Tensor) -> Tensor | None:
+    flat = flat_param_by_id(number)
+    if flat is None:  # the model was deleted, and what it had kept with it
+        return None
+    flat.reduction.backward = current_backward()
+    return take_accumulated(flat)

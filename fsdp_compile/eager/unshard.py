@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.agreement import holds_on_all_ranks
-from fsdp_compile.eager.state import check_not_summoned, is_open
+from fsdp_compile.core.unit import Unit, check_not_summoned, is_open
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.eager.unsharded import UnshardedUnit, holds_on_all_ranks
 from fsdp_compile.eager.writeback import refresh
 
 

@@ -1,4 +1,8 @@
-"""One forward's full views of a unit, from gather to the end of its backward.
+"""The memory of one flat parameter in full: filled, read, given back, filled again.
+
+The differentiable step from a unit's shards to full views, and back from gradients to a reduce.
+
+One forward's full views of a unit, from gather to the end of its backward.
 
     forward:   gather -> module code reads the views -> free
     backward:  gather again (first gradient reaches an output) -> module code may read the views (recomputation) ->
@@ -7,26 +11,160 @@
 Freeing resizes the storage to zero bytes: autograd's saved views stay valid objects and are filled again in place.
 Units that are not freed after forward stay filled through backward passes that do not synchronise gradients; the next
 forward reads them if no parameter has changed (E-ACC-5).
+
+A forward that backward runs again: which full views it reads.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
 
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.stages import Stage
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import alias
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.ops import alias, view_parameters
+from fsdp_compile.core.unit import Unit, VersionCounters, check_no_forward_runs, check_not_summoned
 from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
-from fsdp_compile.eager.agreement import holds_on_all_ranks
-from fsdp_compile.eager.full_buffer import KeptUnsharded, UnshardedBuffer
-from fsdp_compile.eager.full_views import UnshardFlats, UnshardParams
-from fsdp_compile.eager.state import check_no_forward_runs, check_not_summoned
+from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.writeback import refresh
+
+
+class UnshardedBuffer:
+    """A flat parameter in full, `[layout.numel]`, in the dtype and on the device that its unit computes in.
+
+    Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
+    Freeing resizes the storage to zero bytes: views stay valid objects and may be read again after the next fill.
+    Where gathers go through two stages, `part` is what the first has brought: the next fill begins there.
+    Memory belongs to the stream that is current in `start`, here and in the allocator.
+    """
+
+    def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:
+        self.unit, self.flat = unit, flat
+        self.is_shard = not unit.is_sharded and dtype == flat.shard.dtype and unit.device == flat.shard.device
+        self.full = (
+            alias(flat.shard) if self.is_shard else torch.empty(flat.layout.numel, dtype=dtype, device=unit.device)
+        )
+        self.storage = self.full.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.part: Tensor | None = None
+        self.filling = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the memory was given back."""
+        return self.storage.nbytes() == 0 < self.nbytes
+
+    def start(self) -> None:
+        """Begin to fill it from the shards."""
+        if self.is_shard:
+            return
+        if self.is_free:
+            self.storage.resize_(self.nbytes)
+        if not self.unit.is_sharded:
+            self.full.copy_(self._shard())
+        elif not self.unit.switches.fake_all_gather:
+            self._gather()
+        self.filling = True
+
+    def _shard(self) -> Tensor:
+        return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
+
+    def _gather(self) -> None:
+        *peers, last = self.unit.stages
+        if peers and self.part is None:
+            self.part = self.full.new_empty(self.full.numel() // last.size)
+            _start(self.part, self._shard(), peers[0])
+            collectives.wait(self.part)
+        _start(self.full, self._shard() if self.part is None else self.part, last)
+
+    def finish(self) -> None:
+        """Order the current stream after the fill."""
+        collectives.wait(self.full)
+        self.filling = False
+
+    def views(self) -> list[Tensor]:
+        """The parameters' full views. Their version counter is not this buffer's: filling it again is no change."""
+        return view_parameters(alias(self.full), self.flat.layout.text)
+
+    def free(self) -> None:
+        """Give the memory back; it is not being filled."""
+        if not self.is_shard:
+            self.storage.resize_(0)
+
+
+def _start(full: Tensor, shard: Tensor, stage: Stage) -> None:
+    collectives.start_all_gather(full, shard, stage.size, stage.name, stage.rank)
+
+
+class KeptUnsharded(NamedTuple):
+    """Filled buffers that a backward pass which synchronised nothing left to the unit's next forward."""
+
+    buffers: list[UnshardedBuffer]
+    versions: VersionCounters
+    full_precision: bool
+
+
+class UnshardParams(torch.autograd.Function):
+    """The full views of the flat parameters that train; backward frees them, packs their gradients and reduces them.
+
+    Note on lifetime: the views own this node, so it must not own the `UnshardedUnit` that owns the views.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Any, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
+        """The views of all parameters of `flats`, full shapes; `handles` are those of `flats`."""
+        _note(ctx, gathered, flats)
+        views, frozen = [], []
+        for buffer in gathered.buffers:
+            if buffer.flat in flats:
+                found = buffer.views()
+                views += found
+                frozen += [found[index] for index in buffer.flat.frozen]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(views)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # one per parameter, full shape
+        """The gradients of the handles, 1-D `[shard_numel]`, being reduced."""
+        _end(ctx)
+        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
+
+
+class UnshardFlats(torch.autograd.Function):
+    """The same without cutting: a compiled graph cuts the views and packs their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Any, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
+        """The flat parameters of `flats`, `[layout.numel]` each."""
+        _note(ctx, gathered, flats)
+        return tuple(alias(buffer.full) for buffer in gathered.buffers if buffer.flat in flats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *packed: Tensor | None) -> tuple[Any, ...]:  # [layout.numel] each
+        """The gradients of the handles, 1-D `[shard_numel]`, being reduced."""
+        _end(ctx)
+        return (None, None, *reduce_packed(ctx.unit, ctx.flats, packed, ctx.streams, ctx.full_precision))
+
+
+def _note(ctx: Any, gathered: Any, flats: list[FlatParam]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
+    ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
+
+
+def _end(ctx: Any) -> None:
+    gathered = ctx.gathered()
+    if gathered is not None:
+        gathered.gradients_ready()
+
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
@@ -296,3 +434,35 @@ def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
             target()
 
     return hook
+
+
+def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> UnshardedUnit | None:
+    """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
+
+    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
+    and gathers for itself: what is returned.
+    """
+    gathered: UnshardedUnit | None = next(iter(unit.awaiting_backward), None)
+    if gathered is None:
+        gathered = UnshardedUnit(unit, full_precision, streams)
+        gathered.open(whole)
+        gathered.backward = current_backward()
+        unit.awaiting_backward.add(gathered)
+        call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then
+        return gathered
+    gathered.recomputed_into = True
+    gathered.reopen()
+    return None
+
+
+def holds_on_all_ranks(unit: Unit, holds: bool) -> bool:
+    """Whether `holds` is true on every rank that shards `unit`: an all-reduce of one number.
+
+    To be asked before a rank leaves out a gather, where what it knows may differ from rank to rank.
+    """
+    if not unit.is_sharded:
+        return holds
+    denials = torch.tensor([not holds], dtype=torch.float32, device=unit.device)
+    collectives.start_all_reduce(denials, unit.group_name, "sum")
+    collectives.wait(denials)
+    return denials.item() == 0

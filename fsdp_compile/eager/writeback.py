@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.eager.state import check_not_summoned
+from fsdp_compile.core.unit import Unit, check_not_summoned, unit_of
 
 
 def refresh(unit: Unit) -> bool:

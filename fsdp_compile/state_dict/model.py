@@ -20,7 +20,7 @@ from torch.distributed.fsdp import StateDictType
 
 from fsdp_compile.core.lookup import units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.full import full_parameters
+from fsdp_compile.eager.summon import full_parameters
 from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.state_dict.kinds import SHARDED, is_first, settings_of
 from fsdp_compile.state_dict.pieces import Managed, managed

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
-from fsdp_compile.core.unit import unit_of
-from fsdp_compile.eager.full_buffer import UnshardedBuffer
-from fsdp_compile.eager.state import doing
-from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.core.unit import doing, unit_of
+from fsdp_compile.eager.unsharded import UnshardedBuffer, UnshardedUnit
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

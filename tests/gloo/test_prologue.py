@@ -11,7 +11,7 @@ from models import MODELS
 from torch import nn
 
 from fsdp_compile import FullyShardedDataParallel
-from fsdp_compile.eager import prologue
+from fsdp_compile.eager import forward
 
 from .ranks import Ranks
 from .training import backward, follow, mine, shard, twins, units
@@ -60,12 +60,12 @@ def _count(rank: int) -> None:
         for step in range(3):
             with (
                 torch._dynamo.config.patch(error_on_recompile=step > 0),
-                mock.patch.object(prologue, "refresh", wraps=prologue.refresh) as refresh,
+                mock.patch.object(forward, "refresh", wraps=forward.refresh) as refresh,
             ):
                 backward(run, MLP, mine(MLP, step))
             assert refresh.call_count == expected, f"{way}, step {step}: {refresh.call_count}"
     wrapped = FullyShardedDataParallel(MLP.build())
-    with mock.patch.object(prologue, "refresh", wraps=prologue.refresh) as refresh:
+    with mock.patch.object(forward, "refresh", wraps=forward.refresh) as refresh:
         backward(torch.compile(wrapped, **OPTIONS), MLP, mine(MLP, 0))
     assert refresh.call_count == 1
 
