@@ -22,9 +22,9 @@ Steps = dict[str, list[list[dict[str, float]]]]  # system -> round -> step -> wh
 CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
 NEEDED = (
     "insert_collectives",
-    "exchange",
+    "reduce_scatter_by_all_to_all",
     "choose_reshard",
-    "coalesce",
+    "coalesce_launches",
 )  # the first for all, the others do nothing here
 TOGETHER = {"reshard": "reshard+check_saved"}  # the second refuses what the first would have prevented
 

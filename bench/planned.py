@@ -36,7 +36,7 @@ from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.simulate import Timeline, simulate
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad import marks
+from fsdp_compile.passes.post_grad import profile_tasks
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
 WORLD = 8
@@ -87,11 +87,11 @@ def planned(wire: str, policy: Any) -> tuple[Trained, Graphs, float]:
     LINK.configure(0.0, FREE)
     profiled = ours(policy, link=wire, record_profile=True)
     profiled()
-    marks.reset()
+    profile_tasks.reset()
     for _ in range(5):
         profiled()
     with tempfile.NamedTemporaryFile(suffix=".json") as file, noted() as graphs:
-        marks.save(file.name)
+        profile_tasks.save(file.name)
         system = ours(policy, link=wire, profile=file.name)
         system()
     return system, graphs, statistics.median(timed(system)["step"] for _ in range(5))

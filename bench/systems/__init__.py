@@ -90,7 +90,7 @@ SYSTEMS = {
 
 
 def find(name: str) -> System:
-    """The system `name`, which may carry an option: `ours_compiled:reorder` is without the pass `reorder`."""
+    """The system `name`, which may carry an option: `ours_compiled:order` is without the pass `order`."""
     return SYSTEMS[name.partition(":")[0]]
 
 

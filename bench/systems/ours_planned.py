@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from bench.systems import Prepared, Setup, layers_of, ours
-from fsdp_compile.passes.post_grad import marks
+from fsdp_compile.passes.post_grad import profile_tasks
 
 MEASURED = 5  # steps
 
@@ -21,11 +21,11 @@ class Planned(Prepared):
         """Plan for `link`, as `options={"link": ...}` names it; the link itself takes no time meanwhile."""
         profiled = _compiled(self.model, link=link, record_profile=True)
         self._run(profiled, batch)
-        marks.reset()
+        profile_tasks.reset()
         for _ in range(MEASURED):
             self._run(profiled, batch)
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            marks.save(file.name)
+            profile_tasks.save(file.name)
             self.forward = _compiled(self.model, link=link, profile=file.name)
             self._run(self.forward, batch)
 

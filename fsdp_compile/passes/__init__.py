@@ -7,15 +7,15 @@ keep.py                 which units stay gathered, where that is left open
 reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
 pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
 reuse_gathered.py       which is the gathered buffer itself, where that is possible; overwrite.py: after all reads
-reorder.py              the graph in the order of a plan; pin that order
+order.py                the graph in the order of a plan; pin that order
   choose.py             which plan: from a file, the best by cost, or by rules.py: a unit ahead, in turns
   from_graph.py         tasks and units of a graph; liveness.py: bytes that live
-  marks.py              seconds of tasks, measured while a graph runs; times.py: used for other graphs of the model
+  profile_tasks.py      seconds of tasks, measured while a graph runs; times.py: used for other graphs of the model
 coalesce.py             what the plan launches together becomes one call
 exchange.py             reduce-scatters that gloo runs become exchanges of slices
 gather_into.py          all-gathers write into a buffer that the graph allocates
 direct.py               generated code calls the process group itself: lowering, and what it calls
-agree.py                each graph names its collectives; agreement.py: ranks compare that at its first run
+check_ranks.py          each graph names its collectives, and ranks compare that at its first run
 inductor.py             the hook-up: default path and backend
 
 Plans, on plain numbers:
@@ -43,13 +43,12 @@ from fsdp_compile.passes.joint.choose_reshard import choose_reshard
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, reshard
 from fsdp_compile.passes.pipeline import Pass
-from fsdp_compile.passes.post_grad import agreement  # noqa: F401  (the body of an operator)
-from fsdp_compile.passes.post_grad.check_ranks import agree
-from fsdp_compile.passes.post_grad.coalesce import coalesce
-from fsdp_compile.passes.post_grad.exchange import exchange
-from fsdp_compile.passes.post_grad.gather_into import gather_into
+from fsdp_compile.passes.post_grad.check_ranks import check_ranks
+from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
+from fsdp_compile.passes.post_grad.exchange import reduce_scatter_by_all_to_all
+from fsdp_compile.passes.post_grad.gather_into import all_gather_into_buffer
 from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place
-from fsdp_compile.passes.post_grad.order import pin, reorder
+from fsdp_compile.passes.post_grad.order import order, pin_order
 from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
 
 PASSES = (
@@ -59,10 +58,10 @@ PASSES = (
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reuse_gathered", "post_grad", reuse_gathered),
-    Pass("reorder", "post_grad", reorder),
-    Pass("coalesce", "post_grad", coalesce),
-    Pass("exchange", "post_grad", exchange),
-    Pass("gather_into", "post_grad", gather_into),
-    Pass("agree", "post_grad", agree),
-    Pass("pin", "post_grad", pin),
+    Pass("order", "post_grad", order),
+    Pass("coalesce_launches", "post_grad", coalesce_launches),
+    Pass("reduce_scatter_by_all_to_all", "post_grad", reduce_scatter_by_all_to_all),
+    Pass("all_gather_into_buffer", "post_grad", all_gather_into_buffer),
+    Pass("check_ranks", "post_grad", check_ranks),
+    Pass("pin_order", "post_grad", pin_order),
 )

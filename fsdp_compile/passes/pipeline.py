@@ -84,7 +84,7 @@ class Pipeline(CustomGraphPass):
             if not key:
                 return None
             others.append(key)
-        backend = dist.get_backend_config() if dist.is_initialized() else ""  # the pass `exchange` is for one of them
+        backend = dist.get_backend_config() if dist.is_initialized() else ""  # passes look at it: gloo copies
         return (
             _hash_of_sources(),
             torch.__version__,

@@ -31,7 +31,9 @@ def _backward(no_sync: bool) -> str:
     ):
         loss = torch.compile(model, fullgraph=True)(torch.ones(4, 3)).sum()
         loss.backward()
-    return next(text.split("\n", 1)[1] for text in reversed(printed) if "after gather_into" in text.split("\n")[0])
+    return next(
+        text.split("\n", 1)[1] for text in reversed(printed) if "after all_gather_into_buffer" in text.split("\n")[0]
+    )
 
 
 def test_no_sync() -> None:
@@ -136,7 +138,7 @@ def test_a_unit_that_is_called_several_times(no_sync: bool) -> None:
     model.set_requires_gradient_sync(not no_sync)
     with printed_graphs() as printed:
         torch.compile(model, fullgraph=True)(torch.ones(4, 5)).sum().backward()
-    forward, backward = (text for text in printed if "after gather_into" in text.split("\n")[0])
+    forward, backward = (text for text in printed if "after all_gather_into_buffer" in text.split("\n")[0])
     calls = ["= all_gather_into", "pack_grads(", "= all_to_all_single", "fsdp_flat.defer_reduce("]
     assert [forward.count(call) for call in calls] == [2, 0, 0, 0]
     assert [backward.count(call) for call in calls] == [2, 2, 0 if no_sync else 2, 2 if no_sync else 0]

@@ -115,7 +115,7 @@ def test_the_graph() -> None:
     model = fully_shard(small(), auto_wrap_policy={nn.Linear})
     with printed_graphs() as graphs:
         step(torch.compile(model, backend=fsdp_compile_backend, options={"link": FAR}), torch.randn(2, 3))
-    forward, backward = [graph for graph in graphs if "graph after coalesce" in graph]
+    forward, backward = [graph for graph in graphs if "graph after coalesce_launches" in graph]
     lines = [*forward.splitlines(), *backward.splitlines()]
     communicating = [line for line in lines if any(each in line for each in ("_coalesced", "getitem", "wait_tensor"))]
     assert_expected_inline(

@@ -39,21 +39,21 @@ joint after reshard
 forward after check_saved
 forward after pack_in_place
 forward after reuse_gathered
-forward after reorder
-forward after coalesce
-forward after exchange
-forward after gather_into
-forward after agree
-forward after pin
+forward after order
+forward after coalesce_launches
+forward after reduce_scatter_by_all_to_all
+forward after all_gather_into_buffer
+forward after check_ranks
+forward after pin_order
 backward after check_saved
 backward after pack_in_place
 backward after reuse_gathered
-backward after reorder
-backward after coalesce
-backward after exchange
-backward after gather_into
-backward after agree
-backward after pin""",
+backward after order
+backward after coalesce_launches
+backward after reduce_scatter_by_all_to_all
+backward after all_gather_into_buffer
+backward after check_ranks
+backward after pin_order""",
     )
 
 
@@ -228,9 +228,9 @@ return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
 
 
 def test_forward_after_reorder(graphs: dict[str, str]) -> None:
-    """The forward graph after the pass `reorder`."""
+    """The forward graph after the pass `order`."""
     assert_expected_inline(
-        graphs["forward after reorder"],
+        graphs["forward after order"],
         """\
 primals_1: f32[16]
 primals_2: f32[16]
@@ -258,9 +258,9 @@ return [addmm_1, primals_1, primals_2, primals_3, primals_4, relu]""",
 
 
 def test_forward_after_pin(graphs: dict[str, str]) -> None:
-    """The forward graph after the pass `pin`."""
+    """The forward graph after the pass `pin_order`."""
     assert_expected_inline(
-        graphs["forward after pin"],
+        graphs["forward after pin_order"],
         """\
 primals_1: f32[16]
 primals_2: f32[16]
@@ -268,7 +268,7 @@ primals_3: f32[4, 3]
 primals_4: f32[16]
 check_ranks: f32[0] = fsdp_flat.check_ranks(<3 lines>, ['0'], 600.0, cpu)
 full_0: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_0: f32[64] = control_deps([agree], subgraph_gather_0, primals_1, full_0)  # gather 0, MUST_RECOMPUTE
+gather_0: f32[64] = control_deps([check_ranks], subgraph_gather_0, primals_1, full_0)  # gather 0, MUST_RECOMPUTE
 full_1: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_1: f32[64] = control_deps([gather_0], subgraph_gather_1, primals_2, full_1)  # gather 0, MUST_RECOMPUTE
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
@@ -367,9 +367,9 @@ return [wait_reduce_0, None, None, wait_reduce_2]""",
 
 
 def test_backward_after_reorder(graphs: dict[str, str]) -> None:
-    """The backward graph after the pass `reorder`."""
+    """The backward graph after the pass `order`."""
     assert_expected_inline(
-        graphs["backward after reorder"],
+        graphs["backward after order"],
         """\
 primals_1: f32[16]
 primals_2: f32[16]
@@ -403,9 +403,9 @@ return [wait_reduce_0, None, None, wait_reduce_2]""",
 
 
 def test_backward_after_pin(graphs: dict[str, str]) -> None:
-    """The backward graph after the pass `pin`."""
+    """The backward graph after the pass `pin_order`."""
     assert_expected_inline(
-        graphs["backward after pin"],
+        graphs["backward after pin_order"],
         """\
 primals_1: f32[16]
 primals_2: f32[16]
@@ -415,7 +415,7 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 check_ranks: f32[0] = fsdp_flat.check_ranks(<3 lines>, ['0'], 600.0, cpu)
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
-gather_2: f32[64] = control_deps([agree], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
+gather_2: f32[64] = control_deps([check_ranks], subgraph_gather_2, primals_4, full_2)  # gather 2, MUST_RECOMPUTE
 wait_2: f32[64] = control_deps([gather_2], subgraph_wait_2, gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
 view_9: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_9, [2, 5])  # MUST_RECOMPUTE

@@ -121,7 +121,7 @@ class Parallel(nn.Module):
 def test_no_kernel_ties_branches_together() -> None:
     """Units that nothing but their place in the plan keeps apart: Inductor alone would fuse them, the pass stops it."""
     ties = []
-    for disable in ((), ("pin",)):
+    for disable in ((), ("pin_order",)):
         torch._dynamo.reset()
         model = fully_shard(Parallel())
         run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"disable": disable})
@@ -156,13 +156,13 @@ def test_order_is_lost_without_the_pin() -> None:
 
 
 def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    """The default path's configuration, with the pass `pin` left out."""
+    """The default path's configuration, with the pass `pin_order` left out."""
     from torch._inductor.compile_fx import compile_fx
 
     from fsdp_compile.config import CompileConfig
     from fsdp_compile.passes.inductor import pipelines
 
-    return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin",))))
+    return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin_order",))))
 
 
 def test_what_an_exchange_brought_is_reduced_at_once() -> None:

@@ -41,8 +41,8 @@ def test_the_backend_is_found_by_name() -> None:
     """The installed package registers `backend="fsdp_compile"`, options included."""
     model = fully_shard(small())
     with printed_graphs() as graphs:
-        step(torch.compile(model, fullgraph=True, backend="fsdp_compile", options={"disable": ("pin",)}), X)
-    assert graphs and not any("after pin" in graph for graph in graphs)
+        step(torch.compile(model, fullgraph=True, backend="fsdp_compile", options={"disable": ("pin_order",)}), X)
+    assert graphs and not any("after pin_order" in graph for graph in graphs)
 
 
 def test_unknown_names_are_refused() -> None:
@@ -64,9 +64,9 @@ def test_unknown_names_are_refused() -> None:
 
 def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain `torch.compile` has its passes and its timeout from there."""
-    monkeypatch.setenv("FSDP_COMPILE_DISABLE", "pin, reorder")
+    monkeypatch.setenv("FSDP_COMPILE_DISABLE", "pin_order, order")
     monkeypatch.setenv("FSDP_COMPILE_CHECK_RANKS_TIMEOUT", "2.5")
-    assert CompileConfig.from_environment() == CompileConfig(disable=("pin", "reorder"), check_ranks_timeout=2.5)
+    assert CompileConfig.from_environment() == CompileConfig(disable=("pin_order", "order"), check_ranks_timeout=2.5)
 
 
 def test_install_chains_to_a_pass_that_is_there() -> None:
@@ -136,7 +136,7 @@ def test_nothing_else_in_the_process_changes() -> None:
 def test_the_key_changes_with_all_that_decides_code() -> None:
     """Stage, configuration and the pass before ours are in the key; a pass that has no key switches the caches off."""
     nothing = lambda graph: None  # noqa: E731  (a pass that does nothing, in a line)
-    configs = (CompileConfig(), CompileConfig(disable=("pin",)), CompileConfig(reduces_in_flight=2))
+    configs = (CompileConfig(), CompileConfig(disable=("pin_order",)), CompileConfig(reduces_in_flight=2))
     keys = [Pipeline(PASSES, stage, config).uuid() for stage in ("joint", "post_grad") for config in configs]
     keys += [Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, key)).uuid() for key in ("a", "b")]
     assert len(set(map(str, keys))) == len(keys)

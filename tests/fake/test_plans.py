@@ -160,7 +160,7 @@ def gathers_of(model: torch.nn.Module) -> list[int]:
     torch._dynamo.reset()
     with fresh_inductor_cache(), printed_graphs() as graphs:
         CASES["gpt"].loss(model, CASES["gpt"].batch(1, 4)).backward()
-    return [graph.count(" = all_gather_into_tensor(") for graph in graphs if "graph after reorder" in graph]
+    return [graph.count(" = all_gather_into_tensor(") for graph in graphs if "graph after order" in graph]
 
 
 def test_what_needs_a_link_says_so() -> None:

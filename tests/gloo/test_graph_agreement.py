@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.post_grad import agreement
+from fsdp_compile.passes.post_grad import check_ranks
 
 from .ranks import Ranks
 
@@ -45,7 +45,7 @@ def _evaluate(order: tuple[int, ...], width: int = 4, timeout: float = 60.0, **o
 
 @contextmanager
 def _comparisons() -> Iterator[mock.Mock]:
-    with mock.patch.object(agreement, "compare", wraps=agreement.compare) as compare:
+    with mock.patch.object(check_ranks, "compare", wraps=check_ranks.compare) as compare:
         yield compare
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_does_not_come(two: Ranks) -> None:
 
 def _forget() -> None:
     torch._dynamo.reset()
-    for known in agreement._known.values():
+    for known in check_ranks._known.values():
         known.texts.clear()
 
 

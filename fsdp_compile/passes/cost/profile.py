@@ -1,4 +1,4 @@
-"""Measured seconds in place of estimated ones: what marks.py has written, read for another graph of the same model.
+"""Measured seconds in place of estimated ones: what profile_tasks.py has written, read for another graph.
 
 What is measured is kept by stretch: all that computes from one matrix product to the next. Where a plan gathers, and
 which units it keeps, cuts stretches into other tasks, but makes no other stretches: what was measured under one plan

@@ -27,7 +27,7 @@ def can_coalesce(starts: Sequence[fx.Node]) -> bool:
     return all(_how(each) == _how(first) for each in others)
 
 
-def coalesce(graph: fx.Graph, config: CompileConfig) -> None:
+def coalesce_launches(graph: fx.Graph, config: CompileConfig) -> None:
     """Make one call of each launch of several units, if one call can start them. After autograd only."""
     launches: dict[int, list[fx.Node]] = {}
     for start in tagged(graph, "gather", "reduce"):

@@ -90,7 +90,7 @@ def _wait_kernel() -> Any:
 
     class Waiting(ir._WaitKernel):
         def codegen(self, wrapper):  # type: ignore[no-untyped-def]  # likewise
-            wrapper.add_import_once("from fsdp_compile.passes import direct")
+            wrapper.add_import_once("from fsdp_compile.passes.post_grad import direct")
             super().codegen(wrapper)
 
     return Waiting

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 
 
-def exchange(graph: fx.Graph, config: CompileConfig) -> None:
+def reduce_scatter_by_all_to_all(graph: fx.Graph, config: CompileConfig) -> None:
     """Exchange and reduce rows in place of each of our reduce-scatters that runs in gloo."""
     for reduce in tagged(graph, "reduce"):
         group: str = reduce.args[GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped

@@ -23,7 +23,7 @@ from fsdp_compile.passes.graph.tags import tagged
 from fsdp_compile.passes.post_grad.direct import wait_directly
 
 
-def gather_into(graph: fx.Graph, config: CompileConfig) -> None:
+def all_gather_into_buffer(graph: fx.Graph, config: CompileConfig) -> None:
     """Give each of our gathers an `out`. After autograd only: the graph is no longer free of mutation."""
     for gather in tagged(graph, "gather"):
         if gather.target is ALL_GATHER:

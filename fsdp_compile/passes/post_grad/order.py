@@ -16,12 +16,12 @@ from fsdp_compile.passes.graph.node_kinds import is_product, readers
 from fsdp_compile.passes.graph.reading import Reading, read, with_preparation
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
 from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
-from fsdp_compile.passes.post_grad.marks import mark_tasks
 from fsdp_compile.passes.post_grad.plan_pass import choose
 from fsdp_compile.passes.post_grad.pricing import costs_of, shares
+from fsdp_compile.passes.post_grad.profile_tasks import mark_tasks
 
 
-def reorder(graph: fx.Graph, config: CompileConfig) -> None:
+def order(graph: fx.Graph, config: CompileConfig) -> None:
     """Put starts and waits of collectives where the plan wants them.
 
     Raises:
@@ -56,14 +56,14 @@ def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
     _number_launches(reading, plan)
     names = [name for step in plan.of("gather") for name in step.units]
     leads = {one: reading.gathers[other].first for one, other in pairwise(names)}
-    order: dict[fx.Node, None] = {}
+    ordered: dict[fx.Node, None] = {}
     for nodes, steps in zip([*reading.tasks, reading.tail], _before_each_task(reading, plan), strict=True):
         for step in steps:
-            order.update(dict.fromkeys(_nodes_of(step, reading, leads)))
-        order.update(dict.fromkeys(nodes))
-    order.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
+            ordered.update(dict.fromkeys(_nodes_of(step, reading, leads)))
+        ordered.update(dict.fromkeys(nodes))
+    ordered.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
     output = graph.output_node()
-    for node in order:
+    for node in ordered:
         output.prepend(node)
 
 
@@ -118,7 +118,7 @@ def check_applied(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
-def pin(graph: fx.Graph, config: CompileConfig) -> None:
+def pin_order(graph: fx.Graph, config: CompileConfig) -> None:
     """Chain collectives, waits and the matrix products between them by control dependencies.
 
     Inductor's memory pass moves each gather next to its wait otherwise, and horizontal fusion may tie two units'
