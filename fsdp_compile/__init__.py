@@ -32,9 +32,7 @@ from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.explain.report import explain
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.state_dict.kinds import get_state_dict_type, set_state_dict_type, state_dict_type
-from fsdp_compile.state_dict.optim_load import optim_state_dict_to_load
-from fsdp_compile.state_dict.optim_names import rekey_optim_state_dict
-from fsdp_compile.state_dict.optim_state import optim_state_dict
+from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 __all__ = [

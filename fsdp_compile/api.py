@@ -20,12 +20,11 @@ from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
-from fsdp_compile.eager.accumulate import watch_optimizers
+from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.eager.forward import buffer_dtypes, cast_buffers, exempt_classes
-from fsdp_compile.fsdp_module import FSDPModule, gather_around_compiled, units_below
+from fsdp_compile.fsdp_module import FSDPModule, KeepsState, gather_around_compiled, units_below
 from fsdp_compile.passes.inductor import install
-from fsdp_compile.state_dict.model import KeepsState
-from fsdp_compile.state_dict.optim_values import look_again
+from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -136,7 +135,7 @@ def fully_shard(
     _connect(model, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
     watch_optimizers()
-    look_again()
+    check_optimizers()
     return model
 
 

@@ -15,7 +15,37 @@ from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
-from fsdp_compile.state_dict.model import KeepsState
+from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.state_dict import model as model_state
+
+
+class KeepsState:
+    """What a module that owns sharded parameters, or is sharded itself, does about state dicts."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `nn.Module.state_dict`, with values of the kind that `set_state_dict_type` chose.
+
+        All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED and LOCAL
+        values share memory with the shards, as an unsharded model's values share memory with its parameters.
+        """
+        return model_state.collect(self, super().state_dict, *args, **kwargs)  # type: ignore
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        _refresh_own_units(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # a mixin of modules
+        model_state.save(self, destination, prefix)  # type: ignore[arg-type]  # likewise
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _refresh_own_units(self)
+        model_state.load(self, state_dict, prefix, errors=rest[-1])  # type: ignore[arg-type]  # a mixin of modules
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # likewise
+
+
+def _refresh_own_units(module: Any) -> None:
+    """Take over what users did to the parameters of `module`."""
+    for unit in module.__dict__.get("_fsdp_units", ()):
+        if unit.summoned is None:
+            refresh(unit)
 
 
 class FSDPModule(KeepsState, Prologue):

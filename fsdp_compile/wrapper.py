@@ -19,7 +19,7 @@ from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core.lookup import WRAPPED, units_used_below
 from fsdp_compile.eager.forward import Prologue
 from fsdp_compile.eager.summon import summon_full_params
-from fsdp_compile.state_dict import optim_load, optim_names, optim_older, optim_state
+from fsdp_compile.state_dict import optimizer
 from fsdp_compile.state_dict.kinds import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
 
 
@@ -37,14 +37,14 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     state_dict_type = staticmethod(state_dict_type)
     set_state_dict_type = staticmethod(set_state_dict_type)
     get_state_dict_type = staticmethod(get_state_dict_type)
-    optim_state_dict = staticmethod(optim_state.optim_state_dict)
-    optim_state_dict_to_load = staticmethod(optim_load.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(optim_older.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optim_older.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optim_older.shard_full_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optim_older.scatter_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optim_older.flatten_sharded_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_names.rekey_optim_state_dict)
+    optim_state_dict = staticmethod(optimizer.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optimizer.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optimizer.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optimizer.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optimizer.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optimizer.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optimizer.rekey_optim_state_dict)
 
     def __init__(
         self,

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.state_dict.boxes import Cut
-from fsdp_compile.state_dict.sharded_value import PieceTensor
-from fsdp_compile.state_dict.share import Share
+from fsdp_compile.state_dict.chunks import FlatSharding
+from fsdp_compile.state_dict.sharded_value import ShardedValue, ShardSpec
 
 
 class Saved(NamedTuple):
@@ -31,13 +30,13 @@ def mesh_seen_by(rank: int, world_size: int) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(world_size), _init_backend=False, _rank=rank)
 
 
-def pieces(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, PieceTensor]:
+def sharded(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, ShardedValue]:
     """What `rank` stores of tensors in full shape that lie as `layout` says; memory of its own."""
     mesh, state = mesh_seen_by(rank, layout.world_size), {}
-    for name, origin in zip(layout.names, layout.offsets, strict=True):
-        cut = Cut(tuple(full[name].shape), origin, layout.shard_numel)
-        first, numel = cut.run(rank)
-        state[name] = PieceTensor(full[name].reshape(-1)[first : first + numel].clone(), Share(cut, mesh))
+    for name, offset in zip(layout.names, layout.offsets, strict=True):
+        sharding = FlatSharding(tuple(full[name].shape), offset, layout.shard_numel)
+        first, numel = sharding.local_range(rank)
+        state[name] = ShardedValue(full[name].reshape(-1)[first : first + numel].clone(), ShardSpec(sharding, mesh))
     return state
 
 

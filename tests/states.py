@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compile import fully_shard
 from fsdp_compile.core.lookup import clean_names
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.state_dict.pieces import managed
+from fsdp_compile.state_dict.sharded_value import managed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -66,8 +66,8 @@ def start(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> tor
     """An optimizer that has stepped once, so that it has state."""
     optimizer = make(model.parameters())
     for param in model.parameters():
-        found = managed(param)
-        if param.requires_grad and (found is None or found.is_here):
+        parameter = managed(param)
+        if param.requires_grad and (parameter is None or parameter.is_stored_here):
             param.grad = torch.ones_like(param)
     optimizer.step()
     optimizer.zero_grad()
@@ -91,8 +91,8 @@ def assert_known(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int =
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     for param, name in clean_names(model).items():
-        found = managed(param)
-        shape = found.cut.shape if found else tuple(param.shape)
+        parameter = managed(param)
+        shape = parameter.shape if parameter else tuple(param.shape)
         yield name, param.detach(), _mine(param, known_tensor(name, shape, seed))
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):

@@ -74,9 +74,9 @@ class Unit:
         delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
             kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
         switches: what the environment asked for when the unit was made.
-        state_settings: the kind of state dicts (eager/state_types.py), or None.
-        shares: what this rank stores of each parameter, as state dicts say it (eager/pieces.py), as far as they did.
-            This, like `mesh`, by the kind of device: a model may move, and a copy of it may move elsewhere.
+        state_settings: the kind of state dicts (state_dict/kinds.py), or None.
+        shard_specs: what state dicts (state_dict/sharded_value.py) have computed of each parameter's sharding. Like
+            `mesh` it goes by the kind of device: a model may move, and a copy of it may move elsewhere.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Unit:
         self.unsharded: Any = None  # eager.gathered.UnshardedUnit
         self.summoned: Any = None  # eager.summon.Summoned
         self.state_settings: StateDictSettings | None = None
-        self.shares: dict[tuple[int, bool, str], Any] = {}
+        self.shard_specs: dict[tuple[int, bool, str], object] = {}
         self._meshes: dict[str, DeviceMesh] = {}
         self.locations = ParameterLocations(len(self.params))
         self.note_dtypes()

@@ -18,7 +18,6 @@ from fsdp_compile.core._torch import set_grad
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.state_dict.optim_values import watch_state
 
 _waiting: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with gradients that no reduce has seen."""
@@ -124,9 +123,8 @@ def drop_cleared(flat: FlatParam) -> None:
 
 
 @functools.cache
-def watch_optimizers() -> None:
+def check_optimizers() -> None:
     """From now on look at every optimizer before it steps; once per process."""
-    register_optimizer_step_pre_hook(watch_state)
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_pre_hook(_note_fused_step)
 

@@ -1,11 +1,11 @@
 """Which kind of state dict a sharded module gives: full, sharded or local.
 
 FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
-SHARDED    `PieceTensor`s of the original shapes over memory of the shards: nothing is gathered
-LOCAL      what this rank stores, 1-D: good for the same wrapping on as many ranks alone
+SHARDED    a `ShardedValue` of the original shape for each parameter, over memory of the shard: nothing is gathered
+LOCAL      what this rank stores, 1-D; only the same rank of equally many, sharded in the same way, can load it
 
-Every kind can be loaded whatever is set, but parts as LOCAL gives them, which need LOCAL. Until set, `fully_shard`
-means SHARDED and `FullyShardedDataParallel` FULL, as torch's two do.
+Every kind can be loaded whatever is set, except for LOCAL values, which need LOCAL. Until a kind is set, `fully_shard`
+means SHARDED and `FullyShardedDataParallel` means FULL, as with torch's functions of these names.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,15 @@ from torch.distributed.fsdp import (
 from fsdp_compile.core.lookup import units_used_below
 from fsdp_compile.core.unit import Unit
 
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 
 
@@ -42,16 +47,16 @@ def default_settings(kind: StateDictType) -> StateDictSettings:
     return StateDictSettings(kind, config(), optim_config())
 
 
-SHARDED = default_settings(StateDictType.SHARDED_STATE_DICT)
+DEFAULT = default_settings(SHARDED)
 
 
-def settings_of(unit: Unit) -> StateDictSettings:
-    """What is set for a unit."""
-    return unit.state_settings or SHARDED
+def settings_of(unit: Unit | None) -> StateDictSettings:
+    """What is set for a unit; the default without one."""
+    return DEFAULT if unit is None or unit.state_settings is None else unit.state_settings
 
 
 def is_first(unit: Unit) -> bool:
-    """Whether this is the first of all ranks that share the unit: the one that rank-0-only means."""
+    """Whether this is the first of all ranks that share the unit: the rank that `rank0_only` is about."""
     groups = [unit.group] if unit.replicas is None else [unit.group, unit.replicas]
     return all(dist.get_rank(group) == 0 for group in groups)
 
@@ -77,28 +82,30 @@ def set_state_dict_type(
         RuntimeError: a config is of another class.
         AssertionError: units differ in the kind, or in the class of a config, that was set before.
     """
-    config = _checked("state_dict_config", state_dict_config, _CONFIGS[state_dict_type][0])
-    optim = _checked("optim_state_dict_config", optim_state_dict_config, _CONFIGS[state_dict_type][1])
+    config_class, optim_config_class = _CONFIGS[state_dict_type]
+    config = _checked("state_dict_config", state_dict_config, config_class)
+    optim_config = _checked("optim_state_dict_config", optim_state_dict_config, optim_config_class)
     units = units_used_below(module)
     before = [settings_of(unit) for unit in units]
-    for unit, found in zip(units, before, strict=True):
-        if _classes(found) != _classes(before[0]):
-            raise AssertionError(_differ(unit, found, before[0]))
+    for unit, settings in zip(units, before, strict=True):
+        if _classes(settings) != _classes(before[0]):
+            raise AssertionError(_difference(unit, settings, before[0]))
     for unit in units:
-        unit.state_settings = StateDictSettings(state_dict_type, config, optim)  # type: ignore[arg-type]  # checked
-    return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's
+        unit.state_settings = StateDictSettings(state_dict_type, config, optim_config)  # type: ignore[arg-type]  # checked
+    return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's function
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     """What is set for all units with a parameter in `module`; None if there are none.
 
-    AssertionError if they differ.
+    Raises:
+        AssertionError: the units differ.
     """
-    found = {unit: settings_of(unit) for unit in units_used_below(module)}
-    first = next(iter(found.values()), None)
-    for unit, settings in found.items():
-        if first is not None and settings != first:
-            raise AssertionError(_differ(unit, settings, first))
+    first = None
+    for unit in units_used_below(module):
+        first = first or settings_of(unit)
+        if settings_of(unit) != first:
+            raise AssertionError(_difference(unit, settings_of(unit), first))
     return first
 
 
@@ -129,9 +136,8 @@ def _checked(name: str, config: object, expected: type) -> object:
 
 
 def _classes(settings: StateDictSettings) -> tuple[object, ...]:
-    configs = (settings.state_dict_config, settings.optim_state_dict_config)
-    return (settings.state_dict_type, *map(type, configs))
+    return settings.state_dict_type, type(settings.state_dict_config), type(settings.optim_state_dict_config)
 
 
-def _differ(unit: Unit, found: StateDictSettings, expected: StateDictSettings) -> str:
+def _difference(unit: Unit, found: StateDictSettings, expected: StateDictSettings) -> str:
     return f"state_dict_type: expected {expected}, as of the first unit, found {found} of {unit}; set it on the root"

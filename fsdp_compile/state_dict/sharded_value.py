@@ -1,142 +1,209 @@
-"""`PieceTensor`: a tensor of the original shape of which this rank stores one run; the value in sharded state dicts.
+"""`ShardedValue`: a tensor of the original shape of which this rank stores some elements, as state dicts hold it.
 
-    state = model.state_dict()                       {"blocks.0.weight": PieceTensor of shape (64, 96), ...}
-    torch.distributed.checkpoint.save(state, ...)    every rank writes its boxes, under original names and shapes
-    torch.distributed.checkpoint.load(state, ...)    every rank reads its boxes, straight into the shards
-
-It is a DTensor to torch, so what knows how to stage, offload and gather these does so here. A run of a flattened
-tensor is no placement that DTensor has a word for; it says "replicated", and overrides all that would act on it. So
-code that makes another DTensor "like this one" gets a whole one, which loads as well.
+state = model.state_dict()                       {"blocks.0.weight": ShardedValue of shape (64, 96), ...}
+torch.distributed.checkpoint.save(state, ...)    every rank writes its chunks, under original names and shapes
+torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, straight into its shard
 """
 
+# Note [Values in sharded state dicts]
+# A `ShardedValue` is a DTensor to torch, so that code which stages, offloads or gathers DTensors does so here too. No
+# placement of DTensor describes a range of the flattened tensor, however. The value claims to be replicated, which is
+# the placement with the fewest consequences, and overrides every operation that would act on that claim. Operations
+# that only ask (shape, dtype, device) run as on any tensor; those that checkpoints need (copy_, to, clone, detach) act
+# on the local elements; all others raise, because computing with this rank's elements alone would be silently wrong.
+# Code that makes another DTensor "like this one" gets a replicated DTensor with all elements, which can be loaded too.
+# A value shares its memory with the shard: loading into it changes the parameter, and saving it copies nothing.
+
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compile.checkpoint._torch import asks_only, new_dtensor, run_plainly, strides_of
 from fsdp_compile.comm import collectives
-from fsdp_compile.state_dict.boxes import Box, Cut
-from fsdp_compile.state_dict.share import Share
+from fsdp_compile.comm.stages import shard_order
+from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.state_dict._torch import DTensorSpec, call_plainly, new_dtensor, replicated_spec
+from fsdp_compile.state_dict.chunks import Chunk, FlatSharding
 
 
-class PieceTensor(DTensor):
-    """A tensor of which each rank of a group stores one run of its flattened elements, as `share` says.
+class ShardSpec:
+    """What this rank stores of a sharded tensor, or of a scalar that belongs to that tensor, such as a step count.
 
-    Or a number that belongs to such a tensor, such as a count of steps: every rank that stores some of the tensor has a
-    copy, and no other rank.
+    A state dict of a large model has thousands of values and is made anew for each save and load. What follows from
+    shapes and offsets alone is computed here, once for all values that are sharded alike.
 
     Args:
-        local: what this rank stores, 1-D `[n]`, n >= 0: it is not copied. For a number, `[1]` or `[0]`.
-        share: what that is of the tensor; one for all values that lie alike.
-
-    Raises:
-        ValueError: `local` has not the shape that `share` says.
+        sharding: how the tensor is sharded.
+        mesh: the ranks, 1-D.
+        is_scalar: whether this describes a scalar, of which every rank that stores some of the tensor has a copy.
     """
 
-    share: Share
+    def __init__(self, sharding: FlatSharding, mesh: DeviceMesh, is_scalar: bool = False) -> None:
+        self.sharding, self.mesh, self.is_scalar = sharding, mesh, is_scalar
+        self.shape = () if is_scalar else sharding.shape
+        self._dtensor_specs: dict[torch.dtype, DTensorSpec] = {}
 
-    def __new__(cls, local: Tensor, share: Share) -> "PieceTensor":
-        """To torch a DTensor of the full shape; `local` has its dtype."""
-        if local.shape != (share.numel,):
-            raise ValueError(f"local: expected shape ({share.numel},) for {share.cut}, found {tuple(local.shape)}")
-        piece: PieceTensor = new_dtensor(cls, local, share.spec(local.dtype))
-        piece.share = share
-        return piece
+    @cached_property
+    def _rank_and_range(self) -> tuple[int, int, int]:
+        coordinate = self.mesh.get_coordinate()
+        if not coordinate:
+            raise RuntimeError(f"mesh: expected one that this rank is in, found {self.mesh}; pass its own mesh")
+        return coordinate[0], *self.sharding.local_range(coordinate[0])
+
+    def chunks_of(self, rank: int) -> tuple[Chunk, ...]:
+        """What `rank` stores, as chunks."""
+        if self.is_scalar:
+            return (Chunk((), (), 0),) if self.sharding.local_range(rank)[1] else ()
+        return self.sharding.chunks(rank)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What this rank stores, as chunks."""
+        return self.chunks_of(self._rank_and_range[0])
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements this rank stores."""
+        return sum(chunk.numel for chunk in self.chunks)
+
+    def local_of(self, full: Tensor) -> Tensor:
+        """What this rank stores of a tensor of the full shape, 1-D; a view where `full` is contiguous."""
+        first = 0 if self.is_scalar else self._rank_and_range[1]
+        return full.reshape(-1)[first : first + self.numel]
+
+    @cached_property
+    def storage_metadata(self) -> list[ChunkStorageMetadata]:
+        """The chunks as DCP describes them."""
+        return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank writes what it stores. Of the copies of a scalar, that of the rank with the first element.
+
+        If several ranks offered their copies, DCP would choose the same rank for all of them, which then writes longer.
+        """
+        return not self.is_scalar or self._rank_and_range[1] == 0
+
+    def dtensor_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What a DTensor with these values says of itself."""
+        if dtype not in self._dtensor_specs:
+            self._dtensor_specs[dtype] = replicated_spec(self.mesh, self.shape, _strides(self.shape), dtype)
+        return self._dtensor_specs[dtype]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardSpec, (self.sharding, self.mesh, self.is_scalar)  # without what is computed from these
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+# --- the value --------------------------------------------------------------------------------------------------------
+
+
+class ShardedValue(DTensor):
+    """A tensor of which each rank of a mesh stores one range of the flattened elements, as `spec` says.
+
+    It may also be a scalar that belongs to such a tensor. See Note [Values in sharded state dicts].
+
+    Args:
+        local: what this rank stores, 1-D `[n]` with n >= 0; it is not copied. For a scalar `[1]` or `[0]`.
+        spec: what that is of the tensor; one object for all values that are sharded alike.
+
+    Raises:
+        ValueError: `local` does not have the shape that `spec` says.
+    """
+
+    spec: ShardSpec
+
+    def __new__(cls, local: Tensor, spec: ShardSpec) -> "ShardedValue":
+        """To torch this is a DTensor of the full shape, with the dtype of `local`."""
+        if local.shape != (spec.numel,):
+            raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
+        value: ShardedValue = new_dtensor(cls, local, spec.dtensor_spec(local.dtype))
+        value.spec = spec
+        return value
 
     def __init__(self, *_: Any) -> None:
         pass
-
-    @property
-    def cut(self) -> Cut:
-        """How the tensor, or the one that the number belongs to, is cut among the ranks."""
-        return self.share.cut
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """What this rank stores."""
-        return self.share.boxes
-
-    @property
-    def is_number(self) -> bool:
-        """Whether this is a number that belongs to the cut tensor, not elements of it."""
-        return self.share.is_number
 
     @property
     def local(self) -> Tensor:
         """What this rank stores, 1-D: memory of the shard, not a copy."""
         return self._local_tensor
 
-    def box(self, box: Box) -> Tensor:
-        """One of `boxes` of what this rank stores, in its n-D shape: memory of the shard, not a copy.
+    def view_of(self, chunk: Chunk) -> Tensor:
+        """One of `spec.chunks` in its n-D shape: memory of the shard, not a copy.
 
-        On the CPU it has a storage of its own size over that memory: writers copy what is a part of its storage.
+        On the CPU its storage has exactly its size: writers copy a tensor that is smaller than its storage.
         """
-        run = self.local[box.start : box.start + box.numel]
-        if run.device.type == "cpu":
-            start = run.storage_offset() * run.element_size()
-            storage = run.untyped_storage()[start : start + run.nbytes]
-            return torch.empty(0, dtype=run.dtype).set_(storage, 0, box.sizes, strides_of(box.sizes))
-        return run.view(box.sizes)
+        elements = self.local[chunk.start : chunk.start + chunk.numel]
+        if elements.device.type == "cpu":
+            start = elements.storage_offset() * elements.element_size()
+            storage = elements.untyped_storage()[start : start + elements.nbytes]
+            return torch.empty(0, dtype=elements.dtype).set_(storage, 0, chunk.sizes, _strides(chunk.sizes))
+        return elements.view(chunk.sizes)
 
-    # --- what torch.distributed.checkpoint asks ---------------------------------------------------------------------
+    # What torch.distributed.checkpoint asks for:
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        if not self.share.is_written:
+        if not self.spec.is_written:
             return []
         properties = TensorProperties.create_from_tensor(self.local)
-        size = torch.Size(self.share.shape)
+        size = torch.Size(self.spec.shape)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
             )
-            for chunk in self.share.chunks
+            for chunk in self.spec.storage_metadata
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return list(self.share.chunks)
+        return list(self.spec.storage_metadata)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box in self.boxes:
-            if box.offsets == index.offset:
-                return self.box(box)
-        found = [box.offsets for box in self.boxes]
+        for chunk in self.spec.chunks:
+            if chunk.offsets == index.offset:
+                return self.view_of(chunk)
+        expected = [chunk.offsets for chunk in self.spec.chunks]
         raise ValueError(
-            f"{index.fqn}: expected the offsets of one of this rank's boxes, {found}, found {index.offset}"
+            f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"
         )
 
-    # --- gathering --------------------------------------------------------------------------------------------------
+    # What DTensor has beside tensor functions:
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The tensor in its original shape, on every rank of the mesh: one all-gather, in which all take part."""
-        mesh = self.device_mesh
-        sizes = [sum(box.numel for box in self.share.boxes_of(rank)) for rank in range(mesh.size())]
-        sent = self.local.new_zeros(max(sizes), device=self._compute_device())
+        mesh, spec = self.device_mesh, self.spec
+        sizes = [sum(chunk.numel for chunk in spec.chunks_of(rank)) for rank in range(mesh.size())]
+        kind = mesh.device_type
+        device = self.local.device if self.local.device.type == kind else torch.device(kind)
+        sent = self.local.new_zeros(max(sizes), device=device)
         sent[: self.local.numel()] = self.local
         rows = collectives.all_gather(sent, mesh.size(), mesh.get_group().group_name).view(mesh.size(), -1)
-        parts = [row[:size] for row, size in zip(rows, sizes, strict=True)]
-        if self.is_number:
-            return torch.cat(parts)[0]
-        in_order = sorted(range(mesh.size()), key=lambda rank: self.cut.run(rank)[0])
-        return torch.cat([parts[rank] for rank in in_order]).view(self.shape)
-
-    def _compute_device(self) -> torch.device:
-        kind = self.device_mesh.device_type
-        return self.local.device if self.local.device.type == kind else torch.device(kind)
+        shards = [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        if spec.is_scalar:
+            return torch.cat(shards)[0]
+        in_order = sorted(range(mesh.size()), key=lambda rank: spec.sharding.local_range(rank)[0])
+        return torch.cat([shards[rank] for rank in in_order]).view(self.shape)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
     ) -> DTensor:
-        """The whole tensor as a replicated DTensor, the only thing that this turns into.
+        """The full tensor as a replicated DTensor, the only placement that this can be turned into.
 
-        ValueError for another mesh or another placement.
+        Raises:
+            ValueError: another mesh or another placement was asked for.
         """
         if device_mesh not in (None, self.device_mesh) or list(placements or [Replicate()]) != [Replicate()]:
             raise ValueError(
@@ -146,65 +213,148 @@ class PieceTensor(DTensor):
         return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """Itself: what this rank stores has no n-D shape. `local` is it as a 1-D tensor."""
+        """Itself: what this rank stores has no n-D shape. `local` is the same as a 1-D tensor."""
         return self
-
-    # --- tensor functions -------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(getattr(func, "__name__", ""))
-        if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        if asks_only(func):
-            return run_plainly(func, types, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _HANDLERS:
+            return _HANDLERS[name](*args, **(kwargs or {}))
+        if name in _QUERIES or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
+            return call_plainly(func, types, args, kwargs)
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)}: expected plain tensors, found a PieceTensor, of which this rank "
-            f"stores a part; call full_tensor() on all ranks, or load it with load_state_dict of a sharded model or "
-            f"with torch.distributed.checkpoint"
+            f"{name or func}: expected plain tensors, found a ShardedValue, of which this rank stores a shard; call "
+            f"full_tensor() on all ranks, or load it with load_state_dict of a sharded model or with "
+            f"torch.distributed.checkpoint"
         )
 
-    def _with(self, local: Tensor) -> "PieceTensor":
-        return PieceTensor(local, self.share)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PieceTensor":
-        copied = memo[id(self)] = self._with(self.local.clone())
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedValue":
+        copied = memo[id(self)] = ShardedValue(self.local.clone(), self.spec)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PieceTensor, (self.local.clone(), self.share)
+        return ShardedValue, (self.local.clone(), self.spec)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as in DTensor: without Tensor's argument
-        return f"PieceTensor(shape={self.share.shape}, local={self.local}, boxes={self.boxes})"
+        return f"ShardedValue(shape={self.spec.shape}, local={self.local}, chunks={self.spec.chunks})"
 
 
-def _to(piece: PieceTensor, *args: Any, **kwargs: Any) -> PieceTensor:
-    moved = piece.local.to(*args, **kwargs)
-    return piece if moved is piece.local else piece._with(moved)
+def _to(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
+    moved = value.local.to(*args, **kwargs)
+    return value if moved is value.local else ShardedValue(moved, value.spec)
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(target, PieceTensor):
+    if not isinstance(target, ShardedValue):
         raise RuntimeError(
-            "copy_: expected a plain tensor to copy from, found a PieceTensor, of which this rank stores a part; call "
-            "full_tensor() on all ranks"
+            "copy_: expected a plain tensor to copy from, found a ShardedValue, of which this rank stores a shard; "
+            "call full_tensor() on all ranks"
         )
     if source.shape != target.shape:
         raise ValueError(f"copy_: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
-    target.local.copy_(source.local if isinstance(source, PieceTensor) else target.share.part_of(source), non_blocking)
+    target.local.copy_(source.local if isinstance(source, ShardedValue) else target.spec.local_of(source), non_blocking)
     return target
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
-    "data_ptr": lambda piece: 0,  # no memory of its own: else torch takes the offset of `local` for an address
+    "data_ptr": lambda value: 0,  # it has no memory of its own; torch would take the offset of `local` for an address
     "to": _to,
-    "cpu": lambda piece, *_, **__: _to(piece, "cpu"),
-    "detach": lambda piece: piece,
-    "clone": lambda piece, *_, **__: piece._with(piece.local.clone()),
+    "cpu": lambda value, *_, **__: _to(value, "cpu"),
+    "detach": lambda value: value,
+    "clone": lambda value, *_, **__: ShardedValue(value.local.clone(), value.spec),
     "copy_": _copy_,
-    "new_empty": lambda piece, size, *, dtype=None, device=None, **_: piece._with(  # what a stager fills
-        piece.local.new_empty(piece.local.shape, dtype=dtype, device=device)
+    "new_empty": lambda value, size, *, dtype=None, device=None, **_: ShardedValue(  # which a stager of DCP fills
+        value.local.new_empty(value.local.shape, dtype=dtype, device=device), value.spec
     ),
 }
+_QUERIES = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndimension", "is_floating_point"}
+_QUERIES |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
+_COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes whose values are computed
 
-torch.serialization.add_safe_globals([PieceTensor, Share, Cut])
+torch.serialization.add_safe_globals([ShardedValue, ShardSpec, FlatSharding])
+
+
+# --- a parameter and the values that belong to it ---------------------------------------------------------------------
+
+
+class ManagedParameter:
+    """A sharded parameter: it turns local elements of the parameter, or of its optimizer state, into values and back.
+
+    It is cheap to make: whatever it tells is looked up when it is asked for.
+    """
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        self.unit, self.index = unit, index
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in its unit."""
+        return self.unit.names[self.index]
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter itself."""
+        return self.unit.params[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its original shape."""
+        return self._spec(False).shape
+
+    @property
+    def is_stored_here(self) -> bool:
+        """Whether this rank stores some of its elements."""
+        return self._spec(False).numel > 0
+
+    def _spec(self, is_scalar: bool) -> ShardSpec:
+        """What the parameter's values, or its scalars, have in common. The unit owns it."""
+        unit = self.unit
+        key = (self.index, is_scalar, unit.device.type)
+        spec = unit.shard_specs.get(key)
+        if not isinstance(spec, ShardSpec):
+            flat, at = unit.in_flat(self.index)
+            layout = flat.layout
+            order = shard_order(unit.stages)
+            sharding = FlatSharding(layout.shapes[at], layout.offsets[at], layout.shard_numel, order)
+            spec = unit.shard_specs[key] = ShardSpec(sharding, unit.mesh, is_scalar)
+        return spec
+
+    def value(self, local: Tensor) -> Tensor:
+        """A value of the original shape over `local`, the elements `[n]` that this rank stores; not a copy.
+
+        It is a plain tensor if the parameter has no elements: no rank stores any, yet a checkpoint must have its name.
+        """
+        if not math.prod(self.shape):
+            return local.view(self.shape)
+        return ShardedValue(local, self._spec(False))
+
+    def scalar(self, local: Tensor) -> ShardedValue:
+        """A scalar that belongs to the parameter, over `local`, of shape `()`, or `[0]` where it is absent."""
+        return ShardedValue(local.view(-1), self._spec(True))
+
+    def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
+        """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""
+        return isinstance(value, ShardedValue) and value.spec.sharding == self._spec(False).sharding
+
+    def local_of(self, value: Tensor) -> Tensor | None:
+        """What this rank stores, 1-D `[n]`, of a value of the original shape; None if it has another shape.
+
+        It shares memory with the value if it can. All ranks gather a value that is distributed in another way.
+        """
+        if self.is_alike(value) and not value.spec.is_scalar:
+            return value.local
+        if tuple(value.shape) != self.shape:
+            return None
+        return self._spec(False).local_of(full_tensor(value))
+
+
+def full_tensor(value: Any) -> Any:
+    """A DTensor gathered from all ranks; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def managed(param: nn.Parameter) -> ManagedParameter | None:
+    """`param` as a sharded parameter; None if all ranks have all of its elements, or while it is summoned."""
+    member = unit_of(param)
+    return ManagedParameter(*member) if member and member[0].is_sharded and member[0].summoned is None else None

@@ -40,7 +40,7 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     state_dict_type,
 )
-from fsdp_compile.state_dict.sharded_value import PieceTensor
+from fsdp_compile.state_dict.sharded_value import ShardedValue
 
 from .ranks import Ranks
 from .training import backward, build, executor, full_parameters, mine, shard
@@ -118,7 +118,7 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
         same(model.blocks[0].state_dict(), reference.blocks[0].state_dict())
     sharded = model.state_dict()
     assert list(sharded) == list(plain) and all(sharded[k].shape == plain[k].shape for k in plain)
-    split = {key for key, value in sharded.items() if isinstance(value, PieceTensor)}
+    split = {key for key, value in sharded.items() if isinstance(value, ShardedValue)}
     unsplit = {key for key in plain if key.startswith(("free", "left_alone", "scale", "norm.run", "norm.num"))}
     assert split == (set() if strategy == "NO_SHARD" else set(plain) - unsplit)
     same({key: value.full_tensor() if key in split else value for key, value in sharded.items()}, plain)
@@ -219,10 +219,10 @@ def _wrapped(rank: int) -> None:
     found = FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)
     assert list(found["state"]) == names and found["param_groups"][0]["params"] == names
     with FullyShardedDataParallel.state_dict_type(wrapped, SHARDED):
-        assert isinstance(wrapped.state_dict()["stem.weight"], PieceTensor)
+        assert isinstance(wrapped.state_dict()["stem.weight"], ShardedValue)
     assert type(wrapped.state_dict()["stem.weight"]) is Tensor
     model, _ = get_state_dict(wrapped.module, optimizer)
-    assert isinstance(model["stem.weight"], PieceTensor)
+    assert isinstance(model["stem.weight"], ShardedValue)
 
 
 def test_wrapper(two: Ranks) -> None:
@@ -416,7 +416,7 @@ def _wrong_state(rank: int) -> None:
     with pytest.raises(ValueError, match=r"optimizer state exp_avg of parameter .*found shape \(2, 1\)"):
         optim_state_dict_to_load(model, fresh, wrong)
     optimizer.state[dict(model.named_parameters())[here]]["odd"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"optimizer state odd .* found shape \(3, 3\), which cannot be cut"):
+    with pytest.raises(ValueError, match=r"optimizer state odd .* found shape \(3, 3\), which cannot be sharded"):
         optimizer.state_dict()
     with pytest.raises(ValueError, match="expected keys among"):
         rekey_optim_state_dict({"state": {"x": {}}, "param_groups": []}, OptimStateKeyType.PARAM_ID, model)
@@ -570,7 +570,7 @@ def _options(rank: int) -> None:
     assert bool(first[0]) == bool(first[1].get("state")) == (rank == 0)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     flattened = get_optimizer_state_dict(model, optimizer, options=flat)
-    assert isinstance(flattened["state.stem.weight.exp_avg"], PieceTensor)
+    assert isinstance(flattened["state.stem.weight.exp_avg"], ShardedValue)
     sends = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     empty: Any = ({}, {})
     for options, state in ((whole, full), (sends, full if rank == 0 else empty)):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import MOST, FlatParamLayout, end_between_rows
-from fsdp_compile.state_dict.boxes import Cut
+from fsdp_compile.state_dict.chunks import FlatSharding
 
 LINEAR = ((1024, 1024), (1024,))
 GPT_BLOCK = (
@@ -31,10 +31,10 @@ def built(shapes: tuple[tuple[int, ...], ...], world_size: int) -> FlatParamLayo
     return FlatParamLayout.build([(str(i), s) for i, s in enumerate(shapes)], world_size, shard_alignment=16)
 
 
-def boxes(layout: FlatParamLayout) -> int:
-    """How many boxes all ranks store of all parameters."""
-    cuts = [Cut(s, at, layout.shard_numel) for s, at in zip(layout.shapes, layout.offsets, strict=True)]
-    return sum(len(cut.boxes(rank)) for cut in cuts for rank in range(layout.world_size))
+def chunks(layout: FlatParamLayout) -> int:
+    """How many chunks all ranks store of all parameters."""
+    shardings = [FlatSharding(s, at, layout.shard_numel) for s, at in zip(layout.shapes, layout.offsets, strict=True)]
+    return sum(len(sharding.chunks(rank)) for sharding in shardings for rank in range(layout.world_size))
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def boxes(layout: FlatParamLayout) -> int:
         (LLAMA_BLOCK, 8, 28, 18),  # one cut stays in a row: rows of the last matrix are of another length
     ],
 )
-def test_fewer_boxes(shapes: tuple[tuple[int, ...], ...], world_size: int, before: int, after: int) -> None:
-    """Of usual units the ranks store little more boxes than there are parameters and cuts."""
+def test_fewer_chunks(shapes: tuple[tuple[int, ...], ...], world_size: int, before: int, after: int) -> None:
+    """Of usual units the ranks store little more chunks than there are parameters and cuts."""
     layout = built(shapes, world_size)
-    assert (boxes(layout), boxes(end_between_rows(layout, 16))) == (before, after)
+    assert (chunks(layout), chunks(end_between_rows(layout, 16))) == (before, after)
 
 
 def test_padding_that_does_not_pay() -> None:

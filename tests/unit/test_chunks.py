@@ -1,0 +1,69 @@
+"""A range of a flattened tensor as chunks of the n-dimensional tensor."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.state_dict.chunks import Chunk, FlatSharding, chunks_of_range
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    first = draw(st.integers(0, math.prod(shape)))
+    return shape, first, draw(st.integers(0, math.prod(shape) - first))
+
+
+@given(ranges())
+def test_chunks_are_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
+    """Chunks, flattened one after the other, are the elements of the range in order, few and none empty."""
+    shape, first, numel = case
+    full = torch.arange(math.prod(shape)).view(shape)
+    chunks = chunks_of_range(shape, first, numel)
+    elements = torch.cat([torch.empty(0, dtype=torch.int64), *[_take(full, chunk).reshape(-1) for chunk in chunks]])
+    assert elements.tolist() == list(range(first, first + numel))
+    ends = [0]
+    for chunk in chunks:
+        assert chunk.start == ends[-1] and chunk.numel > 0
+        ends.append(chunk.start + chunk.numel)
+    assert len(chunks) <= max(1, 2 * len(shape) - 1)
+
+
+def _take(full: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    return full[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+
+
+def test_most_chunks() -> None:
+    """The bound `2 * ndim - 1` is reached."""
+    for ndim in range(1, 6):
+        shape = (4,) * ndim
+        assert len(chunks_of_range(shape, 1, 4**ndim - 2)) == 2 * ndim - 1
+
+
+@pytest.mark.parametrize(("first", "numel"), [(-1, 2), (0, 25), (20, 5), (0, -1)])
+def test_a_range_beyond_the_tensor(first: int, numel: int) -> None:
+    """A range that is not within the tensor is refused with its numbers."""
+    with pytest.raises(ValueError, match=rf"24 elements of shape \(4, 6\), found {numel} elements from {first}"):
+        chunks_of_range((4, 6), first, numel)
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=4), st.integers(1, 8))
+def test_a_sharding_is_what_the_layout_says(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    """For each parameter and rank, what is stored is the layout's record; all ranks cover the parameter once."""
+    layout = FlatParamLayout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
+    for index, shape in enumerate(shapes):
+        sharding = FlatSharding(shape, layout.offsets[index], layout.shard_numel)
+        covered: list[int] = []
+        for rank in range(world_size):
+            record = layout.record(index, rank)
+            first, numel = sharding.local_range(rank)
+            assert (first, numel) == ((record.first, record.numel) if record else (0, 0))
+            assert sum(chunk.numel for chunk in sharding.chunks(rank)) == numel
+            covered += range(first, first + numel)
+        assert covered == list(range(math.prod(shape)))
