@@ -52,7 +52,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of elements `start` to `stop`, at least one: the end of a row, complete rows, the beginning of a row."""
+    """The boxes of elements `start` to `stop`, at least one: a row's end, rows, a row's beginning."""
     if not shape:
         yield (), ()
         return
