@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,7 +19,7 @@ from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes.graph.reading import read
 from fsdp_compile.passes.inductor import compile_with
-from fsdp_compile.passes.pipeline import Pass
+from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan, Step, verify
 from fsdp_compile.passes.plan.search import search_plan
@@ -205,8 +205,8 @@ class _Seen(Exception):
 def _workload_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Workload:
     found: list[Workload] = []
 
-    def look(graph: fx.Graph, _: CompileConfig) -> None:
-        found.append(read(graph, costs_of(graph, config), joint=True).workload)
+    def look(context: GraphContext) -> None:
+        found.append(read(context.graph, costs_of(context.graph, config), joint=True).workload)
         raise _Seen
 
     passes = (*(each for each in PASSES if each.name == "insert_collectives"), Pass("look", "joint", look))

@@ -1,5 +1,6 @@
 """Private compiler state that passes read. Checked on torch 2.11 and 2.13."""
 
+import re
 from typing import Any
 
 import sympy
@@ -7,8 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+__all__ = ["CustomGraphPass", "inductor_config"]
 
 
 def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
@@ -49,9 +54,15 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def direction() -> str:
-    """What is being compiled: "forward", "backward" or "inference"."""
+    """What is being compiled: "joint", "forward", "backward" or "inference"."""
     name = get_graph_being_compiled()  # model__<id>_<joint|forward|backward|inference>_<n>
-    return next((word for word in ("forward", "backward") if f"_{word}_" in name), "inference")
+    return next((word for word in ("joint", "forward", "backward") if f"_{word}_" in name), "inference")
+
+
+def graph_number() -> int:
+    """The number of the graph that is being compiled; its joint graph, forward and backward have the same."""
+    found = re.search(r"__(\d+)_", get_graph_being_compiled())
+    return int(found[1]) if found else 0
 
 
 def is_caller_owned(placeholder: fx.Node) -> bool:

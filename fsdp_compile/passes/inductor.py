@@ -6,38 +6,37 @@ Two ways in, one set of passes:
   torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
 """
 
+import hashlib
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
+import torch.distributed as dist
+from torch import fx
 
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes.pipeline import Pass, Pipeline, Stage
+from fsdp_compile.passes._torch import CustomGraphPass, direction, graph_number, inductor_config, sort
+from fsdp_compile.passes.graph.tags import is_ours
+from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
+from fsdp_compile.passes.post_grad.in_place_grads import register_pack_lowering
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
 
 
 def install() -> None:
-    """Make plain `torch.compile` run our passes on graphs that hold our markers. Idempotent."""
-    config = CompileConfig.from_environment()
-    check_names(config)
-    for hook, pipeline in pipelines(config).items():
+    """Make plain `torch.compile` run our passes on graphs that hold our markers. Idempotent.
+
+    Raises:
+        ValueError: an environment variable has a value that its field of `CompileConfig` cannot have.
+    """
+    for hook, pipeline in pipelines(CompileConfig.from_environment()).items():
         if not isinstance(getattr(inductor_config, hook), Pipeline):
             setattr(inductor_config, hook, pipeline)
-
-
-def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, Pipeline]:
-    """A pipeline for each hook of Inductor, to run after the pass that somebody else registered there."""
-    return {hook: Pipeline(passes, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
-
-
-def _foreign(hook: str) -> Any:
-    """The pass that somebody else has registered in `hook`."""
-    registered = getattr(inductor_config, hook)
-    return registered.previous if isinstance(registered, Pipeline) else registered
 
 
 def fsdp_compile_backend(
@@ -51,7 +50,11 @@ def fsdp_compile_backend(
     Raises:
         ValueError: an option or a pass name is unknown.
     """
-    return compile_with(gm, example_inputs, PASSES, _config_from(options or {}))
+    known = [field.name for field in fields(CompileConfig)]
+    unknown = [name for name in options or {} if name not in known]
+    if unknown:
+        raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
+    return compile_with(gm, example_inputs, PASSES, CompileConfig(**(options or {})))
 
 
 def compile_with(
@@ -64,19 +67,87 @@ def compile_with(
     return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]  # declared wider
 
 
-def _config_from(options: dict[str, Any]) -> CompileConfig:
-    known = [field.name for field in fields(CompileConfig)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
-    config = CompileConfig(**options)
-    check_names(config)
-    return config
+def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline"]:
+    """A pipeline for each hook of Inductor, to run after the pass that somebody else registered there."""
+    chosen = enabled(passes, config)
+    return {hook: Pipeline(chosen, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
 
 
-def check_names(config: CompileConfig) -> None:
-    """Raise ValueError if `config.disable` names a pass that does not exist."""
-    known = [p.name for p in PASSES]
-    unknown = [name for name in config.disable if name not in known]
-    if unknown:
-        raise ValueError(f"disable: expected names among {', '.join(known)}, found {', '.join(unknown)}")
+def _foreign(hook: str) -> Any:
+    """The pass that somebody else has registered in `hook`."""
+    registered = getattr(inductor_config, hook)
+    return registered.previous if isinstance(registered, Pipeline) else registered
+
+
+class Pipeline(CustomGraphPass):
+    """The passes of one stage, after `previous`, the pass that was registered in this place before us.
+
+    A graph without our markers or tags is left untouched.
+    """
+
+    def __init__(self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None) -> None:
+        self.passes = tuple(each for each in passes if each.stage == stage)
+        self.stage, self.config, self.previous = stage, config, previous
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Edit `graph` in place."""
+        for before in _as_tuple(self.previous):
+            before(graph)
+        if is_ours(graph, MARKERS):
+            _check_registered()
+            register_pack_lowering()
+            sort(graph)
+            run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_number()))
+
+    def uuid(self) -> Any | None:
+        """The caches' key. See Note [What the compile caches key on].
+
+        None, which switches the caches off, if the previous pass cannot be told apart from another.
+        """
+        others = []
+        for before in _as_tuple(self.previous):
+            key = before.uuid() if isinstance(before, CustomGraphPass) else None
+            if not key:
+                return None
+            others.append(key)
+        backend = dist.get_backend_config() if dist.is_initialized() else ""
+        names = tuple(each.name for each in self.passes)
+        return (
+            _hash_of_sources(), torch.__version__, backend, self.stage, names,
+            self.config, self.config.file_contents, *others,
+        )  # fmt: skip
+
+
+# Note [What the compile caches key on]
+# Inductor and AOTAutograd store compiled graphs under a key that holds what `uuid` returns for each custom pass. On a
+# hit no pass runs, so the key must hold everything that our passes and lowerings look at besides the graph: a hash of
+# all our source files (the bodies of our operators and our lowerings decide generated code, and Inductor hashes
+# neither), torch's version, the backends of the process group (gloo's collectives are lowered in a way of their own),
+# the configuration, and the contents of the files that it names. It must not hold the rank: ranks that share a cache
+# directory share entries, see Note [Graphs without a rank].
+
+
+@cache
+def _hash_of_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _check_registered() -> None:
+    """Raise if only the joint half of the pipeline is in place: the result would be right, slow, and silent.
+
+    `check_saved` looks for the other half.
+    """
+    if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
+        raise RuntimeError(
+            "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
+            "found another pass; register yours before fully_shard (ours runs after it)"
+        )
+
+
+def _as_tuple(previous: Any) -> tuple[Any, ...]:
+    if previous is None:
+        return ()
+    return tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)

@@ -1,129 +1,97 @@
-"""A pass is a named function on a graph; a pipeline runs the passes of one stage and is what Inductor calls.
+"""What a pass is: a named edit of one graph, and what the passes of one graph know together.
 
-`FSDP_COMPILE_PRINT=1` prints the graph after each pass (logger `fsdp_compile.graphs`, level DEBUG).
+    Pipeline (inductor.py)  ->  GraphContext(graph, config)  ->  Pass.run(context), one after the other
+                                .reading   set by read_graph     the graph as tasks and units
+                                .workload  set by read_graph     the same as plain numbers, for the planner
+                                .plan      set by plan           where each collective goes
+
+The order of all passes is `fsdp_compile.passes.PASSES`.
 """
 
-import hashlib
 import logging
-import os
-import pathlib
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.distributed as dist
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.core.ops import MARKERS
-from fsdp_compile.passes._torch import sort
-from fsdp_compile.passes.graph.printing import format_graph
-from fsdp_compile.passes.graph.tags import is_ours
-from fsdp_compile.passes.post_grad.in_place_grads import register_pack_lowering
+from fsdp_compile.passes.graph.printing import PrintedGraph
 
-graph_log = logging.getLogger("fsdp_compile.graphs")
+if TYPE_CHECKING:
+    from fsdp_compile.passes.graph.reading import Reading
+    from fsdp_compile.passes.plan.plan import Plan
+    from fsdp_compile.passes.plan.workload import Workload
+
+log = logging.getLogger("fsdp_compile")
 
 Stage = Literal["joint", "post_grad"]
 
 
+@dataclass
+class GraphContext:
+    """One graph on its way through the passes of one stage. A new one is made for each graph and each stage.
+
+    Attributes:
+        graph: the graph; passes edit it in place.
+        config: the configuration of this compilation.
+        direction: "joint", "forward", "backward" or "inference".
+        number: the number that AOTAutograd gave to the graph; forward and backward have the same.
+        reading: tasks, units and the nodes of their collectives, as `read_graph` found them.
+        workload: what of that the planner sees, with measured seconds if the configuration names a profile.
+        plan: the plan that the graph follows.
+    """
+
+    graph: fx.Graph
+    config: CompileConfig
+    direction: str
+    number: int
+    reading: "Reading" = field(init=False)
+    workload: "Workload" = field(init=False)
+    plan: "Plan" = field(init=False)
+
+
 @dataclass(frozen=True)
 class Pass:
-    """One named edit of a graph, in place. It may read the configuration and nothing else.
+    """One named step of compilation: an edit of a graph in place, a decision about it, or a check of it.
 
     Attributes:
         name: what `CompileConfig.disable` and the printed graphs call it.
         stage: "joint": forward and backward in one graph, before partitioning; "post_grad": each alone, later.
-        run: the edit.
+        run: the step. It may read and write its context and nothing else: on a hit in a compile cache none runs.
+        needs: the passes whose results this one uses. Where one of them is disabled this one is left out as well.
     """
 
     name: str
     stage: Stage
-    run: Callable[[fx.Graph, CompileConfig], None]
+    run: Callable[[GraphContext], None]
+    needs: tuple[str, ...] = ()
 
 
-class Pipeline(CustomGraphPass):
-    """The enabled passes of one stage, after `previous`, the pass that was registered in this place before us.
+def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
+    """`passes` without those that `config.disable` names, and without those that need one of these; the log says which.
 
-    A graph without our markers or tags is left untouched. Passes have no side effects: on a cache hit none runs.
+    Raises:
+        ValueError: `config.disable` names a pass that does not exist.
     """
-
-    def __init__(self, passes: tuple[Pass, ...], stage: Stage, config: CompileConfig, previous: Any = None) -> None:
-        self.passes = tuple(p for p in passes if p.stage == stage and p.name not in config.disable)
-        self.stage, self.config, self.previous = stage, config, previous
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Edit `graph` in place."""
-        for before in _as_tuple(self.previous):
-            before(graph)
-        if is_ours(graph, MARKERS):
-            self._run_passes(graph)
-
-    def _run_passes(self, graph: fx.Graph) -> None:
-        _check_registered()
-        register_pack_lowering()
-        sort(graph)
-        for step in self.passes:
-            step.run(graph, self.config)
-            graph.lint()
-            if graph_log.isEnabledFor(logging.DEBUG):
-                graph_log.debug("--- %s graph after %s\n%s", self.stage, step.name, format_graph(graph))
-
-    def uuid(self) -> Any | None:
-        """The caches' key: our sources, torch's version, the backend, the configuration, and what runs before us.
-
-        None, which switches the caches off, if the previous pass cannot be told apart from another.
-        """
-        others = []
-        for before in _as_tuple(self.previous):
-            key = before.uuid() if isinstance(before, CustomGraphPass) else None
-            if not key:
-                return None
-            others.append(key)
-        backend = dist.get_backend_config() if dist.is_initialized() else ""  # passes look at it: gloo copies
-        return (
-            _hash_of_sources(),
-            torch.__version__,
-            backend,
-            self.stage,
-            self.config,
-            self.config.file_contents,
-            *others,
-        )
+    known = [each.name for each in passes]
+    unknown = [name for name in config.disable if name not in known]
+    if unknown:
+        raise ValueError(f"disable: expected names among {', '.join(known)}, found {', '.join(unknown)}")
+    disabled = set(config.disable)
+    for each in passes:  # what a pass needs comes before it
+        missing = [name for name in each.needs if name in disabled]
+        if missing and each.name not in disabled:
+            log.warning("pass %s is left out: it needs %s, which is disabled", each.name, ", ".join(missing))
+            disabled.add(each.name)
+    return tuple(each for each in passes if each.name not in disabled)
 
 
-def _check_registered() -> None:
-    """Half of the pipeline alone would be right and slow, without a word. reshard.py looks for the other half."""
-    if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
-        raise RuntimeError(
-            "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
-            "found another pass; register yours before fully_shard (ours runs after it)"
-        )
-
-
-def _as_tuple(previous: Any) -> tuple[Any, ...]:
-    if previous is None:
-        return ()
-    return tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
-
-
-@cache
-def _hash_of_sources() -> str:
-    """Hash of every source file of the package: lowerings and operator bodies decide generated code too."""
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _print_graphs_if_asked() -> None:
-    if os.environ.get("FSDP_COMPILE_PRINT", "0") not in ("", "0"):
-        graph_log.addHandler(logging.StreamHandler(sys.stderr))
-        graph_log.setLevel(logging.DEBUG)
-
-
-_print_graphs_if_asked()
+def run_passes(passes: Sequence[Pass], context: GraphContext) -> None:
+    """Run `passes` on the graph of `context`, which is printed after each of them if that is asked for."""
+    printed = PrintedGraph(context.direction, context.number)
+    for step in passes:
+        step.run(context)
+        context.graph.lint()
+        printed.write(context.graph, step.name)
+    printed.summarize(context.graph)

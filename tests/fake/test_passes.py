@@ -18,8 +18,7 @@ from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
 from fsdp_compile.passes.graph.node_kinds import is_view
 from fsdp_compile.passes.graph.tags import tagged
-from fsdp_compile.passes.inductor import fsdp_compile_backend, install
-from fsdp_compile.passes.pipeline import Pipeline
+from fsdp_compile.passes.inductor import Pipeline, fsdp_compile_backend, install, pipelines
 
 X = torch.ones(4, 3)
 
@@ -137,7 +136,7 @@ def test_the_key_changes_with_all_that_decides_code() -> None:
     """Stage, configuration and the pass before ours are in the key; a pass that has no key switches the caches off."""
     nothing = lambda graph: None  # noqa: E731  (a pass that does nothing, in a line)
     configs = (CompileConfig(), CompileConfig(disable=("pin_order",)), CompileConfig(reduces_in_flight=2))
-    keys = [Pipeline(PASSES, stage, config).uuid() for stage in ("joint", "post_grad") for config in configs]
+    keys = [pipeline.uuid() for config in configs for pipeline in pipelines(config).values()]
     keys += [Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, key)).uuid() for key in ("a", "b")]
     assert len(set(map(str, keys))) == len(keys)
     assert Pipeline(PASSES, "joint", CompileConfig()).uuid() == Pipeline(PASSES, "joint", CompileConfig()).uuid()

@@ -7,23 +7,22 @@ backward reads before any other gather could hide.
 
 from dataclasses import replace
 
-from torch import fx
-
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.profile import timed_step
 from fsdp_compile.passes.graph.reading import read
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.pricing import costs_of
 
 
-def choose_reshard(graph: fx.Graph, config: CompileConfig) -> None:
+def choose_reshard(context: GraphContext) -> None:
     """Settle `reshard` in all tags that leave it open.
 
     Raises:
         PlanError: no plan fits into `config.budget`.
     """
+    graph, config = context.graph, context.config
     if not any(tag.reshard is None for node in tagged(graph, "gather") if (tag := get_tag(node))):
         return
     costs = costs_of(graph, config)

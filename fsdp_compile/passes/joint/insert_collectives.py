@@ -16,12 +16,12 @@ from torch import fx
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.averaging import averaging
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.tags import Kind, Tag, module_path, set_tag
 from fsdp_compile.passes.joint.merge_calls import merge_calls
+from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 SCALE = aten.div.Scalar  # of gradients in float16, around their sum
@@ -29,8 +29,9 @@ SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 _RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; reshard.py decides instead
 
 
-def insert_collectives(graph: fx.Graph, config: CompileConfig) -> None:
+def insert_collectives(context: GraphContext) -> None:
     """Replace the markers; tag what takes their place."""
+    graph = context.graph
     merge_calls(graph)
     tags = _tags_by_marker(graph)
     for marker, unit in tags.items():

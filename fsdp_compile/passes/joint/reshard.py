@@ -14,13 +14,15 @@ from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import saved_for_backward
 from fsdp_compile.passes.graph.node_kinds import derived, is_view_or_cast
 from fsdp_compile.passes.graph.tags import Tag, get_tag, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 
 
-def reshard(graph: fx.Graph, config: CompileConfig) -> None:
+def reshard(context: GraphContext) -> None:
     """Tag every gather: recomputed in backward if its unit reshards after forward, else saved.
 
     No `ac_graph_id`: with one, a gather inside a checkpoint region and used by a later one would be saved after all.
     """
+    graph = context.graph
     for node in tagged(graph, "gather", "wait", "view"):
         tag = get_tag(node)
         assert tag is not None
@@ -36,12 +38,13 @@ def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
         node.meta["recompute"] = policy
 
 
-def check_saved(graph: fx.Graph, config: CompileConfig) -> None:
+def check_saved(context: GraphContext) -> None:
     """Raise if the forward saves a gathered buffer, or a view of one, that its unit frees after forward (I4).
 
     Raises:
         RuntimeError: naming the unit, the node and its size; or a gather was never seen by the joint passes.
     """
+    graph, config = context.graph, context.config
     _check_expanded(graph, config)
     for node in saved_for_backward(graph):
         tag = _gathered_beneath(node)

@@ -25,14 +25,15 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import CHECK_RANKS
 from fsdp_compile.passes._torch import group_named, store_of
 from fsdp_compile.passes.graph.tags import get_tag, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 
 
-def check_ranks(graph: fx.Graph, config: CompileConfig) -> None:
+def check_ranks(context: GraphContext) -> None:
     """Put `fsdp_flat::check_ranks` before the first collective of a graph that has some; `pin_order` keeps it there."""
+    graph, config = context.graph, context.config
     starts = tagged(graph, "gather", "reduce")
     if not starts:
         return

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, copies
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.graph.tags import Tag, set_tag, tag_of, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 
 
 def can_coalesce(starts: Sequence[fx.Node]) -> bool:
@@ -27,8 +27,9 @@ def can_coalesce(starts: Sequence[fx.Node]) -> bool:
     return all(_how(each) == _how(first) for each in others)
 
 
-def coalesce_launches(graph: fx.Graph, config: CompileConfig) -> None:
+def coalesce_launches(context: GraphContext) -> None:
     """Make one call of each launch of several units, if one call can start them. After autograd only."""
+    graph = context.graph
     launches: dict[int, list[fx.Node]] = {}
     for start in tagged(graph, "gather", "reduce"):
         launch = tag_of(start).launch

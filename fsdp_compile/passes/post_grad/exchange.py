@@ -10,16 +10,17 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_TO_ALL, GROUP_ARGUMENT, REDUCE_SCATTER, WAIT, copies
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.graph.tags import set_tag, tag_of, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad.direct import wait_directly
 
 aten = torch.ops.aten
 _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 
 
-def reduce_scatter_by_all_to_all(graph: fx.Graph, config: CompileConfig) -> None:
+def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
     """Exchange and reduce rows in place of each of our reduce-scatters that runs in gloo."""
+    graph = context.graph
     for reduce in tagged(graph, "reduce"):
         group: str = reduce.args[GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped
         if reduce.target is REDUCE_SCATTER and copies(reduce.meta["val"], group):

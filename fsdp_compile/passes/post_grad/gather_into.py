@@ -16,15 +16,16 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_GATHER_INTO
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import CAST_SHARD
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.tags import tagged
+from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad.direct import wait_directly
 
 
-def all_gather_into_buffer(graph: fx.Graph, config: CompileConfig) -> None:
+def all_gather_into_buffer(context: GraphContext) -> None:
     """Give each of our gathers an `out`. After autograd only: the graph is no longer free of mutation."""
+    graph = context.graph
     for gather in tagged(graph, "gather"):
         if gather.target is ALL_GATHER:
             _allocate(graph, gather)

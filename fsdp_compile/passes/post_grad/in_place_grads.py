@@ -18,17 +18,18 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS
 from fsdp_compile.passes.graph.node_kinds import SAME_ORDER
+from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad.overwrite import Write, hold_products, overwritten, reads_before, write_after
 
 aten = torch.ops.aten
 
 
-def pack_in_place(graph: fx.Graph, config: CompileConfig) -> None:
+def pack_in_place(context: GraphContext) -> None:
     """Make each gradient of a pack a node that can write straight into the packed buffer."""
+    graph = context.graph
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         grads = pack.args[0]
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in grads])

@@ -9,24 +9,25 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_ALL_GATHER
 from fsdp_compile.passes.cost.profile import timed
 from fsdp_compile.passes.graph.node_kinds import is_product, readers
 from fsdp_compile.passes.graph.reading import Reading, read, with_preparation
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
 from fsdp_compile.passes.post_grad.plan_pass import choose
 from fsdp_compile.passes.post_grad.pricing import costs_of, shares
 from fsdp_compile.passes.post_grad.profile_tasks import mark_tasks
 
 
-def order(graph: fx.Graph, config: CompileConfig) -> None:
+def order(context: GraphContext) -> None:
     """Put starts and waits of collectives where the plan wants them.
 
     Raises:
         PlanError: the plan is none for this graph.
     """
+    graph, config = context.graph, context.config
     _place_deferred_reduces(graph)
     reading = read(graph, costs_of(graph, config) or shares(graph))
     workload = timed(reading, config)
@@ -118,13 +119,14 @@ def check_applied(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
-def pin_order(graph: fx.Graph, config: CompileConfig) -> None:
+def pin_order(context: GraphContext) -> None:
     """Chain collectives, waits and the matrix products between them by control dependencies.
 
     Inductor's memory pass moves each gather next to its wait otherwise, and horizontal fusion may tie two units'
     gradients into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain
     (wrapped, it would get a buffer of its own); the place of its reduce-scatter holds it early enough.
     """
+    graph = context.graph
     if not tagged(graph, "gather", "reduce", "defer_reduce"):
         return
     events = [node for node in graph.nodes if _is_event(node)]

@@ -13,14 +13,15 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes.graph.node_kinds import is_pointwise, is_product, is_view, readers
 from fsdp_compile.passes.graph.tags import get_tag, tagged
+from fsdp_compile.passes.pipeline import GraphContext
 
 
-def reuse_gathered(graph: fx.Graph, config: CompileConfig) -> None:
+def reuse_gathered(context: GraphContext) -> None:
     """Let each pack whose unit is gathered in the same graph have the gathered buffer."""
+    graph = context.graph
     waits = {get_tag(gather).unit: next(iter(gather.users)) for gather in tagged(graph, "gather")}  # type: ignore[union-attr]  # tagged
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         wait = waits.get(get_tag(pack).unit)  # type: ignore[union-attr]  # likewise
