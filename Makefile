@@ -1,5 +1,5 @@
 # run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
-# size: lines of code   spec: which statements of the specification have a test   features: README's table of features
+# size: lines of code   spec: which statements of the specification have a test   features: the table of docs/features.md
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
 PYTHON ?= python3

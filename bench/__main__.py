@@ -1,8 +1,8 @@
-"""`python -m bench`: measure every part that this machine can, write JSON, tables and pictures to `bench/results/`.
+"""`python -m bench`: measure every part that this machine can, write JSON and tables to `bench/results/`, pictures to docs.
 
 python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)
-python -m bench report               tables and pictures of the newest results, README's table too
+python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
 python -m bench host_overhead        where host time goes, ours beside the unsharded model; others alike: ALONE
 """
 
@@ -57,7 +57,7 @@ def write_report() -> None:
     """Tables, pictures and traces of the newest results."""
     newest = report.load()
     (report.RESULTS / "tables.md").write_text(report.tables(newest) + "\n")
-    report.write_readme(report.tables({name: newest[name] for name in ("gloo", "link") if name in newest}))
+    report.write_page(report.tables({name: newest[name] for name in ("gloo", "link") if name in newest}))
     for name, part in newest.items():
         report.write_traces(name, part)
         for path in pictures.draw(name, part):

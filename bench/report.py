@@ -15,7 +15,7 @@ from bench.systems import label
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "measurements.md"
 BEGIN, END = "<!-- bench: written by `python -m bench report` -->", "<!-- end of bench -->"
 
 Found = dict[str, Any]
@@ -99,9 +99,9 @@ def _section(name: str, part: Found) -> Iterator[str]:
 def _bound_line(part: Found, setting: Found) -> str:
     least = setting["bound"]
     return (
-        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): no order beats "
-        f"{1e3 * least['step']:,.1f} ms a step, {1e3 * least['unavoidable']:,.1f} ms of it exposed; with these units, "
-        f"all gathered again in backward, {1e3 * least['dependent']:,.1f} ms."
+        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): the shortest possible step takes "
+        f"{1e3 * least['step']:,.1f} ms, of which {1e3 * least['unavoidable']:,.1f} ms are exposed; with these units, all "
+        f"gathered again in backward, {1e3 * least['dependent']:,.1f} ms."
     )
 
 
@@ -156,13 +156,12 @@ def exposed(part: Found, setting: Found, system: str) -> float:
     return figures["exposed"] if seen else max(0.0, figures["step"] - free["step"])
 
 
-def write_readme(text: str) -> None:
-    """Replace what stands between the markers."""
-    whole = README.read_text()
-    before, found, rest = whole.partition(BEGIN)
-    if not found:
-        raise RuntimeError(f"README.md: expected a line {BEGIN!r}, found none; add it, and {END!r} after it")
-    README.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+def write_page(text: str) -> None:
+    """Replace what stands between the two lines of docs/measurements.md."""
+    before, line, rest = PAGE.read_text().partition(BEGIN)
+    if not line:
+        raise RuntimeError(f"{PAGE.name}: expected a line {BEGIN!r}, found none; add it, and {END!r} after it")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
 
 
 # --- Perfetto ---------------------------------------------------------------------------------------------------------

@@ -146,16 +146,16 @@ def test_results_are_kept_beside_each_other(tmp_path: Path, monkeypatch: pytest.
     assert {name: part["about"] for name, part in loaded.items()} == {"gloo": "first", "link": "new"}
 
 
-def test_readme_without_markers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what stands between the markers is replaced; without them nothing is."""
-    readme = tmp_path / "README.md"
-    monkeypatch.setattr(report, "README", readme)
-    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
-    report.write_readme("new")
-    assert readme.read_text() == f"above\n{report.BEGIN}\n\nnew\n\n{report.END}\nbelow\n"
-    readme.write_text("nothing")
+def test_a_page_without_its_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what stands between the two lines is replaced; without them nothing is."""
+    page = tmp_path / "measurements.md"
+    monkeypatch.setattr(report, "PAGE", page)
+    page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    report.write_page("new")
+    assert page.read_text() == f"above\n{report.BEGIN}\n\nnew\n\n{report.END}\nbelow\n"
+    page.write_text("nothing")
     with pytest.raises(RuntimeError, match="expected a line"):
-        report.write_readme("new")
+        report.write_page("new")
 
 
 def test_parts_name_what_exists() -> None:
