@@ -1,4 +1,4 @@
-"""`python -m bench`: measure every part that this machine can, write JSON and tables to `bench/results/`, pictures to docs.
+"""`python -m bench`: measure every part that this machine can, write `bench/results/` and pictures.
 
 python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)

@@ -1,4 +1,4 @@
-"""What a sharded model can do, one row a feature: the table of docs/features.md. tests/gloo/test_feature_table.py runs each row."""
+"""What a sharded model can do, one row a feature: docs/features.md. tests/gloo/test_feature_table.py runs each row."""
 
 import copy
 from collections.abc import Callable

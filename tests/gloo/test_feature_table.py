@@ -1,4 +1,4 @@
-"""Every feature, eager and compiled: what the table of docs/features.md says. `make features` writes the table from what this found.
+"""Every feature, eager and compiled: what docs/features.md says. `make features` writes its table from what this found.
 
 4 steps; with `FSDP_COMPILE_TESTS=nightly` 50.
 """

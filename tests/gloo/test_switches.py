@@ -1,4 +1,4 @@
-"""Environment switches: each is on at exactly "1", is read when a unit is made, and does what docs/from_fsdp1.md says."""
+"""Environment switches: each is on at exactly "1", is read when a unit is made, and does what docs/ say."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The table of docs/features.md, the rows that are tested, and what the tests found agree; the tool notices what does not."""
+"""docs/features.md, the rows that are tested, and the results of the tests fit; the tool notices what does not."""
 
 import json
 import runpy
@@ -34,7 +34,7 @@ def note(root: Path, bitwise: float | None) -> Path:
 
 
 def test_written_then_checked(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was written passes the check, and nothing around the two lines has changed; a row that fails does not pass."""
+    """What was written passes the check, and nothing around it has changed; a row that fails does not pass."""
     assert TOOL["main"](["--check"], small) == 1 and "out of date" in capsys.readouterr().err
     assert TOOL["main"]([], small) == 0
     text = (small / "docs" / "features.md").read_text()
