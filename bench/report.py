@@ -97,11 +97,11 @@ def _section(name: str, part: Found) -> Iterator[str]:
 
 
 def _bound_line(part: Found, setting: Found) -> str:
-    least = setting["bound"]
+    step, unavoidable, dependent = (1e3 * setting["bound"][key] for key in ("step", "unavoidable", "dependent"))
     return (
-        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): the shortest "
-        f"possible step takes {1e3 * least['step']:,.1f} ms, of which {1e3 * least['unavoidable']:,.1f} ms are exposed; with "
-        f"these units, all gathered again in backward, {1e3 * least['dependent']:,.1f} ms."
+        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): the shortest possible "
+        f"step takes {step:,.1f} ms, of which {unavoidable:,.1f} ms are exposed; with these units, all gathered again in "
+        f"backward, {dependent:,.1f} ms."
     )
 
 
