@@ -99,9 +99,9 @@ def _section(name: str, part: Found) -> Iterator[str]:
 def _bound_line(part: Found, setting: Found) -> str:
     step, unavoidable, dependent = (1e3 * setting["bound"][key] for key in ("step", "unavoidable", "dependent"))
     return (
-        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): the shortest possible "
-        f"step takes {step:,.1f} ms, of which {unavoidable:,.1f} ms are exposed; with these units, all gathered again in "
-        f"backward, {dependent:,.1f} ms."
+        f"Communication {setting['ratio']:g} of compute ({setting['bandwidth'] / 1e6:,.0f} MB/s): the shortest "
+        f"possible step takes {step:,.1f} ms, of which {unavoidable:,.1f} ms are exposed; with these units, "
+        f"all gathered again in backward, {dependent:,.1f} ms."
     )
 
 
