@@ -18,11 +18,12 @@ from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_unit
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
 from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.lookup import add_lookups, add_mixin
+from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.eager.forward import buffer_dtypes, cast_buffers, exempt_classes
-from fsdp_compile.fsdp_module import FSDPModule, KeepsState, gather_around_compiled, units_below
+from fsdp_compile.fsdp_module import FSDPModule, KeepsState, gather_around_compiled
 from fsdp_compile.passes.inductor import install
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
@@ -125,14 +126,13 @@ def fully_shard(
         precision=mixed_precision,
         offload=cpu_offload is not None and cpu_offload.offload_params,
         may_stay=reshard_after_forward == "auto",
+        limit_all_gathers=limit_all_gathers,
     )
     exempt = exempt_classes(mixed_precision)
     chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
     for prepared in prepare_units(model, chosen, settings, _is_unit):
         _make_unit(prepared, settings)
-        prepared.module.__dict__["_fsdp_limit_all_gathers"] = limit_all_gathers
-    _mark_ignored(model, settings.ignored)
-    _connect(model, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
+    _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
     install()
     watch_optimizers()
     check_optimizers()
@@ -192,11 +192,15 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
     if settings.sync:
         broadcast_states(params, prepared.module, settings.groups)
     unit = _new_unit(prepared, settings) if prepared.has_data else None
-    prepared.module.__dict__["_fsdp_scope"] = (unit,) if unit else ()
-    prepared.module.__dict__["_fsdp_device"] = prepared.device
-    prepared.module.__dict__["_fsdp_precision"] = prepared.precision
-    prepared.module.__dict__["_fsdp_full_precision_in_eval"] = Switches.from_environment().full_precision_in_eval
-    prepared.module.__dict__["_fsdp_buffer_dtypes"] = buffer_dtypes(prepared.module, modules)
+    prepared.module.__dict__["_fsdp"] = ModuleSharding(
+        strategy=prepared.strategy,
+        device=prepared.device,
+        precision=prepared.precision,
+        buffer_dtypes=buffer_dtypes(prepared.module, modules),
+        full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
+        limit_all_gathers=settings.limit_all_gathers,
+        units=(unit,) if unit else (),
+    )
     cast_buffers(prepared.module)
     add_mixin(prepared.module, FSDPModule)
     gather_around_compiled(prepared.module)
@@ -218,14 +222,9 @@ def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
     )
 
 
-def _mark_ignored(model: nn.Module, ignored: Ignored) -> None:
-    """Let enclosing calls find what this one has ignored (E-INIT-9)."""
-    if ignored.modules or ignored.params:
-        model.__dict__["_fsdp_ignored"] = ignored
-
-
-def _connect(model: nn.Module, root: Runtime) -> None:
+def _connect(model: Any, ignored: Ignored, root: Runtime) -> None:
     """Let all modules find their parameters, and gather units that are used in several places around all of these."""
+    model._fsdp.ignored_modules, model._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
     users: dict[Unit, list[nn.Module]] = {}
     for module in model.modules():
         found = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
@@ -236,11 +235,12 @@ def _connect(model: nn.Module, root: Runtime) -> None:
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
     for scope in list(_scopes(model)):
-        scope.__dict__["_fsdp_runtime"], scope.__dict__["_fsdp_is_root"] = root, scope is model
-        for unit in scope._fsdp_scope:
+        scope.__dict__["_fsdp_runtime"] = root
+        scope._fsdp.is_root = scope is model
+        for unit in scope._fsdp.units:
             _widen(unit, scope, users.get(unit, []), model)
     for scope in _scopes(model):
-        scope.__dict__["_fsdp_below"] = tuple(units_below(scope))
+        scope._fsdp.units_below = tuple(units_gathered_below(scope))
 
 
 def _scopes(model: nn.Module) -> Iterator[Any]:
@@ -253,5 +253,5 @@ def _widen(unit: Unit, scope: Any, users: list[nn.Module], model: nn.Module) -> 
         return
     enclosing = [m for m in _scopes(model) if set(users) <= set(m.modules())]
     innermost = min(enclosing, key=lambda m: sum(1 for _ in m.modules()))
-    scope.__dict__["_fsdp_scope"] = tuple(u for u in scope._fsdp_scope if u is not unit)
-    innermost.__dict__["_fsdp_scope"] = (*innermost._fsdp_scope, unit)
+    scope._fsdp.units = tuple(u for u in scope._fsdp.units if u is not unit)
+    innermost._fsdp.units = (*innermost._fsdp.units, unit)

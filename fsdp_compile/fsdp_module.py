@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_compile.core.unit import Unit, check_idle
+from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
+from fsdp_compile.core.unit import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
@@ -22,7 +23,7 @@ from fsdp_compile.state_dict import model as model_state
 class KeepsState:
     """What a module that owns sharded parameters, or is sharded itself, does about state dicts."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, with values of the kind that `set_state_dict_type` chose.
 
         All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED and LOCAL
@@ -48,12 +49,11 @@ def _refresh_own_units(module: Any) -> None:
             refresh(unit)
 
 
-class FSDPModule(KeepsState, Prologue):
+class FSDPModule(KeepsState, Prologue, nn.Module):
     """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
 
-    _fsdp_is_root: bool
+    _fsdp: ModuleSharding
     _fsdp_runtime: Runtime
-    _fsdp_scope: tuple[Unit, ...]
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -75,12 +75,12 @@ class FSDPModule(KeepsState, Prologue):
         by the eager runtime, beside the modules around it; its compiled forward reads full parameters and leaves its
         gradients where they are reduced from. Equal blocks share one graph. It may also be called before `fully_shard`.
         """
-        super().compile(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
+        super().compile(*args, **kwargs)
         gather_around_compiled(self)
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`; with FSDP_COMPILE_FULL_PREC_IN_EVAL=1, buffers change their dtype with the mode."""
-        super().train(mode)  # type: ignore[misc]  # a mixin of modules
+        super().train(mode)
         cast_buffers(self)
         return self
 
@@ -90,7 +90,7 @@ class FSDPModule(KeepsState, Prologue):
         Without, gradients add up whole and local, in full size on every rank; the next reduce takes their sum.
         Compiled, this holds for backward passes of forwards that run from now on.
         """
-        for unit in units_below(self):
+        for unit in units_gathered_below(self):
             set_sync(unit, requires_gradient_sync)
 
     @contextmanager
@@ -105,7 +105,7 @@ class FSDPModule(KeepsState, Prologue):
             ValueError: a forward of this module is under way.
         """
         _check_root(self, "no_sync", RuntimeError)
-        units = units_below(self)
+        units = units_gathered_below(self)
         check_idle(units, "no_sync")
         before = [unit.syncs for unit in units]
         self.set_requires_gradient_sync(False)
@@ -129,7 +129,7 @@ class FSDPModule(KeepsState, Prologue):
         Raises:
             AssertionError: within `summon_full_params`.
         """
-        handle = self._fsdp_runtime.unshard(self._fsdp_scope, computes_in_full_precision(self))
+        handle = self._fsdp_runtime.unshard(self._fsdp.units, computes_in_full_precision(self))
         if async_op:
             return handle
         handle.wait()
@@ -140,7 +140,7 @@ class FSDPModule(KeepsState, Prologue):
 
         ValueError while a forward or backward of this module is under way.
         """
-        for unit in self._fsdp_scope:
+        for unit in self._fsdp.units:
             reshard(unit)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -152,15 +152,15 @@ class FSDPModule(KeepsState, Prologue):
             ValueError: a forward or backward is under way, or parameters are in full shape already.
         """
         with summoned_for_apply(self):
-            return super().apply(fn)  # type: ignore[misc]  # this class comes before the module's own
+            return super().apply(fn)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""
-        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))  # type: ignore[misc]  # likewise
+        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))
 
     def is_root(self) -> bool:
         """Whether no sharded module is around this one."""
-        return self._fsdp_is_root
+        return self._fsdp.is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FSDPModule"]:
@@ -189,8 +189,8 @@ class FSDPModule(KeepsState, Prologue):
             ValueError: a forward or backward of this module is under way; or `norm_type` is not above 0.
         """
         _check_root(self, "clip_grad_norm_", RuntimeError)
-        check_idle(units_below(self), "clip_grad_norm_")
-        return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]  # a mixin of modules
+        check_idle(units_gathered_below(self), "clip_grad_norm_")
+        return clip_grad_norm(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce the gradients of all units, eager and compiled; to be called before the first
@@ -207,7 +207,7 @@ class FSDPModule(KeepsState, Prologue):
             ValueError: `hook` is not callable.
         """
         _check_root(self, "register_comm_hook", AssertionError)
-        units = units_below(self)
+        units = units_gathered_below(self)
         for unit in units:
             if unit.comm_hook is not None:
                 raise AssertionError(
@@ -228,16 +228,10 @@ def gather_around_compiled(module: Any) -> None:
 
 
 def _check_root(module: Any, what: str, error: type[Exception]) -> None:
-    if not module._fsdp_is_root:
+    if not module._fsdp.is_root:
         raise error(f"{what}: expected the root module, found {type(module).__name__} inside another sharded module; "
                     f"call it on that one")  # fmt: skip
 
 
 def _name(hook: Any) -> str:
     return getattr(hook, "__qualname__", repr(hook))
-
-
-def units_below(module: Any) -> list[Unit]:
-    """The units of `module` and of all modules below it, each once, in the order of `module.modules()`."""
-    found = (unit for each in module.modules() for unit in each.__dict__.get("_fsdp_scope", ()))
-    return list(dict.fromkeys(found))

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
-from fsdp_compile.core.lookup import WRAPPED, units_used_below
+from fsdp_compile.core.lookup import WRAPPED
+from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.eager.forward import Prologue
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
@@ -137,7 +138,7 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """The wrappers in the tree of `module`; with `root_only`, those that no other wrapper encloses."""
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        return [each for each in found if each.module._fsdp_is_root] if root_only else found
+        return [each for each in found if each.module._fsdp.is_root] if root_only else found
 
 
 def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

@@ -15,9 +15,9 @@ from models import Residual, Stack
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unsharded import UnshardedBuffer
-from fsdp_compile.fsdp_module import units_below
 
 
 class Log:
@@ -26,8 +26,8 @@ class Log:
     def __init__(self, model: nn.Module) -> None:
         self.lines: list[str] = []
         self.stream = "compute"
-        scopes = [(name or "root", module) for name, module in model.named_modules() if "_fsdp_scope" in vars(module)]
-        flats = [(name, flat) for name, m in scopes for u in m._fsdp_scope for flat in u.flats]
+        scopes = [(name or "root", module) for name, module in model.named_modules() if "_fsdp" in vars(module)]
+        flats = [(name, flat) for name, m in scopes for u in m._fsdp.units for flat in u.flats]
         self.units = {flat.layout.numel: name for name, flat in flats}
         self.shards = {flat.layout.shard_numel: name for name, flat in flats}
         different = {(name, flat.layout.numel) for name, flat in flats}
@@ -85,7 +85,7 @@ class RecordingDevice(Device):
 def recorded(model: Any, limit_gathers: bool = True) -> Iterator[Log]:
     """What happens inside, on a device of the root `model` that has streams."""
     log = Log(model)
-    device = units_below(model)[0].device
+    device = units_gathered_below(model)[0].device
     root = model._fsdp_runtime
     with ExitStack() as stack:
         streams = {device: Streams(RecordingDevice(log), limit_gathers)}

@@ -8,6 +8,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.sharding import sharding_of
 
 _FOREIGN = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)
 
@@ -52,10 +53,10 @@ def collect_ignored(
     roots = [*modules, *(module for module in model.modules() if isinstance(module, _FOREIGN))]
     inside = [module for root in roots for module in _subtree(root, is_unit)]
     owned = [param for module in inside for param in module._parameters.values() if param is not None]
-    nested = [module.__dict__["_fsdp_ignored"] for module in model.modules() if "_fsdp_ignored" in module.__dict__]
+    nested = [sharding for sharding in map(sharding_of, model.modules()) if sharding]
     return Ignored(
-        frozenset(inside).union(*(known.modules for known in nested)),
-        frozenset([*params, *owned]).union(*(known.params for known in nested)),
+        frozenset(inside).union(*(sharding.ignored_modules for sharding in nested)),
+        frozenset([*params, *owned]).union(*(sharding.ignored_params for sharding in nested)),
     )
 
 

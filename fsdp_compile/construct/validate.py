@@ -40,6 +40,7 @@ class Settings:
     precision: MixedPrecision | None
     offload: bool
     may_stay: bool
+    limit_all_gathers: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class PreparedUnit:
     path: str  # of `module` in the model
     params: NamedParams  # names are relative to `module`
     modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
+    strategy: ShardingStrategy
     placement: Placement
     device: torch.device  # where it computes
     precision: MixedPrecision | None
@@ -83,7 +85,8 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
         named = [(paths[found], found) for found in modules]
         check_materializable(named, settings.init, settings.ignored.params)
         precision = chosen[module].get("mixed_precision", settings.precision)
-        prepared.append(PreparedUnit(module, path, params, named, place(strategy, settings.groups), device, precision))
+        placement = place(strategy, settings.groups)
+        prepared.append(PreparedUnit(module, path, params, named, strategy, placement, device, precision))
     _warn_one_rank(strategies, settings.groups)
     if settings.sync:
         _check_sendable(model, prepared, carried)
@@ -162,7 +165,7 @@ def _check_same_switch(model: nn.Module, is_unit: IsUnit) -> None:
     """Refuse units that would leave mixed precision in eval mode beside others that would not (E-STRAT-11)."""
     now = Switches.from_environment().full_precision_in_eval
     for path, module in model.named_modules():
-        if is_unit(module) and module._fsdp_full_precision_in_eval != now:
+        if is_unit(module) and module._fsdp.full_precision_in_eval != now:
             raise ValueError(
                 f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
                 f"sharded with {1 - now}; set the variable once, before the first fully_shard"

@@ -9,7 +9,6 @@ one class and one compiled graph. All that belongs to an instance, its units, li
 
 import functools
 import inspect
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,30 +49,6 @@ def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]], mixin: ty
         unit.locations.add(index, module._parameters, name)
     module.__dict__["_fsdp_units"] = tuple(units)
     _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin))
-
-
-def units_used_below(module: nn.Module) -> list[Unit]:
-    """The units with a parameter in `module` or below, each once, in the order of `module.modules()`."""
-    return _units_of(module.modules())
-
-
-def own_units(module: nn.Module) -> list[Unit]:
-    """The units with a parameter in `module` or below, but not only below another sharded module (E-MOD-1)."""
-    return _units_of(own_modules(module))
-
-
-def own_modules(module: nn.Module) -> list[nn.Module]:
-    """`module` and all below it, except other sharded modules and what is below these."""
-    owned = [module]
-    for child in module.children():
-        if "_fsdp_scope" not in child.__dict__:
-            owned += own_modules(child)
-    return owned
-
-
-def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
-    keys = ("_fsdp_scope", "_fsdp_units")
-    return list(dict.fromkeys(unit for each in modules for key in keys for unit in each.__dict__.get(key, ())))
 
 
 def add_mixin(module: nn.Module, mixin: type) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.lookup import units_used_below
+from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.unshard import discard_unsharded

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.utils._pytree import tree_map_only
 
+from fsdp_compile.core.sharding import ModuleSharding
 from fsdp_compile.core.unit import Unit, is_open
 from fsdp_compile.eager._torch import allowed_in_regions, current_backward, dynamo_runs, never_trace
 from fsdp_compile.eager.runtime import Runtime
@@ -39,7 +40,7 @@ from fsdp_compile.eager.writeback import refresh
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp_scope` gathered.
+    """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp.units` gathered.
 
     A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are closed and the module stays usable.
@@ -62,7 +63,7 @@ def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, *
     """
     if torch.compiler.is_compiling():
         return module._call_impl(*args, **kwargs)
-    if module._fsdp_is_root:
+    if module._fsdp.is_root:
         return compiled(*args, **kwargs)
     return _gathered(module, compiled, args, kwargs, whole=True)
 
@@ -96,14 +97,14 @@ def _backward_runs() -> bool:
 
 @torch.compiler.disable
 def _holds_whole(module: Any) -> bool:
-    return any(unit.unsharded_params is None and is_open(unit) for unit in module._fsdp_scope)
+    return any(unit.unsharded_params is None and is_open(unit) for unit in module._fsdp.units)
 
 
 @torch.compiler.disable
 def _open(module: Any, opened: list[UnshardedUnit], whole: bool) -> None:
     root: Runtime = module._fsdp_runtime
-    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
-    if module._fsdp_is_root:
+    closed = [unit for unit in module._fsdp.units if not is_open(unit)]
+    if module._fsdp.is_root:
         root.begin_iteration(module)
     for unit in closed:
         gathered = root.gather(unit, computes_in_full_precision(module))
@@ -115,12 +116,12 @@ def _open(module: Any, opened: list[UnshardedUnit], whole: bool) -> None:
 @torch.compiler.disable
 def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
     try:
-        if completed and module._fsdp_is_root:
+        if completed and module._fsdp.is_root:
             module._fsdp_runtime.complete_iteration()
     finally:
         for gathered in opened:
             gathered.drop_views()
-        if module._fsdp_is_root:
+        if module._fsdp.is_root:
             module._fsdp_runtime.end_iteration()
 
 
@@ -128,13 +129,13 @@ def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) ->
 def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
     _close(module, opened, completed=True)
     for gathered in opened:
-        gathered.end_forward(inputs, output, keep=module._fsdp_is_root)
+        gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
         module._fsdp_runtime.ended_forward(gathered)
 
 
 def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, whole: bool) -> Any:
     """Run the forward again within backward, with the units that have no views to use gathered."""
-    closed = [unit for unit in module._fsdp_scope if not is_open(unit)]
+    closed = [unit for unit in module._fsdp.units if not is_open(unit)]
     full_precision = computes_in_full_precision(module)
     streams_for = module._fsdp_runtime.streams_for
     found = [open_for_recomputation(unit, full_precision, streams_for(unit.device), whole) for unit in closed]
@@ -147,7 +148,7 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
 
 def _uncompiled(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """What was compiled runs eagerly after all: torch was told so, or gave up."""
-    opened = [unit for unit in module._fsdp_scope if unit.unsharded_params is None]
+    opened = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
     try:
         for unit in opened:
             unit.unsharded_params = unit.views_of(unit.unsharded_flats)
@@ -159,7 +160,7 @@ def _uncompiled(module: Any, forward: Callable[..., Any], args: tuple, kwargs: d
 
 def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     opened = []
-    for unit in module._fsdp_scope:
+    for unit in module._fsdp.units:
         if unit.unsharded_flats is not None:
             allowed_in_regions(_set_views, unit, unit.views_of(unit.unsharded_flats))
             opened.append(unit)
@@ -184,18 +185,19 @@ def _set_views(unit: Unit, views: list[Tensor] | None) -> None:
 
 
 class Prologue:
-    """A module whose compiled forward is preceded by a look at the parameters of `_fsdp_below`, a tuple of units."""
+    """A module whose compiled forward is preceded by a look at the parameters of all units that it gathers."""
 
-    _fsdp_below: tuple[Any, ...]
-    _fsdp_is_root = True  # others that were compiled by themselves are gathered by the eager runtime, which looks too
+    _fsdp: ModuleSharding  # of a wrapper: that of the module inside
     _compiled_call_impl: Any
 
     @never_trace
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.__call__`."""
-        compiled = self._compiled_call_impl is not None and self._fsdp_is_root
-        if not torch.compiler.is_compiling() and (compiled or dynamo_runs()):
-            _prepare(self._fsdp_below)
+        if not torch.compiler.is_compiling():
+            # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
+            gathers_itself = self._compiled_call_impl is not None and (self._fsdp.is_root or "_fsdp" not in vars(self))
+            if gathers_itself or dynamo_runs():  # else the eager runtime gathers, which looks too
+                _prepare(self._fsdp.units_below)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 
 
@@ -222,7 +224,7 @@ def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]
 
 def computes_in_full_precision(module: Any) -> bool:
     """Whether mixed precision is left aside: in eval mode, with the switch on at `fully_shard` (E-MP-7)."""
-    return module._fsdp_full_precision_in_eval and not module.training
+    return module._fsdp.full_precision_in_eval and not module.training
 
 
 def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -232,7 +234,7 @@ def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     the accelerator that it computes on, if it does (E-FWD-2).
     """
     dtype = _input_dtype(module)
-    device = module._fsdp_device if module._fsdp_is_root and module._fsdp_device.type != "cpu" else None
+    device = module._fsdp.device if module._fsdp.is_root and module._fsdp.device.type != "cpu" else None
     if dtype is None and device is None:
         return args, kwargs
 
@@ -243,11 +245,11 @@ def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 
 
 def _input_dtype(module: Any) -> torch.dtype | None:
-    policy = module._fsdp_precision
+    policy = module._fsdp.precision
     if policy is None or computes_in_full_precision(module):
         return None
-    own = policy.cast_forward_inputs and module._fsdp_scope
-    return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp_is_root) else None
+    own = policy.cast_forward_inputs and module._fsdp.units
+    return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
 
 
 def buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:
@@ -266,12 +268,12 @@ def cast_buffers(module: Any) -> None:
 
     Buffers are found by name, whatever was put in their place since (E-MP-18); one that has two names stays one.
     """
-    policy = module._fsdp_precision
+    policy = module._fsdp.precision
     if policy is None or policy.buffer_dtype is None:
         return
     full_precision = computes_in_full_precision(module)
     cast: dict[Tensor, Tensor] = {}
-    for name, dtype in module._fsdp_buffer_dtypes.items():
+    for name, dtype in module._fsdp.buffer_dtypes.items():
         path, _, attribute = name.rpartition(".")
         buffers = module.get_submodule(path)._buffers
         buffer = buffers.get(attribute)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.unit import Unit, is_open
 from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.streams import Streams, device_of
@@ -204,16 +205,16 @@ def _free_ahead(guess: weakref.ref[UnshardedUnit]) -> None:
 
 
 _SETTINGS = {
-    "limit_all_gathers": "_fsdp_limit_all_gathers",
-    "FSDP_COMPILE_FULL_PREC_IN_EVAL": "_fsdp_full_precision_in_eval",
+    "limit_all_gathers": "limit_all_gathers",
+    "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval",
 }
 
 
 def check_settings(module: nn.Module) -> None:
     """Raise ValueError if units of `module` and below differ in a setting that a root has once (E-STRAT-11)."""
-    scopes = {path: each for path, each in module.named_modules() if "_fsdp_scope" in each.__dict__}
+    shardings = {path: sharding_of(each) for path, each in module.named_modules() if sharding_of(each)}
     for setting, attribute in _SETTINGS.items():
-        values = {path: getattr(scope, attribute) for path, scope in scopes.items()}
+        values = {path: getattr(sharding, attribute) for path, sharding in shardings.items()}
         expected = values[""]
         for path, found in values.items():
             if found != expected:
@@ -303,7 +304,8 @@ def _describe(module: nn.Module) -> dict[Unit, str]:
     """The units of `module` and below, each once, with words for messages."""
     names: dict[Unit, str] = {}
     for path, each in module.named_modules():
-        for unit in each.__dict__.get("_fsdp_scope", ()):
+        sharding = sharding_of(each)
+        for unit in sharding.units if sharding else ():
             some = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
             names.setdefault(unit, f"{path or type(each).__name__} ({some})")
     return names

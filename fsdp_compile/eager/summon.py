@@ -27,8 +27,8 @@ from fsdp_compile.comm.stages import gather
 from fsdp_compile.core._torch import set_grad
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.lookup import own_units, units_used_below
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.sharding import own_units, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.unshard import discard_unsharded
 from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects, write_parts
@@ -102,7 +102,8 @@ def summon_full_params(
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
     options.check()
-    units = units_used_below(module) if recurse else list(getattr(module, "_fsdp_scope", ()))
+    sharding = sharding_of(module)
+    units = units_used_below(module) if recurse else list(sharding.units if sharding else ())
     check_idle(units, "summon_full_params", AssertionError)
     with summoned(units, options, "summon_full_params"):
         yield

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fsdp_compile.core.lookup import units_used_below
+from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit
 
 FULL, SHARDED, LOCAL = (

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.comm.stages import gather
-from fsdp_compile.core.lookup import units_used_below
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.state_dict.kinds import DEFAULT, FULL, LOCAL, is_first, settings_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed
@@ -59,7 +59,8 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
     finally:
         _running.reset(token)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-    for name, dtype in module.__dict__.get("_fsdp_buffer_dtypes", {}).items():
+    sharding = sharding_of(module)
+    for name, dtype in (sharding.buffer_dtypes if sharding else {}).items():
         if isinstance(state.get(prefix + name), Tensor):
             state[prefix + name] = state[prefix + name].to(dtype)
     unit = next(iter(units_used_below(module)), None)

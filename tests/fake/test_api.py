@@ -266,7 +266,7 @@ def test_a_policy_and_a_unit_without_parameters_of_its_own() -> None:
     """Where inner units take all parameters, the enclosing unit is empty: legal, no collective (E-GEN-6)."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert isinstance(model, FSDPModule) and model._fsdp_scope == ()
+    assert isinstance(model, FSDPModule) and model._fsdp.units == ()
     assert len(units(model)) == 2
 
 
@@ -280,9 +280,9 @@ def test_tied_parameters_have_one_place() -> None:
         fully_shard(model)
         assert sum(len(u.params) for u in units(model)) == count
         shared = model.get_submodule(scope)
-        scopes = [id(u) for m in model.modules() for u in m.__dict__.get("_fsdp_scope", ())]
+        scopes = [id(u) for m in model.modules() if "_fsdp" in m.__dict__ for u in m._fsdp.units]
         assert len(scopes) == len(set(scopes)) == len(units(model)), "a unit is gathered by one module"
-        assert shared._fsdp_scope
+        assert shared._fsdp.units
 
 
 def test_tied_parameters_across_nested_calls() -> None:
@@ -293,7 +293,7 @@ def test_tied_parameters_across_nested_calls() -> None:
     fully_shard(model)
     first = unit_of(model[0].weight)
     assert first is not None and first == unit_of(model[3].weight)
-    assert first[0] in model._fsdp_scope and first[0] not in model[0]._fsdp_scope
+    assert first[0] in model._fsdp.units and first[0] not in model[0]._fsdp.units
 
 
 def test_one_rank_means_no_shard() -> None:

@@ -61,7 +61,7 @@ def test_units_are_freed_between_forward_and_backward() -> None:
     """A unit with a graph break inside is gathered by the eager runtime, which frees it after forward."""
     model = fully_shard(_build("a block"))
     loss = squared_error(torch.compile(model, backend="aot_eager"), vectors(0, 4))
-    awaiting = [gathered for block in model.blocks for gathered in block._fsdp_scope[0].awaiting_backward]
+    awaiting = [gathered for block in model.blocks for gathered in block._fsdp.units[0].awaiting_backward]
     assert len(awaiting) == 3 and all(buffer.is_free for each in awaiting for buffer in each.buffers)
     loss.backward()
 

@@ -80,7 +80,7 @@ def test_inputs_go_to_the_device_of_the_root() -> None:
     The meta device stands for an accelerator.
     """
     model = fully_shard(mlp(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    model.__dict__["_fsdp_device"] = model.blocks[0].__dict__["_fsdp_device"] = torch.device("meta")
+    model._fsdp.device = model.blocks[0]._fsdp.device = torch.device("meta")
     x, ids = torch.ones(2), torch.ones(2, dtype=torch.int64)
     (moved,), named = prepare_inputs(model, ((x, {"ids": [ids]}),), {"text": "text"})
     assert moved[0].device.type == moved[1]["ids"][0].device.type == "meta" and named == {"text": "text"}

@@ -49,7 +49,7 @@ def test_units_without_elements() -> None:
     """A unit whose parameters have no elements has no data and no collective; it runs and trains (E-FLAT-12)."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 0))
     fully_shard(model, auto_wrap_policy={nn.Linear})
-    assert model[1]._fsdp_scope == () and model[1].weight.shape == (0, 3)
+    assert model[1]._fsdp.units == () and model[1].weight.shape == (0, 3)
     assert len(units(model)) == 1
     model(torch.ones(1, 3)).sum().backward()
 

@@ -51,10 +51,10 @@ def test_bytes_on_each_axis(backend: str) -> None:
     """Forward sends each shard to the peers and a half to the neighbours; backward asks the neighbours alone, and
     reduces the whole among them and its half among the peers."""
     model, forward, backward = _compiled(backend)
-    peers, neighbours = (stage.name for stage in model._fsdp_scope[0].stages)
+    peers, neighbours = (stage.name for stage in model._fsdp.units[0].stages)
     expected: list[set[tuple[str, str, int, str]]] = [set(), set()]
     for name, module in (("root", model), *((f"blocks.{i}", block) for i, block in enumerate(model.blocks))):
-        numel = module._fsdp_scope[0].flats[0].layout.numel
+        numel = module._fsdp.units[0].flats[0].layout.numel
         again = ("gather", name, numel // 2, neighbours)
         expected[0] |= {("gather", name, numel // 4, peers), again}
         expected[1] |= {again, ("reduce", name, numel, neighbours), ("reduce", name, numel // 2, peers)}

@@ -67,7 +67,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
         seen.setdefault(moment, []).append(doing(unit))
 
     for module in (model[0], model[1]):
-        (unit,) = module._fsdp_scope
+        (unit,) = module._fsdp.units
         assert unit.is_sharded == (strategy != "NO_SHARD")
         note("before", unit)
         module.up.register_forward_pre_hook(lambda *_, unit=unit: note("forward", unit))
@@ -78,10 +78,10 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
     for moment, run in {"between": lambda: None, "after": loss.backward}.items():
         run()
         for module in (model[0], model[1]):
-            note(moment, module._fsdp_scope[0])
+            note(moment, module._fsdp.units[0])
             assert _is_sharded(module), moment
     with summon_full_params(model):
-        assert doing(model[0]._fsdp_scope[0]) == "inside summon_full_params"
+        assert doing(model[0]._fsdp.units[0]) == "inside summon_full_params"
         assert _is_sharded(model[0]) == (strategy == "NO_SHARD")
     running = ["in its forward or backward"] * 2
     assert seen == {"before": ["idle"] * 2, "forward": running, "between": ["idle"] * 2, "backward": running,
@@ -175,7 +175,7 @@ def test_no_hook_outlives_its_backward(sync: bool) -> None:
     del out
     assert not prompt._backward_hooks
     assert not [each for each in gc.get_objects() if type(each) is UnshardedUnit and each.unit in units(model)]
-    (unit,) = model[1]._fsdp_scope
+    (unit,) = model[1]._fsdp.units
     shapes = [tuple(param.shape) for param in unit.params] if sync else unit.shapes
     present = [index for index, record in enumerate(unit.records) if record or not sync]
     assert all(tuple(unit.params[index].grad.shape) == shapes[index] for index in present)

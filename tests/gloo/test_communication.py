@@ -146,7 +146,7 @@ def _assert_freed(calls: list[_Call], when: str) -> None:
 def _watch_memory(rank: int, strategy: str, how: str) -> None:
     model = shard(MLP, strategy)
     run = executor(model, how)
-    root, block = (module._fsdp_scope[0].flats[0].layout.numel for module in (model, model.blocks[0]))
+    root, block = (module._fsdp.units[0].flats[0].layout.numel for module in (model, model.blocks[0]))
     for step in range(2):
         with _spied() as calls:
             loss = MLP.loss(run, mine(MLP, step))

@@ -99,7 +99,7 @@ def _watched(model: nn.Module) -> Iterator[Watch]:
 
 def _sizes(model: Any, itemsize: int = 4) -> tuple[int, list[int]]:
     """Bytes of the root's and of each block's full parameters."""
-    numels = [m._fsdp_scope[0].flats[0].layout.numel for m in (model, *model.blocks)]
+    numels = [m._fsdp.units[0].flats[0].layout.numel for m in (model, *model.blocks)]
     return numels[0] * itemsize, [numel * itemsize for numel in numels[1:]]
 
 

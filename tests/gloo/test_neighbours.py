@@ -43,14 +43,14 @@ def _axes(sent: list[Sent]) -> Counter[tuple[str, int, int]]:
 def _send(rank: int) -> None:
     model = shard(MLP, **HALVES)
     sizes = _named(model)
-    root = model._fsdp_scope[0].flats[0].layout.numel
+    root = model._fsdp.units[0].flats[0].layout.numel
     for step in range(2):
         with wire() as sent:
             loss = MLP.loss(model, mine(MLP, step))
         there = Counter({("gather", n // 2, 2): count for n, count in sizes.items()})
         again = Counter({("gather", n, 2): count for n, count in sizes.items()})
         assert _axes(sent) == there + again, _axes(sent)
-        for unit in [module._fsdp_scope[0] for module in model.blocks]:
+        for unit in [module._fsdp.units[0] for module in model.blocks]:
             (gathered,) = unit.awaiting_backward
             (buffer,) = gathered.buffers
             assert buffer.is_free and buffer.part.nbytes == 4 * buffer.flat.layout.numel // 2

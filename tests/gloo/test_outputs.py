@@ -148,7 +148,7 @@ def _without_parameters(rank: int) -> None:
     case = Case(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Identity()), vectors, squared_error)
     reference = build(case)
     model = fully_shard(build(case), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
-    assert [len(module._fsdp_scope) for module in model] == [1, 0, 0] and model._fsdp_scope == ()
+    assert [len(module._fsdp.units) for module in model] == [1, 0, 0] and model._fsdp.units == ()
     follow(model, reference, case)
     with wire() as sent:
         backward(model, case, mine(case, 1))
@@ -167,7 +167,7 @@ def _root_first(rank: int) -> None:
     block(torch.ones(2, 11)).sum().backward()  # it has run as a root
     block.zero_grad()
     fully_shard(model)
-    assert model._fsdp_is_root and not block._fsdp_is_root
+    assert model._fsdp.is_root and not block._fsdp.is_root
     follow(model, reference, MLP)
 
 

@@ -85,7 +85,7 @@ def test_equal_to_eager(two: Ranks) -> None:
 
 def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
     model = _compile_blocks(shard(MLP, strategy), "inductor")
-    block = model.blocks[0]._fsdp_scope[0].flats[0].layout.numel
+    block = model.blocks[0]._fsdp.units[0].flats[0].layout.numel
     backward(model, MLP, mine(MLP, 0))
     with _spied() as calls:
         loss = MLP.loss(model, mine(MLP, 1))

@@ -85,7 +85,7 @@ def _look_at_wire(rank: int) -> None:
     assert len(reduces) == len(flats), "one reduce for each unit"
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     assert grads and not any(grad.requires_grad or grad.grad_fn for grad in grads), "a reduce was recorded"
-    block = model.blocks[0]._fsdp_scope[0].flats[0]
+    block = model.blocks[0]._fsdp.units[0].flats[0]
     assert seen == [(1, {4 * block.layout.numel}, True)], "views lie one after another in the gathered buffer"
 
 
