@@ -6,9 +6,8 @@ Embedding, each block and head are units, and one task per direction each.
 
 from dataclasses import dataclass
 
-import torch
-
-from fsdp_compile.passes.cost.roofline import Device, Link, Work, launch_seconds, seconds, transfer_seconds
+from fsdp_compile.passes.cost.hardware import Device, Link
+from fsdp_compile.passes.cost.roofline import compute_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192
@@ -65,11 +64,11 @@ def workload(shape: Shape, batch: int, world: int, link: Link, device: Device, k
         live = states + saved * number + inside[number]
         reads = (number,) if number else ()  # the gradient of an embedding does not read it
         tasks.append(Task(f"{units[number].name} backward", times[number][1], live, reads, (number,)))
-    return Workload(tuple(tasks), len(units), units, float(launch_seconds(world, link)))
+    return Workload(tuple(tasks), len(units), units, launch_seconds(world, link))
 
 
 def _unit(name: str, size: int, world: int, link: Link, keep: bool | None) -> UnitCost:
-    gather, reduce = (float(transfer_seconds(size * each, world, link)) for each in (2, 4))
+    gather, reduce = (transfer_seconds(size * each, world, link) for each in (2, 4))
     return UnitCost(name, gather, reduce, 2 * size, 4 * size, keep_unsharded=keep)
 
 
@@ -80,15 +79,13 @@ def _activations(shape: Shape, tokens: int) -> int:
 
 def _product(device: Device, tokens: int, rows: int, columns: int) -> float:
     moved = 2 * (tokens * rows + rows * columns)
-    work = Work(2 * tokens * rows * columns, moved, 2 * tokens * columns)
-    return float(seconds(work, torch.bfloat16, device))
+    return compute_seconds(2 * tokens * rows * columns, moved + 2 * tokens * columns, "bfloat16", device)
 
 
 def _block(shape: Shape, tokens: int, device: Device) -> tuple[float, float]:
     """Forward, and backward that computes forward again: all products twice more, attention 2.5 times more."""
     products = sum(_product(device, tokens, *each) for each in shape.products)
-    causal = Work(2 * tokens * SEQUENCE * shape.dim, 8 * tokens * shape.dim, 0)
-    attention = float(seconds(causal, torch.bfloat16, device))
+    attention = compute_seconds(2 * tokens * SEQUENCE * shape.dim, 8 * tokens * shape.dim, "bfloat16", device)
     chains = 2 * tokens * (2 * 2 * shape.dim + 2 * 3 * shape.dim + 3 * shape.hidden)  # norms, sums, gate
     forward = products + attention + chains / device.bandwidth
     return forward, forward + 2 * products + 2.5 * attention + 2 * chains / device.bandwidth

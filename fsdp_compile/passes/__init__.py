@@ -32,7 +32,7 @@ compact.py              gathers no earlier than pays
 Costs, as numbers or expressions:
 
 cost.py                 seconds of collectives and of computing; machines.py: links and devices with their figures
-work.py                 what a node computes, reads and writes; measured.py: seconds of calls that were measured
+work.py                 what a node computes, reads and writes
 pricing.py              what the nodes and collectives of one graph cost, by the configuration
 
 Shared: tags.py, what a node is to us; views.py, what kind of node it is, and who reads it through views; text.py, a

@@ -7,7 +7,6 @@ for the oldest reduce. All keep or re-gather choices, all merges. Only states th
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 
-from fsdp_compile.passes.plan.simulate import task_end
 from fsdp_compile.passes.plan.workload import Workload
 
 
@@ -81,6 +80,6 @@ class _Machine:
         if live + w.tasks[k].memory > self.budget:
             return
         needed = [end for end, (_, first, _) in zip(done, self.gathers[:g], strict=True) if first <= k]
-        now = task_end(max([now, *needed]), w.tasks[k].seconds, w.contention, max(link, rep))
+        now = max([now, *needed]) + w.tasks[k].seconds
         live -= sum(w.units[unit].gathered for unit, _, last in self.gathers[:g] if last == k)
         yield k + 1, g, r, now, link, rep, done, pending, live

@@ -8,7 +8,7 @@ from workloads import blocks, random_workload
 from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
 from fsdp_compile.passes.plan.rules import no_prefetch
 from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.simulate import simulate, task_end
+from fsdp_compile.passes.plan.simulate import simulate
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
@@ -125,13 +125,6 @@ def test_simulated_by_hand():
     assert timeline.memory == [15, 37, 27]
     events = json.loads(timeline.to_trace())["traceEvents"]
     assert [event["dur"] / 1e6 for event in events if event["ph"] == "X" and event["tid"] == 1] == [2, 2, 3]
-
-
-def test_contention():
-    """Beside a busy link computing takes longer, and only so long as the link is busy."""
-    assert task_end(1.0, 4.0, 0.5, busy_until=0.0) == 5.0
-    assert task_end(1.0, 4.0, 0.5, busy_until=100.0) == 7.0
-    assert task_end(1.0, 4.0, 0.5, busy_until=4.0) == 6.0  # 2 of 4 s beside it, in 3 s
 
 
 @pytest.mark.parametrize(

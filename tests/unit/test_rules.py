@@ -7,7 +7,7 @@ from workloads import blocks
 
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
-from fsdp_compile.passes.cost.roofline import device, link
+from fsdp_compile.passes.cost.hardware import device, link
 from fsdp_compile.passes.plan.plan import verify
 from fsdp_compile.passes.plan.rules import alternating
 from fsdp_compile.passes.plan.search import search_plan

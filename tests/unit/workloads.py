@@ -24,7 +24,7 @@ def random_workload(rng: random.Random, count: int, may_keep: bool = True) -> Wo
         root = ends if number == count - 1 else ()
         seconds, memory = rng.randint(0, 9), rng.randint(0, 3) + number
         tasks.append(Task(f"b{number}", seconds, memory, (number, *root), (number, *root)))
-    return Workload(tuple(tasks), count, tuple(units), rng.choice([0, 0, 1, 2]), rng.choice([0, 0, 0.5]))
+    return Workload(tuple(tasks), count, tuple(units), rng.choice([0, 0, 1, 2]))
 
 
 def blocks(

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 
 @dataclass(frozen=True)
 class Link:
@@ -31,7 +29,7 @@ class Device:
 
     Attributes:
         name: as `device()` takes it.
-        flops: peak floating-point operations per second of matrix products, by dtype.
+        flops: peak floating-point operations per second of matrix products, by the dtype's name.
         bandwidth: bytes per second between the device and its memory.
         memory: bytes of its memory; None: of the machine, whichever it is.
         source: where the figures come from.
@@ -39,7 +37,7 @@ class Device:
     """
 
     name: str
-    flops: Mapping[torch.dtype, float] = field(hash=False)
+    flops: Mapping[str, float] = field(hash=False)
     bandwidth: float
     memory: int | None
     source: str
@@ -85,7 +83,7 @@ DEVICES = {
     for each in (
         Device(
             "h100",
-            {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12},
+            {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
             3.35e12,
             80 * 10**9,
             "NVIDIA H100 SXM data sheet, without sparsity" + _MATMUL,
@@ -93,7 +91,7 @@ DEVICES = {
         ),
         Device(
             "a100",
-            {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12, torch.float64: 19.5e12},
+            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
             2.039e12,
             80 * 10**9,
             "NVIDIA A100 80 GB SXM data sheet, without sparsity" + _MATMUL,
@@ -101,7 +99,7 @@ DEVICES = {
         ),
         Device(
             "h200",
-            {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12},
+            {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
             4.8e12,
             141 * 10**9,
             "NVIDIA H200 SXM data sheet, without sparsity" + _MATMUL,
@@ -109,11 +107,11 @@ DEVICES = {
         ),
         Device(
             "cpu",
-            {torch.float32: 70e9, torch.bfloat16: 1.2e12, torch.float64: 35e9},
+            {"float32": 70e9, "bfloat16": 1.2e12, "float64": 35e9},
             6e9,
             None,
-            "one thread of a Xeon with AMX, torch.mm of 1024 x 1024 and a copy of 128 MiB: an order of magnitude only, "
-            "Measured knows better",
+            "one thread of a Xeon with AMX, torch.mm of 1024 x 1024 and a copy of 128 MiB: an order of magnitude only; "
+            "a profile knows better",
         ),
     )
 }

@@ -8,7 +8,7 @@ is first read, after it was last read, after its last gradient, and before each 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import fx
 
@@ -61,14 +61,12 @@ class Costs:
         node: seconds that a node computes.
         collective: seconds that a link needs for what this node starts, without latency.
         latency: seconds that each launch takes beside that.
-        contention: see `Workload`.
         memory: whether bytes are counted too.
     """
 
     node: Callable[[fx.Node], float]
     collective: Callable[[fx.Node], float]
     latency: float = 0.0
-    contention: float = 0.0
     memory: bool = True
 
 
@@ -128,10 +126,14 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         backward=cuts.index(backward) if backward < len(computing) else len(tasks),
         units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
         latency=costs.latency if costs else 0.0,
-        contention=costs.contention if costs else 0.0,
         can_coalesce=all(can_coalesce([each.start[-1] for each in kind.values()]) for kind in (gathers, reduces)),
     )
     return Reading(workload, tasks, gathers, reduces, tail)
+
+
+def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """The stretch of each task, as profiles count them: 0 before the first matrix product; each product begins one."""
+    return list(accumulate(int(is_product(nodes[0])) for nodes in tasks))
 
 
 def _names(graph: fx.Graph) -> dict[fx.Node, str]:

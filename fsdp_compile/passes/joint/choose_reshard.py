@@ -7,8 +7,8 @@ backward reads before any other gather could hide.
 
 from dataclasses import replace
 
-from fsdp_compile.passes.cost.profile import timed_step
-from fsdp_compile.passes.graph.reading import read
+from fsdp_compile.passes.cost.profile import step_with_profile
+from fsdp_compile.passes.graph.reading import read, stretches_of
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
@@ -28,7 +28,10 @@ def choose_reshard(context: GraphContext) -> None:
     costs = costs_of(graph, config)
     reading = read(graph, costs, joint=True)
     if costs:
-        kept = search_plan(timed_step(reading, config), config.budget).keep_unsharded
+        step = reading.workload
+        if config.profile is not None:
+            step = step_with_profile(step, stretches_of(reading.tasks), config.profile)
+        kept = search_plan(step, config.budget).keep_unsharded
     else:
         kept = _first_in_backward(reading.workload)
     numbers = {tag.unit for name in kept if (tag := get_tag(reading.gathers[name].start[-1]))}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from fsdp_compile.passes.plan.launches import gathers_of, opens_of, reaches, reaches_back, reduces_of, suffix_sums
 from fsdp_compile.passes.plan.plan import Kind, Plan, Step
-from fsdp_compile.passes.plan.simulate import simulate, task_end
+from fsdp_compile.passes.plan.simulate import simulate
 from fsdp_compile.passes.plan.workload import Workload
 
 
@@ -305,10 +305,7 @@ class _Search:
     def _end_of(self, state: _State, index: int) -> float:
         reads = self.read[index + 1] - self.read[index]
         start = max(state.now, state.done[reads - 1]) if reads else state.now
-        contention = self.workload.contention
-        if not contention:
-            return start + self.seconds[index]
-        return task_end(start, self.seconds[index], contention, max(state.link, state.replicas))
+        return start + self.seconds[index]
 
     def _compute(self, state: _State, index: int) -> _State | None:
         if state.gathers < self.read[index + 1]:

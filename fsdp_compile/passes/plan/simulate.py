@@ -81,16 +81,6 @@ def _event(span: Span, lane: int) -> dict[str, object]:
     return {"ph": "X", "pid": 0, "tid": lane, "name": span.name, "ts": span.start * 1e6, "dur": span.seconds * 1e6}
 
 
-def task_end(start: float, seconds: float, contention: float, busy_until: float) -> float:
-    """When a task of `seconds` ends that starts at `start`, beside links that are busy until `busy_until`.
-
-    While a link is busy, `1 + contention` seconds do the work of one. Nothing is issued during a task, so a link
-    that is free once stays free.
-    """
-    beside = max(0.0, busy_until - start) / (1 + contention)  # work done until the links fall idle
-    return start + seconds + contention * min(seconds, beside)
-
-
 class _Run:
     """The state of the machine while a plan runs."""
 
@@ -141,8 +131,8 @@ class _Run:
             self.written.add(unit)
             self.live += self.workload.units[unit].packed
         self.note_memory(index, task.memory)
-        start, busy = self.now, max(self.link, self.replicas)
-        self.now = task_end(start, task.seconds, self.workload.contention, busy)
+        start = self.now
+        self.now += task.seconds
         self.timeline.compute.append(Span(task.name, start, self.now))
 
 

@@ -62,7 +62,6 @@ class Workload:
         backward: index of the first task of backward; `len(tasks)` if there is none. No gather is issued across it.
         units: the units, by number.
         latency: seconds of a launch beside what its units take; units launched together pay it once.
-        contention: computation beside a busy link takes `1 + contention` times as long.
         can_coalesce: whether one launch may take several units.
 
     Raises:
@@ -73,14 +72,12 @@ class Workload:
     backward: int
     units: tuple[UnitCost, ...]
     latency: float = 0.0
-    contention: float = 0.0
     can_coalesce: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.backward <= len(self.tasks):
             raise ValueError(f"backward: expected 0 to {len(self.tasks)}, the number of tasks, found {self.backward}")
         _check_not_negative("latency", self.latency)
-        _check_not_negative("contention", self.contention)
         for task in self.tasks:
             _check_not_negative(f"{task.name}.seconds", task.seconds)
             _check_not_negative(f"{task.name}.memory", task.memory)

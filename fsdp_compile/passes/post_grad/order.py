@@ -10,9 +10,10 @@ from torch.utils._ordered_set import OrderedSet
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_ALL_GATHER
-from fsdp_compile.passes.cost.profile import timed
+from fsdp_compile.passes._torch import direction
+from fsdp_compile.passes.cost.profile import with_profile
 from fsdp_compile.passes.graph.node_kinds import is_product, readers
-from fsdp_compile.passes.graph.reading import Reading, read, with_preparation
+from fsdp_compile.passes.graph.reading import Reading, read, stretches_of, with_preparation
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
@@ -30,7 +31,9 @@ def order(context: GraphContext) -> None:
     graph, config = context.graph, context.config
     _place_deferred_reduces(graph)
     reading = read(graph, costs_of(graph, config) or shares(graph))
-    workload = timed(reading, config)
+    workload = reading.workload
+    if config.profile is not None:
+        workload = with_profile(workload, stretches_of(reading.tasks), direction(), config.profile)
     plan = choose(workload, config)
     verify(workload, plan, config.budget)
     apply(graph, reading, plan)

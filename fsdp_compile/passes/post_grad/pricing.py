@@ -5,12 +5,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import group_named, hint_of
 from fsdp_compile.passes.cost.hardware import DEVICES, Device, device, link
-from fsdp_compile.passes.cost.roofline import all_reduce_seconds, launch_seconds, node_seconds, transfer_seconds
+from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.graph.liveness import size_of
 from fsdp_compile.passes.graph.reading import Costs
 from fsdp_compile.passes.graph.tags import tagged
@@ -33,17 +34,19 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     computer = device(config.device) if config.device else _device_of(starts[0].meta["val"].device)
 
     def of_node(node: fx.Node) -> float:
-        return _number(node_seconds(node, computer))
+        work = node_work(node)
+        moved = _number(work.read_bytes + work.written_bytes)
+        return compute_seconds(_number(work.flops), moved, _dtype_of(node), computer)
 
     def of_collective(start: fx.Node) -> float:
         world = group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx
         if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
-            return float(all_reduce_seconds(size_of(start), world, wire)) - wire.latency
+            return all_reduce_seconds(size_of(start), world, wire) - wire.latency
         full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
-        return float(transfer_seconds(full, world, wire))
+        return transfer_seconds(full, world, wire)
 
     world = max(group_named(start.args[GROUP_ARGUMENT[start.target]]).size() for start in starts)  # type: ignore[arg-type,index]  # fx
-    return Costs(of_node, of_collective, float(launch_seconds(world, wire)))
+    return Costs(of_node, of_collective, launch_seconds(world, wire))
 
 
 def shares(graph: fx.Graph) -> Costs:
@@ -69,6 +72,13 @@ def _device_of(where: torch.device) -> Device:
     return found[0]
 
 
-def _number(seconds: Any) -> float:
+def _dtype_of(node: fx.Node) -> str:
+    """In which dtype a node computes: that of its first floating-point input."""
+    inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
+    dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
+    return str(next(dtypes, torch.float32)).removeprefix("torch.")
+
+
+def _number(value: Any) -> float:
     """A number for an expression in symbols: that of the sizes it was traced with."""
-    return float(hint_of(seconds)) if isinstance(seconds, sympy.Basic) else float(seconds)
+    return float(hint_of(value)) if isinstance(value, sympy.Basic) else float(value)

@@ -19,7 +19,8 @@ from torch import fx
 
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes._torch import direction
-from fsdp_compile.passes.cost.profile import graph_name, stretches
+from fsdp_compile.passes.cost.profile import graph_name
+from fsdp_compile.passes.graph.reading import stretches_of
 from fsdp_compile.passes.graph.tags import tagged
 
 Moment = float | torch.cuda.Event
@@ -29,8 +30,9 @@ _moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  #
 
 def mark_tasks(graph: fx.Graph, tasks: list[list[fx.Node]]) -> None:
     """Put a mark before and one after each task."""
-    name = graph_name(direction(), tasks)
-    for number, (nodes, stretch) in enumerate(zip(tasks, stretches(tasks), strict=True)):
+    stretches = stretches_of(tasks)
+    name = graph_name(direction(), stretches)
+    for number, (nodes, stretch) in enumerate(zip(tasks, stretches, strict=True)):
         with graph.inserting_before(nodes[0]):
             _mark(graph, name, stretch, 2 * number)
         with graph.inserting_after(nodes[-1]):
