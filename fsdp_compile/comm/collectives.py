@@ -1,20 +1,19 @@
-"""The collectives, by name: nothing else in the package names one.
+"""The collectives, by name: nothing outside of this folder names one.
 
-Eager code calls the functions; graph passes use the operators. Both are torch's functional collectives, but for what
-gloo copies on the CPU. Code that Inductor generates calls the process group itself (passes/direct.py), and puts on the
-wire what an eager step does.
+Eager code calls the functions; graph passes use the operators, which are torch's functional collectives. Code that
+Inductor generates calls the process group itself (direct.py) and puts on the wire what an eager step does.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives  # noqa: F401  (registers the operators and their fake bodies)
-from torch.distributed.distributed_c10d import _resolve_process_group  # private; checked on torch 2.11 and 2.13
+
+from fsdp_compile.comm._torch import group_named
 
 _c10d = torch.ops._c10d_functional
 
@@ -41,33 +40,37 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
 STARTS = tuple(GROUP_ARGUMENT)
 COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_COALESCED}  # one launch of several
 
-_COPYING = ("gloo", "fake")  # backends that copy on the CPU; the fake one, whose ranks do not exist, stands for gloo
-_copies: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
+
+# Note [What gloo copies]
+# Gloo's all-gather copies its input and its output, its reduce-scatter is an all-reduce of a copy of which all but a
+# slice is thrown away, and its coalesced calls run one by one. So for tensors on the CPU
+#   - an all-gather is one broadcast for each rank's slice, which works in place;
+#   - a reduce-scatter is an all-to-all after which each rank reduces what it received: half the bytes on the wire, no
+#     copy, and sums in one order;
+#   - nothing is coalesced.
+# Eager code, graph passes and generated code all ask `copies`, and only this folder and the pass that rewrites
+# reduce-scatters know what follows from it. The fake backend, whose ranks do not exist, stands for gloo in tests.
+_COPYING_BACKENDS = ("gloo", "fake")
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """By device type, such as "cuda", the name of the backend that communicates tensors of it in `group`."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # cpu:gloo,cuda:nccl
 
 
 def copies(tensor: Tensor, group: str) -> bool:
-    """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it: gloo's do."""
-    if tensor.device.type != "cpu":
-        return False
-    found = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str in 2.13
-    if found not in _copies:
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(found).split(","))  # cpu:gloo,cuda:nccl
-        _copies[found] = backends.get("cpu") in _COPYING
-    return _copies[found]
+    """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it (Note [What gloo copies])."""
+    return tensor.device.type == "cpu" and backends(group_named(group)).get("cpu") in _COPYING_BACKENDS
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, rank: int | None = None) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
-
-    Gloo's all-gather copies its input and its output. Where this rank's place `rank` is known, its CPU tensors are
-    filled by one broadcast for each rank's slice instead, which works in place.
-    """
-    if rank is None or not copies(full, group):
+def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
+    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
+    if not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
     slices = full.view(group_size, -1)
-    slices[rank].copy_(shard)
+    slices[group_named(group).rank()].copy_(shard)
     for source in range(group_size):
         BROADCAST(slices[source], source, group)
 
@@ -88,25 +91,16 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 def start_reduce_scatter(
     full: Tensor, group_size: int, group: str, op: str = "avg"
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that.
-
-    Gloo's reduce-scatter is an all-reduce of a copy, of which all but a slice is thrown away. Its slices are
-    exchanged instead and each rank adds up its own: half the bytes on the wire, no copy, and sums in one order.
-    """
-    if copies(full, group):
-        return _start_exchange(full, group_size, group, op)
-    reduced = REDUCE_SCATTER(full, op, group_size, group)
-    return reduced, partial(wait, reduced)
-
-
-def _start_exchange(full: Tensor, group_size: int, group: str, op: str) -> tuple[Tensor, Callable[[], None]]:
-    part = full.numel() // group_size
-    slices = [part] * group_size
+    """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that."""
+    if not copies(full, group):
+        reduced = REDUCE_SCATTER(full, op, group_size, group)
+        return reduced, partial(wait, reduced)
+    slices = [full.numel() // group_size] * group_size
     received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
-    reduced = full.new_empty(part)
+    reduced = full.new_empty(slices[0])
 
     def finish() -> None:
-        rows = WAIT(received).view(group_size, part)
+        rows = WAIT(received).view(group_size, -1)
         _REDUCTIONS[op](rows, 0, out=reduced)
 
     return reduced, finish

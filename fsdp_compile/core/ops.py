@@ -1,29 +1,24 @@
-"""Marker operators `fsdp_flat::*`: one node each in a traced graph, real bodies for eager execution.
+"""Marker operators `fsdp_flat::*`: one node each in a traced graph, with real bodies for eager execution.
 
-    unshard(handle)       -> the full flat parameter                  forward, when traced
-    views(full)           -> one full view per parameter              plain aten views, autograd included
-    reduce_grads(packed)  -> this rank's slice of the mean            backward, the derivative of unshard
-    pack_grads(grads)     -> one buffer laid out like the parameters  only in graphs: a pass puts it in place of the
-                                                                      concatenation that autograd derives from `views`;
-                                                                      Inductor may put it `into` a buffer that it names
-    add_accumulated(packed) -> the sum of it and of the gradients     backward, before a reduce of a unit that no_sync
-                               accumulated under no_sync              was ever in force for
-    defer_reduce(packed)  -> a scalar that carries no values          backward, instead of a reduce: the eager runtime
-                                                                      accumulates the gradients, or a hook reduces them
-    cast_shard(shard)     -> it in another dtype, in one buffer       only in Inductor's graphs
-    wait_all_gather(full, sent) -> `full`, filled by a collective     only in Inductor's graphs: `sent` lives so long
-    check_ranks(sequence, groups) -> nothing, a tensor to order by    only in Inductor's graphs: ranks compare what they
-                                                                      are about to run
-    record_time(graph, ...)  -> the same                              only where a profile is recorded
+    operator                   result                                      where
+    unshard(shard)             the full flat parameter                     traced forwards
+    views(full)                one full view per parameter                 traced forwards; decomposes into aten views
+    reduce_grads(packed)       this rank's slice of the mean               backward, the derivative of `unshard`
+    add_accumulated(packed)    its sum with the gradients that were        backward, before the reduce of a unit that
+                               accumulated under no_sync                   was ever under no_sync
+    defer_reduce(packed)       a scalar without a meaning                  backward, instead of a reduce: the eager
+                                                                           runtime accumulates, or a hook reduces
+    pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`;
+                                                                           Inductor may put it `into` a given buffer
+    cast_shard(shard)          it in another dtype, in one buffer          Inductor's graphs
+    wait_all_gather(full,      `full` once its collective has ended;       Inductor's graphs
+      sent)                    `sent` is alive until then
+    check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
+    record_time(...)           an empty tensor                             Inductor, where a profile is recorded
 
-Why operators and not an `autograd.Function`: a library operator with a registered derivative stays a single node
-through Dynamo and AOTAutograd, and it does not switch off AOTAutograd's cache.
-
-`add_accumulated` and `defer_reduce` have their real bodies in eager/graphs.py. They name a flat parameter by
-`flat_param_id`, a tensor on the CPU: an input of the graph, so that equal units can share one. What is deferred is no
-gradient of the flat shard in the graph, but of `deferred`, which connects the graph to it.
-
-The layout travels as `FlatParamLayout.text`: one string constant, guarded once, the same on every rank.
+This file has the signatures, the derivatives and the shapes. Bodies that communicate are in comm/flat.py, those of
+`add_accumulated` and `defer_reduce` in eager/graphs.py, those of `check_ranks` and `record_time` beside the passes that
+insert them. `flat_param_id` names a flat parameter by an integer in a tensor on the CPU (flat_param.py).
 """
 
 from typing import Any
@@ -32,34 +27,37 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from fsdp_compile.comm import collectives
-from fsdp_compile.comm.averaging import averaging
 from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.core.unshard_spec import UnshardSpec
+
+# Note [Why markers are operators]
+# An `autograd.Function` would be traced through: its collectives would end up in the graph as Dynamo met them, and
+# AOTAutograd does not cache graphs that contain one. A library operator with a registered derivative stays one node
+# through Dynamo and AOTAutograd, which passes can find and expand. It is opaque to both of them, so all that decides
+# its shape must be in its arguments: the layout and the groups travel as text (Note [One string describes an unshard]).
+# Where backward does not reduce, the graph may not return a gradient of the shard, which has another shape and is not
+# known yet. `defer_reduce` returns a scalar instead, the gradient of `deferred`, an input of the graph that nothing
+# reads. It makes autograd call the node behind `deferred` (autograd.DeferredGradient) when the graph has run.
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
 
 torch.library.define(
     "fsdp_flat::unshard",
-    "(Tensor handle, Tensor? number, Tensor? entry, str layout, str group, int group_size, "
-    "bool? reshard_after_forward, str replicas='', ScalarType? compute_dtype=None, ScalarType? reduce_dtype=None, "
-    "int replica_count=1, str neighbours='', int neighbour_count=1) -> Tensor",
+    "(Tensor shard, Tensor? flat_param_id, Tensor? deferred, str spec) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
-torch.library.define(
-    "fsdp_flat::reduce_grads",
-    "(Tensor packed, str layout, str group, int group_size, str replicas='', int replica_count=1, "
-    "str neighbours='', int neighbour_count=1) -> Tensor",
-    tags=_TAGS,
-)
+torch.library.define("fsdp_flat::reduce_grads", "(Tensor packed, str spec) -> Tensor", tags=_TAGS)
 torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor", tags=_TAGS)
 torch.library.define(
-    "fsdp_flat::add_accumulated", "(Tensor packed, Tensor number, bool in_place=False) -> Tensor", tags=_OPAQUE
+    "fsdp_flat::add_accumulated", "(Tensor packed, Tensor flat_param_id, bool in_place=False) -> Tensor", tags=_OPAQUE
 )
-torch.library.define("fsdp_flat::add_accumulated_", "(Tensor(a!) packed, Tensor number) -> ()", tags=_OPAQUE)
+torch.library.define("fsdp_flat::add_accumulated_", "(Tensor(a!) packed, Tensor flat_param_id) -> ()", tags=_OPAQUE)
 torch.library.define(
-    "fsdp_flat::defer_reduce", "(Tensor packed, Tensor number, str layout, bool owned=False) -> Tensor", tags=_OPAQUE
+    "fsdp_flat::defer_reduce",
+    "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False) -> Tensor",
+    tags=_OPAQUE,
 )
 torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
 torch.library.define("fsdp_flat::wait_all_gather", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
@@ -107,97 +105,35 @@ def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
 torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_parameters)
 
 
-@torch.library.impl("fsdp_flat::unshard", "default")
-def _unshard(
-    handle: Tensor,
-    number: Tensor | None,
-    entry: Tensor | None,
-    layout: str,
-    group: str,
-    group_size: int,
-    reshard_after_forward: bool | None,
-    replicas: str = "",
-    compute_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    replica_count: int = 1,
-    neighbours: str = "",
-    neighbour_count: int = 1,
-) -> Tensor:
-    shard = handle if compute_dtype is None else handle.to(compute_dtype)
-    if FlatParamLayout.parse(layout).world_size > 1:
-        part = collectives.all_gather(shard, group_size, group)
-        return collectives.all_gather(part, neighbour_count, neighbours) if neighbours else part
-    return handle.clone() if shard is handle else shard  # an operator may not return its input; a pass drops the copy
-
-
 @torch.library.register_fake("fsdp_flat::unshard")
-def _unshard_fake(
-    handle: Tensor,
-    number: Tensor | None,
-    entry: Tensor | None,
-    layout: str,
-    group: str,
-    group_size: int,
-    reshard_after_forward: bool | None,
-    replicas: str = "",
-    compute_dtype: torch.dtype | None = None,
-    *_: Any,
-) -> Tensor:
-    return handle.new_empty(FlatParamLayout.parse(layout).numel, dtype=compute_dtype or handle.dtype)
+def _unshard_fake(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
+    parsed = UnshardSpec.parse(spec)
+    return shard.new_empty(parsed.layout.numel, dtype=parsed.compute_dtype or shard.dtype)
 
 
-def _save_layout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    handle, number, entry, *where, _, replicas, compute_dtype, reduce_dtype, copies, neighbours, count = inputs
-    ctx.save_for_backward(*([] if number is None else [number]))
-    ctx.hands_over = entry is not None
-    said = (*where, replicas, copies, neighbours, count)
-    ctx.where = said if neighbours else said[: 5 if replicas else 3]
-    ctx.compute_dtype, ctx.dtype = compute_dtype or handle.dtype, handle.dtype
-    ctx.reduce_dtype = reduce_dtype or ctx.compute_dtype
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, flat_param_id, deferred, spec = inputs
+    ctx.save_for_backward(*([] if flat_param_id is None else [flat_param_id]))
+    ctx.defers, ctx.spec, ctx.dtype = deferred is not None, spec, shard.dtype
 
 
-def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    packed = grad if ctx.reduce_dtype == ctx.compute_dtype else grad.to(ctx.reduce_dtype)
-    if ctx.hands_over:
-        return None, None, DEFER_REDUCE(packed, *ctx.saved_tensors, ctx.where[0]), *[None] * 10
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [layout.numel]
+    spec = UnshardSpec.parse(ctx.spec)
+    packed = grad if spec.reduce_dtype is None else grad.to(spec.reduce_dtype)
+    if ctx.defers:
+        return None, None, DEFER_REDUCE(packed, *ctx.saved_tensors, spec.layout.text), None
     if ctx.saved_tensors:
         packed = ADD_ACCUMULATED(packed, *ctx.saved_tensors)
-    mean = REDUCE_GRADS(packed, *ctx.where)
-    return mean if ctx.reduce_dtype == ctx.dtype else mean.to(ctx.dtype), *[None] * 12
+    mean = REDUCE_GRADS(packed, ctx.spec)
+    return mean if mean.dtype == ctx.dtype else mean.to(ctx.dtype), None, None, None
 
 
-torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_layout)
-
-
-@torch.library.impl("fsdp_flat::reduce_grads", "default")
-def _reduce_grads(
-    packed: Tensor,
-    layout: str,
-    group: str,
-    group_size: int,
-    replicas: str = "",
-    replica_count: int = 1,
-    neighbours: str = "",
-    neighbour_count: int = 1,
-) -> Tensor:
-    how = averaging(packed.dtype, group_size * neighbour_count * replica_count)
-    addends = packed / how.before if how.before > 1 else packed
-    if FlatParamLayout.parse(layout).world_size > 1:
-        if neighbours:
-            addends = collectives.reduce_scatter(addends, neighbour_count, neighbours, how.op)
-        reduced = collectives.reduce_scatter(addends, group_size, group, how.op)
-    elif group_size > 1:
-        reduced = collectives.all_reduce(addends, group, how.op)
-    else:
-        return packed.clone()  # an operator may not return its input
-    if replicas:
-        reduced = collectives.all_reduce(reduced, replicas, how.op)
-    return reduced.div_(how.after) if how.after > 1 else reduced
+torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_for_backward)
 
 
 @torch.library.register_fake("fsdp_flat::reduce_grads")
-def _reduce_grads_fake(packed: Tensor, layout: str, *_: Any) -> Tensor:
-    return packed.new_empty(FlatParamLayout.parse(layout).shard_numel)
+def _reduce_grads_fake(packed: Tensor, spec: str) -> Tensor:
+    return packed.new_empty(UnshardSpec.parse(spec).layout.shard_numel)
 
 
 @torch.library.impl("fsdp_flat::pack_grads", "default")
@@ -220,17 +156,17 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | Non
 
 
 @torch.library.register_fake("fsdp_flat::add_accumulated")
-def _add_accumulated_fake(packed: Tensor, number: Tensor, in_place: bool = False) -> Tensor:
+def _add_accumulated_fake(packed: Tensor, flat_param_id: Tensor, in_place: bool = False) -> Tensor:
     return torch.empty_like(packed)
 
 
 @torch.library.register_fake("fsdp_flat::add_accumulated_")
-def _add_accumulated_in_place_fake(packed: Tensor, number: Tensor) -> None:
+def _add_accumulated_in_place_fake(packed: Tensor, flat_param_id: Tensor) -> None:
     return None
 
 
 @torch.library.register_fake("fsdp_flat::defer_reduce")
-def _defer_reduce_fake(packed: Tensor, number: Tensor, layout: str, owned: bool = False) -> Tensor:
+def _defer_reduce_fake(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
     return packed.new_empty((), dtype=torch.float32)
 
 

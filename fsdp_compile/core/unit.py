@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
-from fsdp_compile.comm.stages import Stage, shard_index
 from fsdp_compile.core._torch import current_backward
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.locations import ParameterLocations
 from fsdp_compile.core.ops import UNSHARD, VIEWS
+from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_index
 
 T = TypeVar("T")
 GradientDelivery = Literal["reduce", "reduce with kept", "hand over"]
@@ -52,7 +52,7 @@ class Unit:
         shards: into how many parts flat parameters are split: the size of `group`, or 1 for NO_SHARD.
         reshard_after_forward: whether gathered buffers are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
-        halves: peers and neighbours in `group`, through which gathers go (stages.py): backward asks neighbours only.
+        halves: peers and neighbours in `group`, through which gathers go (unshard_spec.py): backward uses the second.
         may_stay: whether a compiled graph may keep gathered buffers although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
@@ -97,15 +97,15 @@ class Unit:
         self.group_size, self.group_name = group.size(), group.group_name
         self.precision = precision or MixedPrecision()
         self.rank = dist.get_rank(group) if shards > 1 else 0
-        self.stages = tuple(map(Stage.of, halves or (group,)))
+        self.stages = tuple(map(NamedGroup.of, halves or (group,)))
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
-        number = shard_index(self.stages) if shards > 1 else 0
-        self.flats = tuple(FlatParam(kind, shards, number, stored, pin) for kind in by_kind(params))
+        index = shard_index((each.rank(), each.size()) for each in halves or (group,)) if shards > 1 else 0
+        self.flats = tuple(FlatParam(kind, shards, index, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.unsharded_params: list[Tensor] | None = None
@@ -127,19 +127,17 @@ class Unit:
         self.note_dtypes()
         self.mark()
 
-    def _constants(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[Any, ...]:
-        """What the `unshard` operator of a traced forward carries beside the handle; no more than is needed."""
-        first, *then = self.stages
-        frees = None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward
-        where = (flat.layout.text, first.name, first.size, frees)
-        if compute == reduce == flat.shard.dtype and self.replicas is None and not then:
-            return where
-        replicas, copies = ("", 1) if self.replicas is None else (self.replicas.group_name, self.replicas.size())
-        cast = compute if compute != flat.shard.dtype else None
-        rest = (replicas, cast, reduce if reduce != compute else None)
-        if then:
-            return (*where, *rest, copies, then[0].name, then[0].size)
-        return (*where, *rest) if self.replicas is None else (*where, *rest, copies)
+    def _spec(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[str, str]:
+        """The constants of a traced forward, one for `unshard` and one for `views`."""
+        spec = UnshardSpec(
+            flat.layout,
+            self.stages,
+            reshard_after_forward=None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward,
+            replicas=None if self.replicas is None else NamedGroup.of(self.replicas),
+            compute_dtype=compute if compute != flat.shard.dtype else None,
+            reduce_dtype=reduce if reduce != compute else None,
+        )
+        return spec.text, flat.layout.text
 
     @property
     def syncs(self) -> bool:
@@ -248,21 +246,21 @@ class Unit:
         """Record the gather of all flat parameters; one differentiable full view per parameter."""
         views: list[Tensor] = []
         constants = self._traced_in_full if full_precision else self._traced
-        for flat, where in zip(self.flats, constants, strict=True):
+        for flat, (spec, layout) in zip(self.flats, constants, strict=True):
             if flat.autograd_shard is None:
                 raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
-            number = flat.flat_param_id if self.delivery != "reduce" else None
-            entry = flat.deferred if self.delivery == "hand over" else None
-            found: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, number, entry, *where), where[0])
+            flat_param_id = flat.flat_param_id if self.delivery != "reduce" else None
+            deferred = flat.deferred if self.delivery == "hand over" else None
+            found: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
     def views_of(self, fulls: Sequence[Tensor]) -> list[Tensor]:
         """The views cut from flat parameters in full; traced, a marker lets the passes pack their gradients."""
         views: list[Tensor] = []
-        for flat, full, where in zip(self.flats, fulls, self._gathered, strict=True):
-            marked = UNSHARD(full, None, None, *where) if torch.compiler.is_compiling() else full
-            found: list[Tensor] = VIEWS(marked, where[0])
+        for flat, full, (spec, layout) in zip(self.flats, fulls, self._gathered, strict=True):
+            marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
+            found: list[Tensor] = VIEWS(marked, layout)
             views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
         return views
 
@@ -287,10 +285,11 @@ class Unit:
 
     def note_dtypes(self) -> None:
         """Make anew what follows from the dtype of the shards."""
-        self._traced = [self._constants(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
-        whole = [replace(flat.layout, world_size=1).text for flat in self.flats]  # nothing is left to gather
-        self._gathered = [(text, "", 1, self.reshard_after_forward) for text in whole]
-        self._traced_in_full = [self._constants(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
+        self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
+        unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
+        specs = [UnshardSpec(layout, (), self.reshard_after_forward) for layout in unsharded]
+        self._gathered = [(spec.text, spec.layout.text) for spec in specs]
+        self._traced_in_full = [self._spec(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)

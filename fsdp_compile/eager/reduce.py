@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     allreduce_hook,
@@ -35,11 +34,11 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     reduce_scatter_hook,
 )
 
-from fsdp_compile.comm import collectives
-from fsdp_compile.comm.averaging import averaging
+from fsdp_compile.comm.flat import start_average
 from fsdp_compile.core.autograd import GradientReduction, check_first_order
 from fsdp_compile.core.flat_param import FlatParam, flat_param_by_id
 from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import current_backward
 from fsdp_compile.eager.accumulate import accumulate, take_accumulated
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
@@ -194,43 +193,10 @@ def _reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; where the average will be, and what waits for it."""
     if unit.comm_hook is not None:
         return reduce_by_hook(unit, *unit.comm_hook, packed)
-    how = averaging(packed.dtype, unit.data_parallel_size)
-    if how.before > 1:
-        packed.div_(how.before)
+    replicas = None if unit.replicas is None else NamedGroup.of(unit.replicas)
     if unit.is_sharded and unit.switches.fake_reduce:
-        reduced, arrive = packed.chunk(unit.group_size)[unit.rank].clone(), lambda: None
-    elif unit.is_sharded:
-        reduced, arrive = _start_scatter(unit, packed, how.op)
-    else:
-        reduced, arrive = packed, partial(collectives.wait, packed)
-        if unit.group_size > 1:
-            collectives.start_all_reduce(packed, unit.group_name, how.op)
-    replicas = unit.replicas
-
-    def finish() -> None:
-        arrive()
-        if replicas is not None:  # hybrid: the shard alone crosses the slow links
-            collectives.start_all_reduce(reduced, replicas.group_name, how.op)
-            collectives.wait(reduced)
-        if how.after > 1:
-            reduced.div_(how.after)
-
-    return reduced, finish
-
-
-def _start_scatter(unit: Unit, packed: Tensor, op: str) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to reduce `packed` to this rank's slice; the second of two stages follows when the first is waited for."""
-    *peers, last = unit.stages
-    part, arrive = collectives.start_reduce_scatter(packed, last.size, last.name, op)
-    if not peers:
-        return part, arrive
-    reduced = part.new_empty(part.numel() // peers[0].size)
-
-    def finish() -> None:
-        arrive()
-        reduced.copy_(collectives.reduce_scatter(part, peers[0].size, peers[0].name, op))
-
-    return reduced, finish
+        return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas)
+    return start_average(packed, unit.stages, unit.is_sharded, replicas)
 
 
 _COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
@@ -257,7 +223,8 @@ def reduce_by_hook(
     else:
         reduced = packed
         hook(state, packed)
-    return reduced, partial(_average_copies, unit.replicas, reduced)
+    replicas = None if unit.replicas is None else NamedGroup.of(unit.replicas)
+    return start_average(reduced, (), False, replicas)
 
 
 def _in_order_of_ranks(unit: Unit, packed: Tensor) -> Tensor:
@@ -281,18 +248,6 @@ def _compress_on_cpu(unit: Unit, state: Any, low: Tensor) -> Tensor:
         reduced = low
         allreduce_hook(state, reduced)
     return reduced.to(state.parameter_type)
-
-
-def _average_copies(replicas: dist.ProcessGroup | None, reduced: Tensor) -> None:
-    if replicas is None:
-        return
-    how = averaging(reduced.dtype, replicas.size())
-    if how.before > 1:
-        reduced.div_(how.before)
-    collectives.start_all_reduce(reduced, replicas.group_name, how.op)
-    collectives.wait(reduced)
-    if how.after > 1:
-        reduced.div_(how.after)
 
 
 @torch.library.impl("fsdp_flat::defer_reduce", "default")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.stages import gather
+from fsdp_compile.comm.flat import all_gather_flat
 from fsdp_compile.core._torch import set_grad
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.layout import ShardRecord
@@ -253,7 +253,7 @@ def gather_flat(unit: Unit, flat: FlatParam, local: Tensor) -> Tensor:
     if not unit.is_sharded:
         return local
     with torch.inference_mode(False), torch.no_grad():
-        return gather(local.to(unit.device), unit.stages)
+        return all_gather_flat(local.to(unit.device), unit.stages)
 
 
 def full_parameters(unit: Unit, flat: FlatParam) -> list[Tensor]:

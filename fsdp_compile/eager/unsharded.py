@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.stages import Stage
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, view_parameters
 from fsdp_compile.core.unit import Unit, VersionCounters, check_no_forward_runs, check_not_summoned
+from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
@@ -98,8 +98,8 @@ class UnshardedBuffer:
             self.storage.resize_(0)
 
 
-def _start(full: Tensor, shard: Tensor, stage: Stage) -> None:
-    collectives.start_all_gather(full, shard, stage.size, stage.name, stage.rank)
+def _start(full: Tensor, shard: Tensor, group: NamedGroup) -> None:
+    collectives.start_all_gather(full, shard, group.size, group.name)
 
 
 class KeptUnsharded(NamedTuple):

@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.averaging import averaging
+from fsdp_compile.comm.flat import averaging
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD
+from fsdp_compile.core.unshard_spec import UnshardSpec
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.tags import Kind, Tag, module_path, set_tag
 from fsdp_compile.passes.joint.merge_calls import merge_calls
@@ -48,31 +49,26 @@ def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
         if node.target is UNSHARD:
-            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), module_path(node), node.args[6])
+            reshards = UnshardSpec.parse(node.args[3]).reshard_after_forward
+            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), module_path(node), reshards)
         elif node.target in _EXPANSIONS:
             units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
     return units
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    handle, _, _, text, group, group_size, _, *rest = marker.args
-    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
+    shard, _, _, text = marker.args
+    spec = UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
-    compute_dtype = rest[1] if rest else None
-    full = handle if compute_dtype is None else emit("cast", CAST, handle, compute_dtype)
-    if layout.world_size > 1 and len(rest) == 6:  # in two stages: what the first brings is kept for backward
-        full = _gather(_emitter(graph, marker, (*unit[:2], False)), full, group_size, group)
-        group, group_size = rest[4:]
-    if layout.world_size > 1:
-        full = _gather(emit, full, group_size, group)
+    full: Any = shard if spec.compute_dtype is None else emit("cast", CAST, shard, spec.compute_dtype)
+    for index, group in enumerate(spec.groups if spec.is_sharded else ()):
+        is_last = index == len(spec.groups) - 1  # what an earlier stage brings is retained for backward
+        gather = emit if is_last else _emitter(graph, marker, (*unit[:2], False))
+        full = gather("wait", collectives.WAIT, gather("gather", collectives.ALL_GATHER, full, group.size, group.name))
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
-        _slice_instead(graph, split, full, layout, emit)
-    marker.replace_all_uses_with(full)  # type: ignore[arg-type]  # fx arguments are untyped
+        _slice_instead(graph, split, full, spec.layout, emit)
+    marker.replace_all_uses_with(full)
     graph.erase_node(marker)
-
-
-def _gather(emit: Emit, shard: Any, group_size: Any, group: Any) -> fx.Node:
-    return emit("wait", collectives.WAIT, emit("gather", collectives.ALL_GATHER, shard, group_size, group))
 
 
 def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParamLayout, emit: Emit) -> None:
@@ -87,34 +83,30 @@ def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParam
 
 
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    packed, text, group, group_size, *rest = marker.args
-    replicas, replica_count, neighbours, neighbour_count = rest + [None, 1, None, 1][len(rest) :]
+    packed: Any
+    packed, text = marker.args
+    spec = UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
     emit = _emitter(graph, marker, unit)
-    layout = FlatParamLayout.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    kept = packed.args[1] if packed.target is ADD_ACCUMULATED else None  # type: ignore[union-attr]  # fx arguments are untyped
-    how = averaging(packed.meta["val"].dtype, group_size * replica_count * neighbour_count)  # type: ignore[operator,arg-type,union-attr]  # likewise
-    if kept is None:
-        packed = _pack_instead(packed, layout, how.before, emit)  # type: ignore[arg-type]  # likewise
-    else:  # what was kept is divided too
-        packed = emit("add_accumulated", ADD_ACCUMULATED, _pack_instead(packed.args[0], layout, 1.0, emit), kept)  # type: ignore[arg-type,union-attr]  # likewise
+    how = averaging(packed.meta["val"].dtype, spec.data_parallel_size)
+    if packed.target is ADD_ACCUMULATED:  # accumulated gradients are divided too
+        packed, flat_param_id = packed.args
+        packed = emit("add_accumulated", ADD_ACCUMULATED, _pack_instead(packed, spec.layout, 1.0, emit), flat_param_id)
         packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
-    if neighbours:
-        start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, neighbour_count, neighbours)
-        packed = emit("wait_reduce", collectives.WAIT, start)
-    if layout.world_size > 1:
-        start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group_size, group)
-    elif group_size > 1:  # type: ignore[operator]  # likewise
-        start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group)
     else:
-        marker.replace_all_uses_with(packed)
-        graph.erase_node(marker)
-        return
-    mean = emit("wait_reduce", collectives.WAIT, start)
-    if replicas:  # hybrid: the shard alone crosses the slow links
-        mean = emit("wait_reduce", collectives.WAIT, emit("reduce", collectives.ALL_REDUCE, mean, how.op, replicas))
+        packed = _pack_instead(packed, spec.layout, how.before, emit)
+    all_reduced = [spec.replicas] if spec.replicas is not None else []  # hybrid: the shard alone crosses the slow links
+    if spec.is_sharded:
+        for group in reversed(spec.groups):
+            start = emit("reduce", collectives.REDUCE_SCATTER, packed, how.op, group.size, group.name)
+            packed = emit("wait_reduce", collectives.WAIT, start)
+    else:
+        all_reduced += [group for group in spec.groups if group.size > 1]
+    for group in all_reduced:
+        start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group.name)
+        packed = emit("wait_reduce", collectives.WAIT, start)
     if how.after > 1:
-        mean = emit("scale", SCALE, mean, how.after)
-    marker.replace_all_uses_with(mean)
+        packed = emit("scale", SCALE, packed, how.after)
+    marker.replace_all_uses_with(packed)
     graph.erase_node(marker)
 
 

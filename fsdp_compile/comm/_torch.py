@@ -1,0 +1,31 @@
+"""Private names of torch about process groups. Checked on torch 2.11 and 2.13.
+
+When torch moves: `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13; `_allgather_base` is
+what `dist.all_gather_into_tensor` calls; the store of `_get_process_group_store` must be the group's own.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+
+
+def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
+    """Begin to all-gather `shard` into `full`; the public function takes as long again before it comes here."""
+    return group._allgather_base(full, shard)
+
+
+def start_broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> dist.Work:
+    """Begin to overwrite `tensor` with what rank `source` of the group has in it; likewise."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return group.broadcast([tensor], options)
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store of `group` alone: its keys are seen by no other group."""
+    return _get_process_group_store(group)

@@ -1,0 +1,125 @@
+"""Collectives of a flat parameter: through one group or two, and divided so that the mean is safe in every dtype.
+
+    all_gather_flat    shard [n]            ->  full [n * ranks]     through `groups` in order
+    start_average      packed [n * ranks]   ->  mean [n]             through `groups` in reverse, then the replicas
+
+The eager runtime calls both; they are also the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads`, for graphs
+that no pass of ours has expanded.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec
+
+
+def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup]) -> Tensor:
+    """All ranks' `shard`, 1-D `[n]`, in the order of the flat buffer: 1-D `[n * ranks]`."""
+    for group in groups:
+        shard = collectives.all_gather(shard, group.size, group.name)
+    return shard
+
+
+def start_average(
+    packed: Tensor, groups: Sequence[NamedGroup], is_sharded: bool, replicas: NamedGroup | None = None
+) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to average `packed`, 1-D, over all ranks; where the mean will be, and what completes it.
+
+    Args:
+        packed: may be overwritten, and is the mean itself if not `is_sharded`.
+        groups: what a gather goes through, in that order; empty to average over `replicas` alone.
+        is_sharded: whether the mean is this rank's slice, 1-D `[n / ranks]`, or all of it.
+        replicas: the group whose ranks hold the same slice, or None.
+    """
+    how = averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
+    if how.before > 1:
+        packed.div_(how.before)
+    if is_sharded:
+        mean, wait = _start_reduce_scatter(packed, groups, how.op)
+    else:
+        mean, wait = packed, partial(collectives.wait, packed)
+        for group in groups:
+            if group.size > 1:
+                collectives.start_all_reduce(packed, group.name, how.op)
+
+    def finish() -> None:
+        wait()
+        if replicas is not None:  # hybrid: the shard alone crosses the slow links
+            collectives.start_all_reduce(mean, replicas.name, how.op)
+            collectives.wait(mean)
+        if how.after > 1:
+            mean.div_(how.after)
+
+    return mean, finish
+
+
+def _start_reduce_scatter(packed: Tensor, groups: Sequence[NamedGroup], op: str) -> tuple[Tensor, Callable[[], None]]:
+    """Of two stages, the second follows when the first is waited for."""
+    *peers, last = groups
+    part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op)
+    if not peers:
+        return part, wait
+    reduced = part.new_empty(part.numel() // peers[0].size)
+
+    def finish() -> None:
+        wait()
+        reduced.copy_(collectives.reduce_scatter(part, peers[0].size, peers[0].name, op))
+
+    return reduced, finish
+
+
+class Averaging(NamedTuple):
+    """A mean over ranks: divide by `before`, reduce with `op`, divide by `after`."""
+
+    op: str
+    before: float
+    after: float
+
+
+def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
+    """How gradients of `dtype` are averaged over `ranks` ranks (E-PG-11, E-RED-3).
+
+    float16 ends at 65504 and loses digits below 6e-5: a sum of scaled gradients overflows where their mean would not,
+    and dividing by all ranks at first loses the small ones. A collective's own mean may do either, as its backend
+    likes. So half of the division (in the exponent) comes before and half after: means up to 65504 / `after` are safe.
+    bfloat16 and wider have the range of float32, where neither happens, and use the collective's mean, which saves a
+    kernel.
+    """
+    if dtype != torch.float16:
+        return Averaging("avg", 1.0, 1.0)
+    return Averaging("sum", *gradient_divide_factors(ranks))
+
+
+def gradient_divide_factors(ranks: int) -> tuple[float, float]:
+    """By what to divide before and after a sum over `ranks`; the product is `ranks` (E-PG-11).
+
+    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer. Halving the division
+    so keeps both the addends and the sum within the range of a narrow dtype.
+    """
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return float(before), ranks / before
+
+
+@torch.library.impl("fsdp_flat::unshard", "default")
+def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
+    parsed = UnshardSpec.parse(spec)
+    local = shard.to(parsed.compute_dtype or shard.dtype)
+    if parsed.is_sharded:
+        return all_gather_flat(local, parsed.groups)
+    return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
+
+
+@torch.library.impl("fsdp_flat::reduce_grads", "default")
+def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
+    parsed = UnshardSpec.parse(spec)
+    mean, finish = start_average(packed.clone(), parsed.groups, parsed.is_sharded, parsed.replicas)
+    finish()
+    return mean
