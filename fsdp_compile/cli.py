@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp_compile.checkpoint.convert import TARGETS, chosen, convert
-from fsdp_compile.checkpoint.manifest import CheckpointError
-from fsdp_compile.checkpoint.sources import Source, open_source
+from fsdp_compile.checkpoint import CheckpointError
+from fsdp_compile.checkpoint.convert import TARGETS, Source, convert, open_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +96,7 @@ def run_convert(args: argparse.Namespace) -> None:
         raise ValueError(f"--world-size {args.world_size}: --format torch writes one file; leave it out")
     source = open_source(args.source)
     part = args.part or _usual_part(source, args.format)
-    taken = chosen(source, part)
+    taken = source.below(part)
     size = sum(source.tensors[name].nbytes for name in taken if name in source.tensors)
     convert(source, args.target, args.format, args.world_size, part, progress_bar(size))
     tensors = sum(name in source.tensors for name in taken)

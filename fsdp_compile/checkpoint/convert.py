@@ -1,42 +1,116 @@
-"""From any format to any other, one tensor in memory at a time."""
+"""`fsdp-compile checkpoint`: from any format to any other, with one tensor in memory at a time.
 
+    format          read                                    written
+    dcp             a folder that DCP wrote                 a folder as that many ranks would write it
+    safetensors     a file or a Hugging Face folder         a Hugging Face folder, without what is not a tensor
+    torch           a file of torch.save, mapped            a file of torch.save
+
+A name is the path of keys that lead to a tensor or value, joined by dots, as DCP has it.
+"""
+
+# Note [Why conversion has readers and writers of its own]
+# `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils (looked at in 2.11 and 2.13)
+# load the complete state into memory, know no checksums, and leave half of a file behind when they fail. Here a source
+# reads one tensor at a time, a target has room for every tensor before the first is written, and what was written gets
+# its name by one rename at the end. All else is DCP's and torch.save's: their metadata, their files, their pickles.
+
+import io
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fsdp_compile.checkpoint.disk import sync_folder
-from fsdp_compile.checkpoint.sources import Source
-from fsdp_compile.checkpoint.targets import DcpTarget, SafetensorsTarget, Target, TorchTarget
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
-TARGETS: dict[str, type[Target]] = {"dcp": DcpTarget, "safetensors": SafetensorsTarget, "torch": TorchTarget}
-Progress = Callable[[int], None]
+from fsdp_compile.checkpoint._torch import (
+    flatten_state_dict,
+    no_memory,
+    offset_in_file,
+    save_holes,
+    unflatten_state_dict,
+)
+from fsdp_compile.checkpoint.directory import MANIFEST, METADATA, CheckpointError, open_checkpoint, sync_folder
+from fsdp_compile.checkpoint.safetensors_file import (
+    Export,
+    TensorSpec,
+    memory_of,
+    read_range,
+    spread,
+    stored_tensors,
+    write_all,
+)
+from fsdp_compile.checkpoint.storage import DirectoryReader, ItemFile, describe, in_order, rank_file
+
+Keys = tuple[str | int, ...]
 
 
-def chosen(source: Source, part: str | None) -> dict[str, tuple[str | int, ...]]:
-    """The names under the first key `part`, each with its other keys; without `part`, all.
+@dataclass
+class Source:
+    """Tensors and other values of a checkpoint, by name."""
 
-    ValueError if there is no such key.
-    """
-    if part is None:
-        return source.keys
-    found = {name: keys[1:] for name, keys in source.keys.items() if keys[0] == part and len(keys) > 1}
-    if not found:
-        parts = ", ".join(dict.fromkeys(str(keys[0]) for keys in source.keys.values() if len(keys) > 1)) or "none"
-        raise ValueError(f"part {part!r}: expected one of {parts}")
-    return found
+    format: str  # in words
+    files: list[Path]
+    tensors: dict[str, TensorSpec]
+    keys: dict[str, Keys]  # for each tensor and each other value the keys that lead there
+    read: Callable[[str], Tensor]  # a tensor, contiguous, on the CPU
+    value: Callable[[str], Any]  # what is not a tensor
+    step: int | None = None  # at which it was saved, if something says so
+
+    @property
+    def values(self) -> list[str]:
+        """Names of what is not a tensor."""
+        return [name for name in self.keys if name not in self.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def below(self, part: str | None) -> dict[str, Keys]:
+        """The names under the first key `part`, each with its other keys; without `part`, all.
+
+        ValueError if there is no such key.
+        """
+        if part is None:
+            return self.keys
+        chosen = {name: keys[1:] for name, keys in self.keys.items() if keys[0] == part and len(keys) > 1}
+        if not chosen:
+            firsts = ", ".join(dict.fromkeys(str(keys[0]) for keys in self.keys.values() if len(keys) > 1)) or "none"
+            raise ValueError(f"part {part!r}: expected one of {firsts}, found no such key; pass one of them")
+        return chosen
 
 
 def convert(
-    source: Source, path: Path, to: str, files: int = 1, part: str | None = None, progress: Progress = lambda _: None
+    source: Source,
+    path: Path,
+    to: str,
+    files: int = 1,
+    part: str | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write what `source` has as a checkpoint at `path`, which is seen when it is complete.
 
     Args:
         source: what to read.
         path: a folder, or for "torch" a file, that does not exist yet.
-        to: "dcp", "safetensors", which leaves out what is no tensor, or "torch".
+        to: "dcp", "safetensors", which leaves out what is not a tensor, or "torch".
         files: over how many files to spread the tensors; "torch" writes one.
         part: write only what lies under this first key, without the key.
         progress: called with the bytes of each tensor that was written.
@@ -48,25 +122,200 @@ def convert(
     """
     if path.exists():
         raise FileExistsError(f"{path}: expected a path that does not exist yet; remove it or choose another")
-    keys = chosen(source, part)
-    names = {name: ".".join(map(str, rest)) for name, rest in keys.items()}  # there -> here
-    tensors = {name: source.tensors[name] for name in names if name in source.tensors}
+    keys = source.below(part)
+    new_names = {name: ".".join(map(str, rest)) for name, rest in keys.items()}
+    contents = Contents(
+        [source.tensors[name]._replace(name=new) for name, new in new_names.items() if name in source.tensors],
+        {new: source.value(name) for name, new in new_names.items() if name not in source.tensors},
+        {new_names[name]: rest for name, rest in keys.items()},
+        source.step,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        with TARGETS[to](
-            aside / path.name,
-            [spec._replace(name=names[name]) for name, spec in tensors.items()],
-            {names[name]: rest for name, rest in keys.items()},
-            source.step,
-            files,
-        ) as target:
-            target.begin({names[name]: source.value(name) for name in source.values if name in names})
-            for name, spec in tensors.items():
-                target.write(names[name], source.read(name))
-                progress(spec.nbytes)
-            target.end()
-        os.rename(aside / path.name, path)
+        with TARGETS[to](staged / path.name, contents, files) as write:
+            for name, new in new_names.items():
+                if name in source.tensors:
+                    write(new, source.read(name))
+                    progress(source.tensors[name].nbytes)
+        os.rename(staged / path.name, path)
         sync_folder(path.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # what failed before is the error to be seen
+        shutil.rmtree(staged, ignore_errors=True)  # what failed before is the error to be seen
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def open_source(path: Path) -> Source:
+    """Find out what `path` is.
+
+    Raises:
+        FileNotFoundError: there is nothing that is a checkpoint.
+        CheckpointError: a file is damaged.
+    """
+    if path.is_file() and zipfile.is_zipfile(path):
+        return _torch_source(path)
+    if (path / METADATA).is_file():
+        return _dcp_source(path)
+    if checkpoint := open_checkpoint(path):
+        return _dcp_source(checkpoint[0])
+    if path.is_file() or any(path.glob("*.safetensors*")):
+        return _safetensors_source(path)
+    what = "no such file" if not path.exists() else "none of these"
+    raise FileNotFoundError(
+        f"{path}: expected a folder that torch.distributed.checkpoint wrote, a folder of checkpoints, a folder or file "
+        f"of safetensors, or a file of torch.save; found {what}"
+    )
+
+
+def _dcp_source(path: Path) -> Source:
+    """A folder that DCP wrote. Checksums are compared where there is a manifest.
+
+    A tensor that was saved as one chunk is read as it is; else the tensor and one of its chunks are in memory.
+    """
+    checked = DirectoryReader(path) if (path / MANIFEST).is_file() else None
+    reader = checked or FileSystemReader(path)
+    metadata = reader.read_metadata()
+    locations = metadata.storage_data
+    stored = {
+        name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
+    }
+    tensors = {name: TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in stored.items()}
+    keys = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in metadata.state_dict_metadata}
+
+    def load(index: MetadataIndex, weights_only: bool) -> Any:
+        location = locations[index]
+        with open(path / location.relative_path, "rb") as file:
+            item = reader._slice_file(file, location)
+            return torch.load(item, map_location="cpu", weights_only=weights_only)
+
+    def read(name: str) -> Tensor:
+        spec, chunks = tensors[name], stored[name].chunks
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(spec.shape):
+            raise CheckpointError(f"{path}, with {name}: expected chunks of all of the tensor, found some missing; "
+                                  f"the tensor was not saved completely")  # fmt: skip
+        if len(chunks) == 1:
+            return in_order(load(MetadataIndex(name, chunks[0].offsets), True).detach())
+        full = torch.empty(spec.shape, dtype=spec.dtype)
+        for chunk in chunks:
+            box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            full[box] = load(MetadataIndex(name, chunk.offsets), True)
+        return full
+
+    return Source(
+        "torch.distributed.checkpoint",
+        sorted({path / location.relative_path for location in locations.values()}),
+        tensors,
+        keys,
+        read,
+        lambda name: load(MetadataIndex(name), False),  # unpickled, as DCP itself does: whatever was saved runs
+        checked.manifest.step if checked else None,
+    )
+
+
+def _safetensors_source(path: Path) -> Source:
+    """A file of safetensors, or a folder in Hugging Face's layout."""
+    stored = stored_tensors(path)
+
+    def read(name: str) -> Tensor:
+        spec = stored[name].spec
+        elements = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
+        read_range(stored[name], elements)
+        return elements.view(spec.shape)
+
+    files = sorted({each.file for each in stored.values()})
+    specs = {name: each.spec for name, each in stored.items()}
+    return Source("safetensors", files, specs, {name: (name,) for name in specs}, read, lambda name: None)
+
+
+def _torch_source(path: Path) -> Source:
+    """A file of torch.save, with dicts and lists of tensors; its tensors are mapped, not read, until they are used."""
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: expected a torch.save of tensors and plain values: {error}") from None
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path}: expected a torch.save of a dict, found {type(loaded).__name__}")
+    leaves, keys = flatten_state_dict(loaded)
+    specs = {name: TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in leaves.items() if isinstance(t, Tensor)}
+    return Source("torch.save", [path], specs, keys, lambda name: in_order(leaves[name].detach()), leaves.__getitem__)
+
+
+# --- targets: contexts that give a function which writes each tensor, contiguous and on the CPU, once -----------------
+
+
+@dataclass
+class Contents:
+    """What is to be written: tensors without their values, other values, and the keys that lead to each of them."""
+
+    specs: list[TensorSpec]
+    values: dict[str, Any]
+    keys: dict[str, Keys]
+    step: int | None
+
+
+Target = Callable[[Path, Contents, int], AbstractContextManager[Callable[[str, Tensor], None]]]
+
+
+@contextmanager
+def _dcp_target(path: Path, contents: Contents, files: int) -> Iterator[Callable[[str, Tensor], None]]:
+    """A folder of DCP; each tensor is split along its first dimension into as many chunks as there are files."""
+    path.mkdir()
+    metadata = Metadata({}, planner_data=contents.keys)
+    results: list[list[WriteResult]] = [[] for _ in range(files)]
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(ItemFile(path / rank_file(rank))) for rank in range(files)]
+        for name, value in contents.values.items():
+            pickled = io.BytesIO()
+            torch.save(value, pickled)
+            results[0].append(outputs[0].write(MetadataIndex(name), pickled))
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+
+        def write(name: str, tensor: Tensor) -> None:
+            chunks, first = [], 0
+            for rank, chunk in enumerate(tensor.chunk(files) if tensor.numel() and tensor.ndim else [tensor]):
+                offsets = torch.Size([first, *[0] * tensor.ndim][: tensor.ndim])
+                chunks.append(ChunkStorageMetadata(offsets, chunk.shape))
+                results[rank].append(outputs[rank].write(MetadataIndex(name, offsets), chunk))
+                first += len(chunk) if tensor.ndim else 0
+            properties = TensorProperties(dtype=tensor.dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
+
+        yield write
+    describe(path, contents.step, metadata, results, FileSystemWriter(path).finish)
+    sync_folder(path)
+
+
+@contextmanager
+def _safetensors_target(path: Path, contents: Contents, files: int) -> Iterator[Callable[[str, Tensor], None]]:
+    """A folder in Hugging Face's layout, without what is not a tensor."""
+    export = Export.of(spread(contents.specs, files), path, {})
+    export.stage()
+    with export.writing() as write:
+        yield lambda name, tensor: write(name, tensor.view(-1), 0)
+    export.commit()
+
+
+@contextmanager
+def _torch_target(path: Path, contents: Contents, files: int) -> Iterator[Callable[[str, Tensor], None]]:
+    """One file of torch.save, nested as the keys say: first with holes for the values, which are filled one by one.
+
+    The zip file's own checksums are those of the holes; torch does not look at them.
+    """
+    with no_memory():
+        holes: dict[str, Any] = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in contents.specs}
+    leaves = contents.values | holes
+    save_holes(unflatten_state_dict({name: leaves[name] for name in contents.keys}, contents.keys), path)
+    with no_memory():
+        loaded, _ = flatten_state_dict(torch.load(path, weights_only=False))
+    starts = {name: offset_in_file(loaded[name]) for name in holes}
+    file = os.open(path, os.O_WRONLY)
+    try:
+        yield lambda name, tensor: write_all(file, memory_of(tensor), starts[name])
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+TARGETS: dict[str, Target] = {"dcp": _dcp_target, "safetensors": _safetensors_target, "torch": _torch_target}

@@ -1,7 +1,8 @@
-"""`save_safetensors` and `load_safetensors`: a sharded model, to and from a Hugging Face folder, without gathering.
+"""`save_safetensors` and `load_safetensors`: a model, sharded or not, to and from a Hugging Face folder.
 
-In a file of safetensors each tensor is one run of bytes, and a rank stores one run of each parameter. So every rank
-writes what it holds to where it belongs, and reads what it needs from there: straight from and into the shards.
+In a file of safetensors each tensor is one range of bytes, and a rank stores one range of each parameter. So every rank
+writes what it stores to where it belongs, and reads what it needs from there: straight from and into the shards,
+without gathering. See Note [Why files of safetensors are written in place].
 """
 
 import os
@@ -13,22 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile.checkpoint import safetensors_file
-from fsdp_compile.checkpoint.agree import all_succeed, first_decides, is_first
-from fsdp_compile.checkpoint.safetensors_file import Place, Plan, Spec, Writer
+from fsdp_compile.checkpoint.safetensors_file import (
+    Export,
+    StoredTensor,
+    TensorSpec,
+    fill_up,
+    read_range,
+    stored_tensors,
+)
+from fsdp_compile.checkpoint.save_load import all_succeed
+from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.core.lookup import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
-
-
-class Held(NamedTuple):
-    """What this rank stores of a parameter or buffer."""
-
-    spec: Spec  # under its first name
-    names: list[str]  # all names: those of tied parameters
-    tensor: Tensor
-    part: Tensor  # of the flattened tensor, 1-D; memory of `tensor` where that is contiguous
-    first: int  # index of the part's first element
-    saves: bool  # whether this rank, of those that store this part, is the one that writes it
 
 
 def save_safetensors(
@@ -41,7 +38,7 @@ def save_safetensors(
     """Write the parameters and persistent buffers of `model`, sharded or not, in Hugging Face's layout; all ranks call.
 
     One file `model.safetensors`, or several and an index, under original names, in stored dtypes. A tied parameter is
-    written once, under its first name; the files' metadata have its other names. Every rank writes its own parts.
+    written once, under its first name; the files' metadata have its other names. Every rank writes what it stores.
     Files of an earlier export are replaced at the end; other files in the folder stay.
 
     Args:
@@ -56,25 +53,24 @@ def save_safetensors(
         ValueError: parameters are summoned; or a dtype is none that safetensors has.
     """
     _sharded_units(model, "save_safetensors")
-    held = list(_held(model, process_group))
-    tied = {name: each.spec.name for each in held for name in each.names[1:]}
-    groups = safetensors_file.fill_up([each.spec for each in held], max_shard_size)
-    plan = Plan.of(groups, Path(folder), tied)
+    tensors = list(_local_tensors(model, process_group))
+    tied = {name: each.spec.name for each in tensors for name in each.names[1:]}
+    export = Export.of(fill_up([each.spec for each in tensors], max_shard_size), Path(folder), tied)
+
+    def write_own() -> None:
+        with export.writing() as write:
+            for each in tensors:
+                if each.is_written:
+                    write(each.spec.name, each.local, each.first)
+
     try:
-        first_decides(plan.begin, process_group)
-        all_succeed(lambda: _write(plan, held), f"writing {folder}", process_group)
-        first_decides(plan.end, process_group)
+        on_first_rank(export.stage, process_group)
+        all_succeed(write_own, f"writing {folder}", process_group)
+        on_first_rank(export.commit, process_group)
     except Exception:
         if is_first(process_group):
-            plan.abandon()
+            export.discard()
         raise
-
-
-def _write(plan: Plan, held: list[Held]) -> None:
-    with Writer(plan) as writer:
-        for each in held:
-            if each.saves:
-                writer.write(each.spec.name, each.part, each.first)
 
 
 def load_safetensors(
@@ -102,25 +98,59 @@ def load_safetensors(
         ValueError: parameters are summoned.
     """
     units = _sharded_units(model, "load_safetensors")
-    places = first_decides(lambda: safetensors_file.find(Path(folder)), process_group)
-    held = list(_held(model, process_group))
-    all_succeed(lambda: _check(places, held, strict), f"loading {folder}", process_group)
-    all_succeed(lambda: _read(places, held), f"loading {folder}", process_group)
+    stored = on_first_rank(lambda: stored_tensors(Path(folder)), process_group)
+    tensors = list(_local_tensors(model, process_group))
+    all_succeed(lambda: _check(stored, tensors, strict), f"loading {folder}", process_group)
+    all_succeed(lambda: _read(stored, tensors), f"loading {folder}", process_group)
     for unit in units:  # also where this rank stores nothing of what was read
         torch.autograd.graph.increment_version([flat.shard for flat in unit.flats])
 
 
-def _check(places: dict[str, Place], held: list[Held], strict: bool) -> None:
-    """Raise ValueError if the files have not what the model needs."""
+class _LocalTensor(NamedTuple):
+    """What this rank stores of a parameter or buffer."""
+
+    spec: TensorSpec  # under its first name
+    names: list[str]  # all names: those of tied parameters
+    tensor: Tensor
+    local: Tensor  # its elements, 1-D; memory of `tensor` where that is contiguous
+    first: int  # index of the first of them in the flattened full tensor
+    is_written: bool  # whether this rank, of those that store the same elements, is the one that writes them
+
+
+def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[_LocalTensor]:
+    """What this rank stores of each parameter and persistent buffer; tied ones once."""
+    names: dict[Tensor, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own: dict[str, Tensor | None] = {**module._parameters}
+        own |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in own.items():
+            if tensor is not None:
+                names.setdefault(tensor, []).append(clean_name(f"{path}.{name}" if path else name))
+    for tensor, called in names.items():
+        shape, first, is_written = tuple(tensor.shape), 0, is_first(group)
+        member = unit_of(tensor) if isinstance(tensor, nn.Parameter) else None
+        if member is not None:
+            unit, index = member
+            flat, at = unit.in_flat(index)
+            record = flat.layout.record(at, flat.rank)
+            copies = unit.replicas if unit.is_sharded else unit.group  # the ranks that store the same elements
+            shape, first = flat.layout.shapes[at], record.first if record else 0
+            is_written = record is not None and (copies is None or dist.get_rank(copies) == 0)
+        spec = TensorSpec(called[0], tensor.dtype, shape)
+        yield _LocalTensor(spec, called, tensor, tensor.detach().reshape(-1), first, is_written)
+
+
+def _check(stored: dict[str, StoredTensor], tensors: list[_LocalTensor], strict: bool) -> None:
+    """Raise ValueError if the files do not have what the model needs."""
     wrong, shapes = [], []
-    for each in held:
-        found = [places[name].spec for name in each.names if name in places]
+    for each in tensors:
+        specs = [stored[name].spec for name in each.names if name in stored]
         shapes += [f"{spec.name} of shape {spec.shape}, expected {each.spec.shape}"
-                  for spec in found if spec.shape != each.spec.shape]  # fmt: skip
-        if strict and not found:
+                  for spec in specs if spec.shape != each.spec.shape]  # fmt: skip
+        if strict and not specs:
             wrong.append(f"no {' or '.join(each.names)}")
-    known = {name for each in held for name in each.names}
-    if strict and (unknown := [name for name in places if name not in known]):
+    known = {name for each in tensors for name in each.names}
+    if strict and (unknown := [name for name in stored if name not in known]):
         wrong.append(f"{', '.join(unknown)}, which the model does not have")
     if shapes:
         raise ValueError(f"found {'; '.join([*shapes, *wrong])}; make the model that the files are of")
@@ -128,54 +158,20 @@ def _check(places: dict[str, Place], held: list[Held], strict: bool) -> None:
         raise ValueError(f"found {'; '.join(wrong)}; pass strict=False to load what fits by name")
 
 
-def _read(places: dict[str, Place], held: list[Held]) -> None:
-    with torch.no_grad():
-        for each in held:
-            place = next((places[name] for name in each.names if name in places), None)
-            if place is not None and each.part.numel():
-                safetensors_file.read_run(place, each.part, each.first)
-                if not each.tensor.is_contiguous():  # the part is a copy
-                    each.tensor.detach().copy_(each.part.view(each.tensor.shape))
-                torch.autograd.graph.increment_version(each.tensor)
+@torch.no_grad()
+def _read(stored: dict[str, StoredTensor], tensors: list[_LocalTensor]) -> None:
+    for each in tensors:
+        source = next((stored[name] for name in each.names if name in stored), None)
+        if source is not None and each.local.numel():
+            read_range(source, each.local, each.first)
+            if not each.tensor.is_contiguous():  # then `local` is a copy
+                each.tensor.detach().copy_(each.local.view(each.tensor.shape))
+            torch.autograd.graph.increment_version(each.tensor)
 
 
-def _sharded_units(model: nn.Module, what: str) -> list[Unit]:
-    units = list(dict.fromkeys(found[0] for param in model.parameters() if (found := unit_of(param))))
+def _sharded_units(model: nn.Module, caller: str) -> list[Unit]:
+    units = list(dict.fromkeys(member[0] for param in model.parameters() if (member := unit_of(param))))
     for unit in units:
         if unit.summoned is not None:
-            raise ValueError(f"{what}: expected sharded parameters, found {unit} summoned; leave summon_full_params")
+            raise ValueError(f"{caller}: expected sharded parameters, found {unit} summoned; leave summon_full_params")
     return units
-
-
-def _held(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Held]:
-    """What this rank stores of each parameter and persistent buffer, tied ones once."""
-    names: dict[Tensor, list[str]] = {}
-    for name, tensor in _named_tensors(model):
-        names.setdefault(tensor, []).append(name)
-    for tensor, found in names.items():
-        shape, part, first, saves = _stored(tensor, group)
-        yield Held(Spec(found[0], tensor.dtype, shape), found, tensor, part, first, saves)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under the names that they have in the model without wrappers."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        own: dict[str, Tensor | None] = {**module._parameters}
-        own |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in own.items():
-            if tensor is not None:
-                yield clean_name(f"{path}.{name}" if path else name), tensor
-
-
-def _stored(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple[tuple[int, ...], Tensor, int, bool]:
-    """Full shape; what this rank stores, 1-D; where that begins; whether this rank writes it."""
-    flat = tensor.detach().reshape(-1)
-    found = unit_of(tensor) if isinstance(tensor, nn.Parameter) else None
-    if found is None:
-        return tuple(tensor.shape), flat, 0, is_first(group)
-    unit, index = found
-    home, at = unit.in_flat(index)
-    record = home.layout.record(at, home.rank)
-    copies = unit.replicas if unit.is_sharded else unit.group
-    saves = copies is None or dist.get_rank(copies) == 0
-    return home.layout.shapes[at], flat, record.first if record else 0, saves and record is not None

@@ -1,20 +1,32 @@
-"""`save` and `load`: a dict of states, one folder of checkpoints."""
+"""`save` and `load`: a dict of models, optimizers and other states to and from a folder of checkpoints.
+
+Models and optimizers, sharded or not, are saved by torch's own functions in `torch.distributed.checkpoint.state_dict`,
+so under original names and in original shapes; parameters and optimizer state are read into the memory of the shards.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 
-from fsdp_compile.checkpoint.agree import failed_on, first_decides, in_words
-from fsdp_compile.checkpoint.directory import at_step, newest, published, step_of
-from fsdp_compile.checkpoint.manifest import Manifest
-from fsdp_compile.checkpoint.states import as_states
+from fsdp_compile.checkpoint.directory import CheckpointError, Manifest, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
+from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
+from fsdp_compile.core.lookup import WRAPPED
 
 
 def save(
@@ -27,8 +39,8 @@ def save(
 ) -> None:
     """Save `state` as the checkpoint of `step` in the folder `root`; all ranks call it.
 
-    The checkpoint is seen when all ranks have written all of it, or not at all. A second save of a step replaces the
-    first. In between nothing that was there is touched. Call it again only after it has returned.
+    The checkpoint can be seen when all ranks have written all of it, or not at all. A second save of a step replaces
+    the first. Until then nothing that was there is touched. Call it again only after it has returned.
 
     Args:
         state: models and their optimizers, sharded or not: each rank writes what it stores, under original names and
@@ -47,9 +59,9 @@ def save(
     writer = DirectoryWriter(root, step, keep)
     try:
         with _errors_of_ranks(f"saving step {step} in {root}"):
-            dcp.save(as_states(state), storage_writer=writer, process_group=process_group)
+            dcp.save(_as_stateful(state), storage_writer=writer, process_group=process_group)
     finally:
-        writer.abandon()  # after success there is nothing to remove
+        writer.discard()
 
 
 def load(
@@ -62,10 +74,10 @@ def load(
     """Load into `state`, in place, what a checkpoint in the folder `root` has under the same names; all ranks call it.
 
     Tensors are filled where they are, models, optimizers and objects with `load_state_dict` get theirs, other values
-    are replaced. What the checkpoint has beside these is not read. How many ranks saved it does not matter.
+    are replaced. What else the checkpoint has is not read. How many ranks saved it does not matter.
 
     Args:
-        state: nested like the one that was saved.
+        state: nested as the one that was saved.
         root: the folder that was given to `save`; or one checkpoint, such as `fsdp-compile checkpoint convert` writes.
         step: which checkpoint; None: the newest whose files are all there.
         process_group: the ranks that call it; default all.
@@ -78,27 +90,113 @@ def load(
         CheckpointError: on all ranks, if a file is missing or was truncated or altered; the message names the file and
             the tensor. Or if `state` asks for what the checkpoint does not have. What was read before it stays.
     """
-    path, manifest = first_decides(lambda: _find(root, step), process_group)  # all ranks load the same
-    shown = as_states(state)
+
+    def find() -> tuple[Path, Manifest]:
+        checkpoint = open_checkpoint(root, step)
+        if checkpoint is None:
+            steps = ", ".join(str(step_of(path)) for path in committed(root)) or "none"
+            what = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
+            raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}; pass one of them")
+        return checkpoint
+
+    path, manifest = on_first_rank(find, process_group)  # so that all ranks load the same
+    stateful = _as_stateful(state)
     with _errors_of_ranks(f"loading {path}"):
-        dcp.load(shown, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
-    state.update((key, value) for key, value in shown.items() if not isinstance(value, Stateful))
+        dcp.load(stateful, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
+    state.update((key, value) for key, value in stateful.items() if not isinstance(value, Stateful))
     return manifest.step or 0
 
 
-def _find(root: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest]:
-    found = newest(root) if step is None else at_step(root, step)
-    if found is None:
-        steps = ", ".join(str(step_of(path)) for path in published(root)) or "none"
-        what = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}")
-    return found
+# --- models and optimizers --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _StatefulModel:
+    """A model as DCP takes it, with sharded values."""
+
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state)
+
+
+@dataclass
+class _StatefulOptimizer:
+    """An optimizer as DCP takes it, with the names that parameters have in `model`; missing state is made first."""
+
+    optimizer: Optimizer
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with objects that DCP takes in place of models and optimizers.
+
+    ValueError for an optimizer whose parameters are in none of the models, and for anything with a `state_dict()` that
+    lies deeper: DCP would pickle it as it is, and loading would replace the object.
+    """
+    models = [value for value in state.values() if isinstance(value, nn.Module)]
+    stateful = dict(state)
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            stateful[key] = _StatefulModel(_unwrapped(value))
+        elif isinstance(value, Optimizer):
+            params = {param for group in value.param_groups for param in group["params"]}
+            owner = next((model for model in models if params <= set(model.parameters())), None)
+            if owner is None:
+                raise ValueError(f"state[{key!r}]: expected a model in state with all of the optimizer's parameters, "
+                                 f"found none; save and load the two together")  # fmt: skip
+            stateful[key] = _StatefulOptimizer(value, _unwrapped(owner))
+        elif not isinstance(value, Stateful):
+            _refuse_stateful(value, f"state[{key!r}]")
+    return stateful
+
+
+def _refuse_stateful(value: Any, where: str) -> None:
+    if isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_stateful(inner, f"{where}[{key!r}]")
+    elif isinstance(value, Stateful):  # models and optimizers are, too
+        raise ValueError(f"{where}: expected a tensor or a plain value, found a {type(value).__name__}; put what has a "
+                         f"state_dict() into the outermost dict")  # fmt: skip
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module in our wrapper and in the compiler's, so that optimizer state gets the same names as parameters."""
+    model = getattr(model, "_orig_mod", model)
+    return model._modules.get(WRAPPED) or model
+
+
+# --- errors of all ranks ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _errors_of_ranks(doing: str) -> Iterator[None]:
-    """Turn what DCP raises on all ranks, no `Exception`, into a short error that says which rank found what."""
+    """Turn what DCP raises on all ranks, no `Exception`, into a short error that says which rank failed and why."""
     try:
         yield
     except dcp.CheckpointException as error:
-        raise failed_on(doing, {rank: in_words(found) for rank, (found, _) in error.failures.items()}) from error
+        said = {rank: str(failure) or repr(failure) for rank, (failure, _) in error.failures.items()}
+        raise _failed(doing, said) from error
+
+
+def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup | None) -> None:
+    """Call `work` on every rank of `group`; no rank goes on before all have returned.
+
+    Raises:
+        CheckpointError: on all ranks, if `work` raised on any.
+    """
+    if said := errors_on_ranks(work, group):
+        raise _failed(doing, said)
+
+
+def _failed(doing: str, said: Mapping[int, str]) -> CheckpointError:
+    return CheckpointError(f"{doing}: " + "; ".join(f"rank {rank}: {what}" for rank, what in said.items()))

@@ -2,14 +2,15 @@
 
 Who does what when, for a save on several ranks; DCP's own exchange of plans and results are the barriers:
 
-    rank 0    plans, makes a hidden folder |             | all results: manifest, sync, rename |
-    others    plans                        | write, sync |                                     | learn how it went
+    rank 0    plans, stages a folder |             | all results: manifest, sync, commit |
+    others    plans                  | write, sync |                                     | learn how it went
 
-Rank 0 renames only after it has every rank's result, which a rank sends when its file is on the disk. If a rank raises,
-all raise; if one dies, the others raise when the process group notices. Either way the hidden folder stays hidden.
+Rank 0 commits only after it has every rank's result, which a rank sends when its file is on the disk. If a rank raises,
+all raise; if one dies, the others raise when the process group notices. Either way the staged folder stays hidden, see
+Note [A checkpoint is complete or invisible].
 
-Files are those of DCP's own `FileSystemWriter`, so plain `torch.distributed.checkpoint.load` reads them too. One item
-at a time is in memory beside the tensors themselves, and none of those that are contiguous and on the CPU.
+Files are those of DCP's own `FileSystemWriter`, so plain `torch.distributed.checkpoint.load` reads them too. Beside the
+tensors themselves one item at a time is in memory, and not even that if it is contiguous and on the CPU.
 """
 
 import io
@@ -29,19 +30,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdp_compile.checkpoint._torch import StorageInfo
-from fsdp_compile.checkpoint.directory import Aside, abandon, begin, prune, publish
-from fsdp_compile.checkpoint.disk import in_order, sync
-from fsdp_compile.checkpoint.manifest import METADATA, Manifest, Piece, checksum, pieces_by_file
+from fsdp_compile.checkpoint.directory import (
+    METADATA,
+    FileSegment,
+    Manifest,
+    StagedCheckpoint,
+    commit,
+    discard,
+    prune,
+    stage,
+    sync,
+)
 
 
-class Place(NamedTuple):
-    """Where a rank writes."""
-
-    folder: str
-    file: str
-
-
-class Stored(NamedTuple):
+class StoredItem(NamedTuple):
     """What a rank tells rank 0 of an item that it has written."""
 
     info: StorageInfo
@@ -67,7 +69,7 @@ class DirectoryWriter(FileSystemWriter):
             raise ValueError(f"expected step of at least 0 and keep of at least 1 or None, found {step} and {keep}")
         super().__init__(root)
         self.root, self.step, self.keep = Path(root), step, keep
-        self._aside: Aside | None = None
+        self._staged: StagedCheckpoint | None = None
 
     def storage_meta(self) -> StorageMeta:
         """An id of the save; no path, for the folder gets another name."""
@@ -79,9 +81,9 @@ class DirectoryWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: make the folder and tell the others where it is."""
-        self._aside = begin(self.root, self.step)
-        folder = str(self._aside.path)
-        return [replace(p, storage_data=Place(folder, f"__{rank}_0.distcp")) for rank, p in enumerate(plans)]
+        self._staged = stage(self.root, self.step)
+        folder = self._staged.path
+        return [replace(plan, storage_data=folder / rank_file(rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into one file, in the order of the plan, and wait until it is on the disk.
@@ -99,38 +101,54 @@ class DirectoryWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all have written: metadata, manifest, then the name under which it is seen."""
-        assert self._aside is not None, "finish: expected prepare_global_plan before"
-        self.path = self._aside.path
+        assert self._staged is not None, "finish: expected prepare_global_plan before"
+        self.path = self._staged.path
         describe(self.path, self.step, metadata, results, super().finish)
-        self.path = publish(self._aside, self.root, self.step)
-        self._aside = None
+        self.path = commit(self._staged, self.root, self.step)
+        self._staged = None
         if self.keep is not None:
             prune(self.root, self.keep, self.path)
 
-    def abandon(self) -> None:
-        """Remove what a failed save has written."""
-        if self._aside is not None:
-            abandon(self._aside)
-            self._aside = None
+    def discard(self) -> None:
+        """Remove what a failed save has written; after success nothing is left to remove."""
+        if self._staged is not None:
+            discard(self._staged)
+            self._staged = None
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes, as DCP calls it."""
+    return f"__{rank}_0.distcp"
 
 
 def describe(
-    folder: Path, step: int | None, metadata: Metadata, results: list[list[WriteResult]], write: Callable[..., None]
+    folder: Path,
+    step: int | None,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+    finish: Callable[[Metadata, list[list[WriteResult]]], None],
 ) -> None:
-    """Add metadata, by `write`, a `FileSystemWriter.finish`, and manifest to files that are on the disk."""
-    write(metadata, [[replace(result, storage_data=result.storage_data.info) for result in rank] for rank in results])
-    pieces = [_piece(result) for rank in results for result in rank]
-    Manifest(step, pieces_by_file([*pieces, (METADATA, checksum(folder / METADATA))])).write(folder)
+    """Add metadata, by `finish` of a `FileSystemWriter`, and a manifest to files that are on the disk."""
+    finish(metadata, [[replace(each, storage_data=each.storage_data.info) for each in rank] for rank in results])
+    files: dict[str, list[FileSegment]] = {}
+    for result in (each for rank in results for each in rank):
+        info, crc32 = result.storage_data
+        segment = FileSegment(result.index.fqn, info.offset, info.length, crc32)
+        files.setdefault(info.relative_path, []).append(segment)
+    for segments in files.values():
+        segments.sort(key=lambda segment: segment.start)
+    files[METADATA] = [FileSegment.of_file(folder / METADATA)]
+    Manifest(step, files).write(folder)
 
 
 class ItemFile:
     """A new file that items are written into one after the other; at the end of `with` it is on the disk."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __enter__(self) -> "ItemFile":
-        self._file = open(Path(self.place.folder, self.place.file), "xb")
+        self._file = open(self.path, "xb")
         return self
 
     def write(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
@@ -139,9 +157,9 @@ class ItemFile:
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
         else:
-            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # torch names IO[bytes], and only writes
+            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # torch asks for IO[bytes], and only writes
         size = self._file.tell() - start
-        return WriteResult(index, size, Stored(StorageInfo(self.place.file, start, size), stream.crc32))
+        return WriteResult(index, size, StoredItem(StorageInfo(self.path.name, start, size), stream.crc32))
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         with self._file:
@@ -149,10 +167,15 @@ class ItemFile:
                 sync(self._file)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU behind a storage that holds nothing else: torch.save writes whole storages.
+def in_order(tensor: Tensor) -> Tensor:
+    """The tensor such that its memory is its values in order: no transposed, conjugate or negative view."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
-    The same memory, if it is contiguous and not the lazy conjugate or negative of something; a subclass as it is.
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU whose storage holds nothing else: torch.save writes complete storages.
+
+    It is the same memory if it is contiguous and no lazy conjugate or negative; a subclass is returned as it is.
     """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return tensor
@@ -163,7 +186,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class _Checksummed(io.RawIOBase):
-    """A stream that passes bytes on and adds up their checksum."""
+    """A stream that writes bytes to a file and computes their checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.crc32 = file, 0
@@ -172,11 +195,6 @@ class _Checksummed(io.RawIOBase):
         """Write bytes, or anything that has a buffer of them."""
         self.crc32 = zlib.crc32(data, self.crc32)
         return self.file.write(data)
-
-
-def _piece(result: WriteResult) -> tuple[str, Piece]:
-    info, crc32 = result.storage_data
-    return info.relative_path, Piece(result.index.fqn, info.offset, info.length, crc32)
 
 
 class DirectoryReader(FileSystemReader):

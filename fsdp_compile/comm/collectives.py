@@ -128,15 +128,48 @@ def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:
     dist.broadcast(message, group=group, group_src=0)
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank has for `mine`, anything that can be pickled, in the order of ranks."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What every rank of `group` (None: every rank) has for `mine`, anything that can be pickled, in order of ranks."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
-def broadcast_object(mine: Any, group: dist.ProcessGroup) -> Any:
-    """What the group's first rank has for `mine`, anything that can be pickled."""
-    found = [mine]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
+def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
+    """What the first rank of `group` (None: of all) has for `mine`, anything that can be pickled."""
+    if not dist.is_initialized():
+        return mine
+    message = [mine]
+    dist.broadcast_object_list(message, group=group, group_src=0)
+    return message[0]
+
+
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the first rank of `group` (None: of all); True without a process group."""
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+def on_first_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """What `work` returns or raises on the first rank of `group`, on all its ranks; the others do not call it."""
+    result, error = None, None
+    if is_first(group):
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+    result, error = broadcast_object((result, error), group)
+    if error is not None:
+        raise error
+    return result
+
+
+def errors_on_ranks(work: Callable[[], object], group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Call `work` on every rank of `group`. When all have returned: what it raised, by rank; empty if nothing."""
+    said = None
+    try:
+        work()
+    except Exception as error:
+        said = str(error) or repr(error)  # some errors, such as a MemoryError, say nothing
+    return {rank: each for rank, each in enumerate(gather_objects(said, group)) if each is not None}

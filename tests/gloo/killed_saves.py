@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import checkpoint, fully_shard
-from fsdp_compile.checkpoint.directory import published, step_of
+from fsdp_compile.checkpoint.directory import committed, step_of
 
 RANKS = 2
 
@@ -40,7 +40,7 @@ def live(rank: int, root: Path, rendezvous: Path, told: int) -> None:
     optimizer.step()
     tensors = [*model.parameters(), *(found["momentum_buffer"] for found in optimizer.state.values())]
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    step = checkpoint.load(state, root) if published(root) else 0
+    step = checkpoint.load(state, root) if committed(root) else 0
     if step:
         assert state["step"] == step, f"expected step {step}, found {state['step']}"
         for tensor in tensors:
@@ -68,7 +68,7 @@ def start(rank: int, root: Path, rendezvous: Path, told: int) -> int:
 
 def newest_step(root: Path) -> int:
     """The step of the newest checkpoint that can be seen."""
-    return max((step_of(path) for path in published(root)), default=0)
+    return max((step_of(path) for path in committed(root)), default=0)
 
 
 def wait_until(done: Callable[[], bool], limit: float = 60.0) -> None:

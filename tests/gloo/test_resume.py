@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard
 from fsdp_compile.checkpoint import storage
-from fsdp_compile.checkpoint.sources import open_source
+from fsdp_compile.checkpoint.convert import open_source
 
 from .ranks import Ranks, RanksFailed
 from .training import OPTIMIZERS, assert_bitwise, backward, build, full_parameters, mine

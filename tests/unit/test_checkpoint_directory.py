@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import directory, storage
-from fsdp_compile.checkpoint.agree import all_succeed
+from fsdp_compile.checkpoint.save_load import all_succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -119,7 +119,7 @@ def test_what_lies_too_deep(tmp_path: Path, use: Any) -> None:
 def test_nothing_to_load(tmp_path: Path) -> None:
     """A folder that does not exist or lacks the step is an error that names what is there."""
     assert checkpoint.latest(tmp_path / "none") is None
-    with pytest.raises(FileNotFoundError, match="expected a whole checkpoint, found steps: none"):
+    with pytest.raises(FileNotFoundError, match="expected a complete checkpoint, found steps: none"):
         checkpoint.load(blank(), tmp_path / "none")
     checkpoint.save(state(), tmp_path, 3)
     with pytest.raises(FileNotFoundError, match="expected a checkpoint of step 4, found steps: 3"):
@@ -189,11 +189,11 @@ def test_altered_byte(tmp_path: Path) -> None:
     """
     checkpoint.save(state(1), tmp_path, 1)
     folder = tmp_path / "step-00000001"
-    pieces = json.loads((folder / "manifest.json").read_text())["manifest"]["files"]["__0_0.distcp"]
+    segments = json.loads((folder / "manifest.json").read_text())["manifest"]["files"]["__0_0.distcp"]
     for path in files(folder):
         content = path.read_bytes()
         for at in range(0, len(content), 1 + len(content) // 40):
-            there = [name for name, start, size, _ in pieces if start <= at < start + size]
+            there = [name for name, start, size, _ in segments if start <= at < start + size]
             name = there[0] if path.suffix == ".distcp" else "(the list of )?all tensors"
             if name != "model.empty":
                 path.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
@@ -215,7 +215,7 @@ def test_only_what_is_loaded_is_checked(tmp_path: Path) -> None:
         checkpoint.load(blank(), tmp_path)
 
 
-@pytest.mark.parametrize("call", ["begin", "_alone", "checksum", "publish", "prune"])
+@pytest.mark.parametrize("call", ["stage", "_alone", "describe", "commit", "prune"])
 def test_failing_save(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails in a save, the last checkpoint stays, what was written goes, and the next save succeeds."""
     checkpoint.save(state(1), tmp_path, 1)
@@ -241,13 +241,13 @@ def test_leftovers(tmp_path: Path) -> None:
     (tmp_path / ".step-00000001.removed").mkdir()
     for name in ("step-last", "notes.txt", ".step-x", ".hidden"):
         (tmp_path / name).mkdir()
-    busy = directory.begin(tmp_path, 7)
+    busy = directory.stage(tmp_path, 7)
     checkpoint.save(state(), tmp_path, 8)
-    kept = {".hidden", ".step-x", "notes.txt", "step-00000008", "step-last", busy.path.name}
-    assert set(names(tmp_path)) == kept
+    stay = {".hidden", ".step-x", "notes.txt", "step-00000008", "step-last", busy.path.name}
+    assert set(names(tmp_path)) == stay
     busy.lock.close()
     checkpoint.save(state(), tmp_path, 9)
-    assert set(names(tmp_path)) == kept - {busy.path.name} | {"step-00000009"}
+    assert set(names(tmp_path)) == stay - {busy.path.name} | {"step-00000009"}
 
 
 def test_another_save_begins_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_another_save_begins_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 
     def begin_first(path: Path, target: Path) -> Path:
         if target.name == "step-00000003":
-            directory.abandon(directory.begin(tmp_path, 4))
+            directory.discard(directory.stage(tmp_path, 4))
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", begin_first)
@@ -269,7 +269,7 @@ def test_saves_begin_one_after_the_other(tmp_path: Path) -> None:
     """Nobody looks for leftovers while another has a folder that is not locked yet."""
     with ThreadPoolExecutor() as threads:
         with directory._one_at_a_time(tmp_path):
-            begun = threads.submit(directory.begin, tmp_path, 1)
+            begun = threads.submit(directory.stage, tmp_path, 1)
             with pytest.raises(TimeoutError):
                 begun.result(timeout=0.2)
             assert names(tmp_path) == []

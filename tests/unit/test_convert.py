@@ -17,8 +17,7 @@ from torch import Tensor
 
 import fsdp_compile
 from fsdp_compile import checkpoint
-from fsdp_compile.checkpoint.convert import convert
-from fsdp_compile.checkpoint.sources import TorchSource, open_source
+from fsdp_compile.checkpoint.convert import convert, open_source
 from fsdp_compile.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -172,9 +171,9 @@ def test_errors(
         Path("a", "step-00000007").rename(name) if name == "truncated" else write(Path("c"), "ours")
     os.rename("c/step-00000007", "altered")
     os.truncate("truncated/__0_0.distcp", 1000)
-    pieces = json.loads(Path("altered/manifest.json").read_text())["manifest"]["files"]["__0_0.distcp"]
+    segments = json.loads(Path("altered/manifest.json").read_text())["manifest"]["files"]["__0_0.distcp"]
     with open("altered/__0_0.distcp", "r+b") as file:
-        file.seek(next(start for name, start, *_ in pieces if name == "model.block.weight") + 700)
+        file.seek(next(start for name, start, *_ in segments if name == "model.block.weight") + 700)
         file.write(b"?")
     write(Path("a"), "ours")
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -186,17 +185,18 @@ def test_errors(
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
-def test_files_are_closed_after_an_error(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_closed_after_an_error(tmp_path: Path, to: str) -> None:
     """Of what was being written nothing stays, neither open nor on the disk."""
     write(tmp_path / "a", "torch")
 
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TorchSource, "read", fail)
-    with pytest.raises(OSError, match="No space left") as kept:  # holds the frames, and so what they have open
-        convert(open_source(tmp_path / "a"), tmp_path / "b", to, 1 if to == "torch" else 2)
-    assert not [path for path in Path("/proc/self/fd").iterdir() if "/.b." in os.path.realpath(path)], kept
+    source = open_source(tmp_path / "a")
+    source.read = fail
+    with pytest.raises(OSError, match="No space left") as caught:  # holds the frames, and so what they have open
+        convert(source, tmp_path / "b", to, 1 if to == "torch" else 2)
+    assert not [path for path in Path("/proc/self/fd").iterdir() if "/.b." in os.path.realpath(path)], caught
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -271,9 +271,9 @@ for name, count in ("small", 1), ("large", 1 << 22):
 
 
 def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
-    """Converting 8 tensors of 16 MiB takes one of them, and one of its pieces where it was saved in several.
+    """Converting 8 tensors of 16 MiB takes one of them, and one of its chunks where it was saved in several.
 
-    From one piece each to safetensors, from there to DCP in two pieces, from there to torch.save. Resident memory.
+    From one chunk each to safetensors, from there to DCP in two chunks, from there to torch.save. Resident memory.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
     command = [sys.executable, "-W", "ignore", "-c", _MEASURE]

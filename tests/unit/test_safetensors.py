@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp_compile import checkpoint
 from fsdp_compile.checkpoint import safetensors_file
-from fsdp_compile.checkpoint.safetensors_file import DTYPES, Spec
+from fsdp_compile.checkpoint.safetensors_file import DTYPES, TensorSpec
 
 
 class Mixed(nn.Module):
@@ -84,10 +84,10 @@ def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
     """Every dtype, in any order."""
     tensors = {str(n): torch.arange(6).view(2, 3).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     save_file(tensors, tmp_path / "any.safetensors")
-    for name, place in safetensors_file.find(tmp_path).items():
+    for name, stored in safetensors_file.stored_tensors(tmp_path).items():
         read = torch.empty(6, dtype=tensors[name].dtype)
-        safetensors_file.read_run(place, read)
-        assert place.spec.shape == (2, 3)
+        safetensors_file.read_range(stored, read)
+        assert stored.spec.shape == (2, 3)
         assert torch.equal(read.view(torch.uint8), tensors[name].view(-1).view(torch.uint8))
 
 
@@ -179,7 +179,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 def test_export_replaces_an_earlier_one(tmp_path: Path) -> None:
-    """Files of the earlier export go, others stay; while it is written the old one is whole."""
+    """Files of the earlier export go, others stay; while it is written the old one is complete."""
     (tmp_path / "config.json").write_text("{}")
     checkpoint.save_safetensors(nn.Linear(20, 30), tmp_path, max_shard_size=100)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
@@ -286,7 +286,7 @@ def test_dtype_that_the_format_lacks(tmp_path: Path) -> None:
 
 def test_groups_of_files() -> None:
     """Filled up to a limit, or spread over a number of files, always in order."""
-    specs = [Spec(str(n), torch.uint8, (size,)) for n, size in enumerate((3, 3, 9, 1, 0, 4))]
+    specs = [TensorSpec(str(n), torch.uint8, (size,)) for n, size in enumerate((3, 3, 9, 1, 0, 4))]
     sizes = [[spec.nbytes for spec in group] for group in safetensors_file.fill_up(specs, 7)]
     assert sizes == [[3, 3], [9], [1, 0, 4]]
     assert [[s.nbytes for s in group] for group in safetensors_file.spread(specs, 2)] == [[3, 3], [9, 1, 0, 4]]
