@@ -244,7 +244,7 @@ class FileSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint with the segments that fill them, and the step at which it was saved, if there is one."""
+    """The files of a checkpoint with the segments that fill them, and the step at which it was saved, if any."""
 
     step: int | None
     files: dict[str, list[FileSegment]]  # those of each file in the order of its bytes

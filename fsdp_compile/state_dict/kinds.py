@@ -139,5 +139,5 @@ def _classes(settings: StateDictSettings) -> tuple[object, ...]:
     return settings.state_dict_type, type(settings.state_dict_config), type(settings.optim_state_dict_config)
 
 
-def _difference(unit: Unit, found: StateDictSettings, expected: StateDictSettings) -> str:
-    return f"state_dict_type: expected {expected}, as of the first unit, found {found} of {unit}; set it on the root"
+def _difference(unit: Unit, settings: StateDictSettings, first: StateDictSettings) -> str:
+    return f"state_dict_type: expected {first}, as of the first unit, found {settings} of {unit}; set it on the root"

@@ -142,8 +142,8 @@ def _load(parameter: ManagedParameter, value: Any) -> str | None:
         expected = f"shape {parameter.shape}"
         if takes_local:
             expected += f", or {tuple(param.shape)} as saved with LOCAL_STATE_DICT by the same rank of equally many"
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        return f"expected {expected}, found {found}"
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        return f"expected {expected}, found {what}"
     if parameter.is_stored_here and local.data_ptr() != param.data_ptr():
         param.copy_(local)
     torch.autograd.graph.increment_version([param])  # on all ranks: what was gathered before is out of date everywhere

@@ -291,11 +291,11 @@ def _outlines_on_all_ranks(
                 f"{_first_difference(first_names, names)} on ranks 0 and {rank} of the group"
             )
         for name, state in theirs.items():
-            found, expected = _kinds(state), _kinds(outlines.setdefault(name, state))
-            if found != expected:
+            kinds, expected = _kinds(state), _kinds(outlines.setdefault(name, state))
+            if kinds != expected:
                 raise RuntimeError(
                     f"optimizer state of parameter {name}: expected the same on all ranks that store some of it, found "
-                    f"{expected} and on rank {rank} of the group {found}"
+                    f"{expected} and on rank {rank} of the group {kinds}"
                 )
     return outlines
 
