@@ -241,6 +241,8 @@ def _connect(model: Any, ignored: Ignored, root: Runtime) -> None:
             _widen(unit, scope, users.get(unit, []), model)
     for scope in _scopes(model):
         scope._fsdp.units_below = tuple(units_gathered_below(scope))
+        for unit in scope._fsdp.units:
+            unit.reduces_in_flight = root.reduces_in_flight
 
 
 def _scopes(model: nn.Module) -> Iterator[Any]:

@@ -173,3 +173,14 @@ def errors_on_ranks(work: Callable[[], object], group: dist.ProcessGroup | None)
     except Exception as error:
         said = str(error) or repr(error)  # some errors, such as a MemoryError, say nothing
     return {rank: each for rank, each in enumerate(gather_objects(said, group)) if each is not None}
+
+
+def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
+    """Whether `holds` is true on every rank of the group: an all-reduce of one number.
+
+    To be asked before a rank leaves out a collective, where what it knows may differ from rank to rank.
+    """
+    denials = torch.tensor([not holds], dtype=torch.float32, device=device)
+    start_all_reduce(denials, group, "sum")
+    wait(denials)
+    return denials.item() == 0

@@ -4,37 +4,37 @@ import operator
 
 from torch import nn
 
-Place = tuple[dict[str, nn.Parameter | None], str]
+Location = tuple[dict[str, nn.Parameter | None], str]
 """A module's `_parameters`, and a name there."""
 
 
 class ParameterLocations:
-    """For each parameter of a unit its places; tied parameters have several.
+    """For each parameter of a unit its locations; tied parameters have several.
 
     Attributes:
-        of: the places of each parameter, by index.
+        of: the locations of each parameter, by index.
     """
 
     def __init__(self, params: int) -> None:
-        self.of: list[list[Place]] = [[] for _ in range(params)]
-        self.note()
+        self.of: list[list[Location]] = [[] for _ in range(params)]
+        self.record()
 
-    def add(self, index: int, registry: dict[str, nn.Parameter | None], name: str) -> None:
-        """Note that `registry`, a module's `_parameters`, holds parameter `index` under `name`."""
-        self.of[index].append((registry, name))
-        self.note()
+    def add(self, index: int, parameters: dict[str, nn.Parameter | None], name: str) -> None:
+        """Parameter `index` is in `parameters`, a module's `_parameters`, under `name`."""
+        self.of[index].append((parameters, name))
+        self.record()
 
-    def note(self) -> None:
-        """See what modules hold now; it counts as known."""
-        flattened = [place for places in self.of for place in places]
-        self._registries = [registry for registry, _ in flattened]
+    def record(self) -> None:
+        """Record what modules hold now, to compare with later."""
+        flattened = [location for locations in self.of for location in locations]
+        self._registries = [parameters for parameters, _ in flattened]
         self._names = [name for _, name in flattened]
-        self._held = [registry.get(name) for registry, name in flattened]
+        self._recorded = [parameters.get(name) for parameters, name in flattened]
 
-    def hold_what_is_known(self) -> bool:
-        """Whether modules hold what they held at the last `note`.
+    def are_unchanged(self) -> bool:
+        """Whether modules hold what they held at the last `record`.
 
-        Asked at every eager forward: what is done for each parameter runs in C, at its price in eager/writeback.py.
+        Asked at every eager forward: the work for each parameter runs in C, at the cost that eager/writeback.py tells.
         """
-        found = map(dict.get, self._registries, self._names)
-        return all(map(operator.is_, found, self._held))
+        held = map(dict.get, self._registries, self._names)
+        return all(map(operator.is_, held, self._recorded))

@@ -1,19 +1,24 @@
-"""A unit: parameters that are gathered together, in one flat parameter for each kind of them.
+"""A unit: parameters that are gathered, reduced and freed together.
 
-           handle (of each flat parameter)
+           flat shard (of each flat parameter)
                 |
         unshard (once per forward)          backward: pack the gradients and reduce them
            /        \\
-      full view   full view ...             what module code finds under `self.weight`
+    parameter   parameter ...               unsharded: what module code finds under `self.weight`
 
-Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen parts are gathered and never reduced.
+Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen ones are gathered and never reduced.
+
+A `Unit` describes how its parameters are sharded, and has the little state that changes while steps run. What the eager
+runtime attaches to it is known here by protocols only.
 """
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.core._torch import current_backward
+from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
@@ -30,53 +36,112 @@ from fsdp_compile.core.ops import UNSHARD, VIEWS
 from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_index
 
 T = TypeVar("T")
-GradientDelivery = Literal["reduce", "reduce with kept", "hand over"]
+
+
+class UnitState(Enum):
+    """What the parameters of a unit are at the moment (E-STATE-1).
+
+        SHARDED ---- a forward begins --------> FORWARD ----- it ends, or fails -----> SHARDED
+        SHARDED ---- backward reaches it -----> BACKWARD ---- its gradients are -----> SHARDED
+                                                              there, or backward fails
+        SHARDED ---- summon_full_params ------> SUMMONED ---- the context is left ---> SHARDED
+
+    In SHARDED nothing reads unsharded parameters, though buffers may hold them: prefetched for the next forward, not
+    freed between forward and backward (SHARD_GRAD_OP), or left by a backward pass under no_sync.
+    """
+
+    SHARDED = "sharded"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SUMMONED = "summoned"
+
+
+class GradientDelivery(Enum):
+    """What a graph that is traced now does in backward with packed gradients."""
+
+    REDUCE = "reduce"
+    REDUCE_WITH_ACCUMULATED = "reduce with accumulated"  # their sum with gradients accumulated under no_sync
+    DEFER = "defer"  # the eager runtime accumulates them, or a communication hook reduces them
 
 
 class VersionCounters(NamedTuple):
-    """When the values of a unit's parameters were last changed: equal stamps, equal values.
+    """When the values of a unit's parameters were last changed: equal counters, equal values.
 
-    All ranks' stamps change together, also those of ranks that store nothing of what was changed.
+    The counters of all ranks change together, also those of ranks that store nothing of what was changed.
     """
 
     params: list[int]  # version counters of the parameters
-    shards: list[int]  # for each flat parameter, that of its shard and how often it was tied to its parameters
+    shards: list[int]  # for each flat parameter, that of its shard and how often it was bound to its parameters
+
+
+class UnshardedForward(Protocol):
+    """The unsharded parameters of one forward, in the eager runtime (eager/unsharded.py)."""
+
+    can_free: bool
+
+    def free(self, keep_slices: bool = False) -> None:
+        """Free them; backward gathers again."""
+
+
+class FreeableBuffer(Protocol):
+    """Memory of an unsharded flat parameter."""
+
+    def free(self) -> None:
+        """Free it."""
+
+
+class KeptBuffers(Protocol):
+    """Filled buffers that a backward pass left for the next forward (eager/unsharded.py)."""
+
+    @property
+    def buffers(self) -> Sequence[FreeableBuffer]:
+        """One for each flat parameter."""
+
+
+class SummonedParams(Protocol):
+    """Full parameters in the place of the sharded ones (eager/summon.py)."""
+
+    by: str  # the name of the function that asked for them
 
 
 class Unit:
-    """Parameters that are gathered together, reduced together and freed together.
+    """Parameters that are gathered, reduced and freed together.
 
     Args:
         params: `(name, parameter)` pairs in full shape. Each parameter keeps its identity.
         group: the process group that the unit is sharded over; for NO_SHARD, that it averages gradients over.
-        shards: into how many parts flat parameters are split: the size of `group`, or 1 for NO_SHARD.
-        reshard_after_forward: whether gathered buffers are freed between forward and backward.
+        shards: into how many shards flat parameters are split: the size of `group`, or 1 for NO_SHARD.
+        reshard_after_forward: whether unsharded parameters are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
-        halves: peers and neighbours in `group`, through which gathers go (unshard_spec.py): backward uses the second.
-        may_stay: whether a compiled graph may keep gathered buffers although `reshard_after_forward`.
+        halves: two groups that all-gathers go through, one after the other (unshard_spec.py); backward uses the second.
+        may_stay: whether a compiled graph may keep parameters unsharded although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
         device: where the unit computes; None: where its parameters are.
 
-    Attributes:
-        stages: what gathers go through.
-        flats: the flat parameters; parameters are numbered through all of them, in this order.
-        unsharded_params: the full views while a forward or backward of this unit runs, else None.
-        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
-        views_backward: the number of the backward pass that set `views` or `fulls`; -1: a forward did.
-        awaiting_backward: the eager forwards of this unit whose backward is still to come.
-        unsharded: the forward that `FSDPModule.unshard` gathered for, until a forward takes it, or None.
-        summoned: the full parameters while they stand in the place of the sharded ones (eager/summon.py), or None.
+    Attributes that describe the unit:
+        stages: the groups that all-gathers go through, in order.
+        flats: the flat parameters; parameters are indexed through all of them, in this order.
         locations: which modules hold the parameters.
-        may_keep: whether a backward pass of what was gathered last may leave it filled; equal on all ranks.
-        kept_unsharded: what backward left filled for the next forward (eager/unsharded.py), or None.
-        accumulates: whether no_sync was ever in force.
-        delivery: what a graph traced now does in backward with packed gradients: reduce them; reduce them with what is
-            kept under no_sync; or hand them to the eager runtime. One plain attribute, which Dynamo guards on.
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (state_dict/kinds.py), or None.
         shard_specs: what state dicts (state_dict/sharded_value.py) have computed of each parameter's sharding. Like
             `mesh` it goes by the kind of device: a model may move, and a copy of it may move elsewhere.
+
+    Run-time state (plain attributes where Dynamo guards on them):
+        unsharded_params: the unsharded parameters while a forward or backward reads them, else None.
+        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
+        backward_pass: the backward pass that set one of these two; -1: a forward did.
+        delivery: what a graph that is traced now does in backward with packed gradients.
+        syncs: whether backward reduces gradients.
+        accumulates: whether no_sync was ever in force.
+        awaiting_backward: the eager forwards of this unit whose backward is still to come, in the order in which they
+            ended; that is the same order on all ranks.
+        prefetched: what `FSDPModule.unshard` gathered, until a forward takes it, or None.
+        summoned: the full parameters while they stand in the place of the sharded ones, or None.
+        may_keep: whether a backward pass of what was gathered last may leave it unsharded; equal on all ranks.
+        kept_unsharded: what a backward pass left unsharded for the next forward, or None.
+        reduces_in_flight: reduces that are to be waited for, oldest first; shared by all units of a root.
     """
 
     def __init__(
@@ -108,24 +173,29 @@ class Unit:
         self.flats = tuple(FlatParam(kind, shards, index, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
-        self.unsharded_params: list[Tensor] | None = None
-        self.unsharded_flats: list[Tensor] | None = None
-        self.views_backward = -1
-        self.awaiting_backward: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._hook_compresses = False
-        self.may_keep = False
-        self.kept_unsharded: Any = None  # eager.full_buffer.KeptUnsharded
-        self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
-        self.accumulates, self.syncs = False, True
         self.switches = Switches.from_environment()
-        self.unsharded: Any = None  # eager.gathered.UnshardedUnit
-        self.summoned: Any = None  # eager.summon.Summoned
         self.state_settings: StateDictSettings | None = None
         self.shard_specs: dict[tuple[int, bool, str], object] = {}
         self._meshes: dict[str, DeviceMesh] = {}
         self.locations = ParameterLocations(len(self.params))
-        self.note_dtypes()
-        self.mark()
+        self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        self._hook_compresses = False
+        self.reduces_in_flight: deque[GradientReduction] = deque()
+        self.accumulates = False
+        self._become_idle()
+        self.update_dtypes()
+        self.link_params()
+
+    def _become_idle(self) -> None:
+        self.unsharded_params: list[Tensor] | None = None
+        self.unsharded_flats: list[Tensor] | None = None
+        self.backward_pass = -1
+        self.syncs = True
+        self.awaiting_backward: weakref.WeakKeyDictionary[UnshardedForward, None] = weakref.WeakKeyDictionary()
+        self.prefetched: UnshardedForward | None = None
+        self.summoned: SummonedParams | None = None
+        self.may_keep = False
+        self.kept_unsharded: KeptBuffers | None = None
 
     def _spec(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[str, str]:
         """The constants of a traced forward, one for `unshard` and one for `views`."""
@@ -138,6 +208,41 @@ class Unit:
             reduce_dtype=reduce if reduce != compute else None,
         )
         return spec.text, flat.layout.text
+
+    # --- run-time state: its transitions ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> UnitState:
+        """What the parameters are now."""
+        if self.summoned is not None:
+            return UnitState.SUMMONED
+        if not self.is_unsharded:
+            return UnitState.SHARDED
+        return UnitState.FORWARD if self.backward_pass == -1 else UnitState.BACKWARD
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether module code may read unsharded parameters: in a forward, or in the backward pass now running.
+
+        What a backward pass that failed has left belongs to neither, and is gathered anew.
+        """
+        present = self.unsharded_params is not None or self.unsharded_flats is not None
+        return present and self.backward_pass in (-1, current_backward())
+
+    def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
+        """A forward, or else the running backward pass, reads `tensors`: one per parameter, or one per flat one."""
+        if as_flats:
+            self.unsharded_flats = tensors
+        else:
+            self.unsharded_params = tensors
+        self.backward_pass = current_backward()
+
+    def hide_unsharded(self, tensors: list[Tensor]) -> None:
+        """Nothing reads `tensors` any more. The autograd node that they own owns this unit, so it must drop them."""
+        if self.unsharded_params is tensors:
+            self.unsharded_params = None
+        if self.unsharded_flats is tensors:
+            self.unsharded_flats = None
 
     @property
     def syncs(self) -> bool:
@@ -158,14 +263,18 @@ class Unit:
     def set_comm_hook(self, state: Any, hook: Callable[..., Any], compresses: bool) -> None:
         """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation."""
         self._comm_hook, self._hook_compresses = (state, hook), compresses
-        self.note_dtypes()
+        self.update_dtypes()
         self._choose_delivery()
 
     def _choose_delivery(self) -> None:
         if not self._syncs or self._comm_hook is not None:
-            self.delivery: GradientDelivery = "hand over"
+            self.delivery = GradientDelivery.DEFER
+        elif self.accumulates:
+            self.delivery = GradientDelivery.REDUCE_WITH_ACCUMULATED
         else:
-            self.delivery = "reduce with kept" if self.accumulates else "reduce"
+            self.delivery = GradientDelivery.REDUCE
+
+    # --- description --------------------------------------------------------------------------------------------------
 
     @property
     def data_parallel_size(self) -> int:
@@ -197,7 +306,7 @@ class Unit:
 
     @property
     def stays_unsharded(self) -> bool:
-        """Whether a backward pass that ends now leaves the full parameters gathered (E-STRAT-5)."""
+        """Whether a backward pass that ends now leaves the parameters unsharded (E-STRAT-5)."""
         return self.is_sharded and not self.reshard_after_forward and not self.syncs
 
     @property
@@ -210,16 +319,18 @@ class Unit:
         """For each parameter the part that this rank stores."""
         return [record for flat in self.flats for record in flat.records]
 
-    def compute_dtype(self, flat: FlatParam) -> torch.dtype:
-        """The dtype of full views in forward and backward (E-MP-2)."""
-        return self.precision.param_dtype or flat.shard.dtype
+    def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
+        """The dtype of unsharded parameters; `full_precision` leaves mixed precision aside (E-MP-2)."""
+        return flat.shard.dtype if full_precision else self.precision.param_dtype or flat.shard.dtype
 
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""
         return self.precision.reduce_dtype or self.compute_dtype(flat)
 
-    def sent_dtype(self, flat: FlatParam) -> torch.dtype:
+    def sent_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
         """The dtype in which gradients are packed: that of the reduce, but a compressing hook gets them as they are."""
+        if full_precision:
+            return flat.shard.dtype
         return self.compute_dtype(flat) if self._hook_compresses else self.reduce_dtype(flat)
 
     def flat_of(self, index: int) -> FlatParam:
@@ -242,80 +353,80 @@ class Unit:
             yield flat, values[start : start + len(flat.params)]
             start += len(flat.params)
 
-    def traced_views(self, full_precision: bool = False) -> list[Tensor]:
-        """Record the gather of all flat parameters; one differentiable full view per parameter."""
-        views: list[Tensor] = []
-        constants = self._traced_in_full if full_precision else self._traced
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    def traced_unshard(self, full_precision: bool = False) -> list[Tensor]:
+        """Record the all-gather of all flat parameters; the unsharded parameters, differentiable."""
+        params: list[Tensor] = []
+        constants = self._traced_in_full_precision if full_precision else self._traced
         for flat, (spec, layout) in zip(self.flats, constants, strict=True):
             if flat.autograd_shard is None:
                 raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
-            flat_param_id = flat.flat_param_id if self.delivery != "reduce" else None
-            deferred = flat.deferred if self.delivery == "hand over" else None
-            found: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
-            views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
-        return views
+            flat_param_id = flat.flat_param_id if self.delivery is not GradientDelivery.REDUCE else None
+            deferred = flat.deferred if self.delivery is GradientDelivery.DEFER else None
+            views: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
+            params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
+        return params
 
-    def views_of(self, fulls: Sequence[Tensor]) -> list[Tensor]:
-        """The views cut from flat parameters in full; traced, a marker lets the passes pack their gradients."""
-        views: list[Tensor] = []
-        for flat, full, (spec, layout) in zip(self.flats, fulls, self._gathered, strict=True):
+    def split_flats(self, unsharded_flats: Sequence[Tensor]) -> list[Tensor]:
+        """The unsharded parameters in unsharded flat ones; traced, a marker lets the passes pack their gradients."""
+        params: list[Tensor] = []
+        for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
-            found: list[Tensor] = VIEWS(marked, layout)
-            views += [view.detach() if index in flat.frozen else view for index, view in enumerate(found)]
-        return views
+            views: list[Tensor] = VIEWS(marked, layout)
+            params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
+        return params
 
     def version_counters(self) -> VersionCounters:
-        """To compare with a later one: whether the parameters have changed in between."""
+        """The counters of the parameters as they are now, to compare with those of another time."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.bindings)]
         return VersionCounters([param._version for param in self.params], shards)
 
     def is_current(self) -> bool:
-        """Whether modules hold the parameters that the unit knows, and these lie where it put them."""
-        return self.locations.hold_what_is_known() and all(flat.is_current() for flat in self.flats)
+        """Whether modules hold the unit's parameters, and these lie in its shards."""
+        return self.locations.are_unchanged() and all(flat.is_current() for flat in self.flats)
 
     def replace(self, params: dict[int, nn.Parameter]) -> None:
-        """Let other parameter objects, by index, take the places of those that the unit knows."""
+        """Let other parameter objects, by index, take the place of those that the unit has."""
         for index, param in params.items():
             del vars(self.params[index])["_fsdp_unit"]
             self.params[index] = param
-        for flat, known in self.by_flat(self.params):
-            flat.params = list(known)
-        self.locations.note()
-        self.mark()
+        for flat, of_flat in self.by_flat(self.params):
+            flat.params = list(of_flat)
+        self.locations.record()
+        self.link_params()
 
-    def note_dtypes(self) -> None:
-        """Make anew what follows from the dtype of the shards."""
+    def update_dtypes(self) -> None:
+        """Update what follows from the dtypes of shards and gradients."""
         self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
         unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
         specs = [UnshardSpec(layout, (), self.reshard_after_forward) for layout in unsharded]
         self._gathered = [(spec.text, spec.layout.text) for spec in specs]
-        self._traced_in_full = [self._spec(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
+        self._traced_in_full_precision = [self._spec(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
         if self.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)
 
-    def mark(self) -> None:
-        """Let every parameter know its unit."""
+    def link_params(self) -> None:
+        """Let every parameter refer to its unit, weakly."""
         for index, param in enumerate(self.params):
             vars(param)["_fsdp_unit"] = (weakref.ref(self), index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
-        """A unit with parameters (copied already with their modules), shards and joins of its own; same groups.
+        """A unit with parameters (copied already with their modules) and shards of its own, in the same groups.
 
-        It synchronises gradients, whatever this one does now.
+        It is idle and synchronizes gradients, whatever this one does now: nothing would ever end a no_sync for it.
         """
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin.params = [copy.deepcopy(param, memo) for param in self.params]
-        twin.unsharded_flats = None
-        twin.unsharded_params, twin.kept_unsharded, twin.awaiting_backward = None, None, weakref.WeakSet()
-        twin.unsharded, twin.summoned = None, None
-        twin.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(twin.params))
-        twin.syncs = True  # nothing would ever end, for the twin, the no_sync that it was made in
-        twin.locations = copy.deepcopy(self.locations, memo)
-        twin.locations.note()
-        twin.mark()
-        return twin
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.params = [copy.deepcopy(param, memo) for param in self.params]
+        copied.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(copied.params))
+        copied.reduces_in_flight = memo.setdefault(id(self.reduces_in_flight), deque())
+        copied._become_idle()
+        copied.locations = copy.deepcopy(self.locations, memo)
+        copied.locations.record()
+        copied.link_params()
+        return copied
 
     def __repr__(self) -> str:
         sizes = " + ".join(f"{flat.layout.numel} elements of {flat.shard.dtype}" for flat in self.flats)
@@ -326,46 +437,30 @@ class Unit:
 
 def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
     """The unit that manages `param` and the parameter's index there, or None."""
-    mark = getattr(param, "_fsdp_unit", None)
-    unit = mark[0]() if mark else None
-    return (unit, mark[1]) if mark and unit else None
+    link = getattr(param, "_fsdp_unit", None)
+    unit = link[0]() if link else None
+    return (unit, link[1]) if link and unit else None
 
 
-def is_open(unit: Unit) -> bool:
-    """Whether the unit's views are good to use: set by a forward under way, or by the backward pass now running.
-
-    Views left behind by a backward pass that failed belong to none of these, and are gathered anew.
-    """
-    found = unit.unsharded_params is not None or unit.unsharded_flats is not None
-    return found and unit.views_backward in (-1, current_backward())
-
-
-def doing(unit: Unit) -> str:
+def describe_state(unit: Unit) -> str:
     """What the unit is doing, for messages."""
     if unit.summoned is not None:
         return f"inside {unit.summoned.by}"
-    return "in its forward or backward" if is_open(unit) else "idle"
+    return "in its forward or backward" if unit.is_unsharded else "idle"
 
 
 def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueError) -> None:
-    """Raise `error` if a unit is open or summoned, or a backward pass is running (E-STATE-3, E-STATE-4)."""
+    """Raise `error` if a unit is not idle or a backward pass is running (E-STATE-3, E-STATE-4)."""
     for unit in units:
-        if unit.summoned is not None or is_open(unit):
-            raise error(f"{what}: expected idle units, found {unit} {doing(unit)}; call {what} between steps")
+        if unit.state is not UnitState.SHARDED:
+            raise error(f"{what}: expected idle units, found {unit} {describe_state(unit)}; call {what} between steps")
     if current_backward() != -1:
         raise error(f"{what}: expected to be called between steps, found a backward pass under way")
-
-
-def check_no_forward_runs(unit: Unit) -> None:
-    """Raise ValueError if a forward of the unit is under way, whose views a backward would close (E-BWD-3)."""
-    if is_open(unit) and unit.views_backward == -1:
-        raise ValueError(
-            f"backward: expected {unit} to be idle, found it in a forward, within which an earlier forward of it was "
-            f"run backward; end the forward first"
-        )
 
 
 def check_not_summoned(unit: Unit, what: str) -> None:
     """Raise AssertionError if the unit's parameters are summoned: `what` cannot run then (E-FWD-12)."""
     if unit.summoned is not None:
-        raise AssertionError(f"{what}: expected sharded parameters, found {unit} {doing(unit)}; leave that first")
+        raise AssertionError(
+            f"{what}: expected sharded parameters, found {unit} {describe_state(unit)}; leave that first"
+        )

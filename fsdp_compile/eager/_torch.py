@@ -1,4 +1,14 @@
-"""Private torch functions that the eager runtime needs. Checked on torch 2.11 and 2.13."""
+"""Private names of torch that the eager runtime uses. Checked on torch 2.11 and 2.13.
+
+torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is active, and frames that it leaves alone. When
+                                                         torch moves: look for `skip_code` and the getter of the
+                                                         eval-frame callback, which is None or False when off.
+torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
+                                                         by `_disable_side_effect_safety_checks_for_current_subtracer`
+torch._foreach_norm                                      norms of many tensors in one kernel
+torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
+torch.utils._pytree                                      the tensors in the arguments and outputs of a module
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -8,18 +18,29 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
-from torch.utils._pytree import tree_leaves
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_compile.core._torch import call_after_backward, current_backward
 
 __all__ = [
     "allowed_in_regions",
+    "allreduce_hook",
+    "bf16_compress_hook",
     "call_after_backward",
     "current_backward",
     "dynamo_runs",
+    "fp16_compress_hook",
     "never_trace",
     "norms",
+    "reduce_scatter_hook",
     "tree_leaves",
+    "tree_map_only",
 ]
 
 FunctionT = TypeVar("FunctionT", bound=Callable)

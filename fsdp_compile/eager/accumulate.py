@@ -1,8 +1,8 @@
-"""Gradients that wait for a later reduce: `no_sync`.
+"""Gradient accumulation without communication: `no_sync`.
 
-They add up whole and local, in the reduce dtype, one buffer per flat parameter. Meanwhile each parameter's `.grad` is a
-full-shape view of that buffer, so `zero_grad`, inspection and scaling work on it; what an earlier backward had reduced
-into `.grad` is put aside and returns with the next reduce (E-ACC-3, E-GRAD-6).
+Gradients add up unsharded on each rank, in the reduce dtype, in one buffer per flat parameter. Meanwhile the `.grad` of
+each parameter is an unsharded view of that buffer, so that `zero_grad`, inspection and scaling work on it. Gradients
+that an earlier backward has reduced are set aside, and return with the next reduce (E-ACC-3, E-GRAD-6).
 """
 
 import functools
@@ -19,17 +19,19 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.unit import unit_of
 
-_waiting: weakref.WeakSet[FlatParam] = weakref.WeakSet()
-"""Flat parameters of all models with gradients that no reduce has seen."""
+_with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
+"""Flat parameters of all models with accumulated gradients. Hooks on optimizers are process-wide, and so is this:
+without it every step of every optimizer would look at each of its parameters."""
 
 
 class AccumulatedGradient:
-    """The local gradients of one flat parameter, and the reduced ones that they hide.
+    """The accumulated gradients of one flat parameter, and the reduced ones that they hide.
 
     Attributes:
-        total: sum of the local gradients, 1-D `[layout.numel]`.
-        shown: the views of it that are the parameters' `.grad`.
-        hidden: the gradients that were there before.
+        total: the sum of this rank's gradients, 1-D `[layout.numel]`.
+        views: its unsharded views, one per parameter.
+        shown: those of them that are the parameters' `.grad`.
+        hidden: the reduced gradients that were there before.
     """
 
     def __init__(self, flat: FlatParam, total: Tensor) -> None:
@@ -41,7 +43,7 @@ class AccumulatedGradient:
         self.show(flat)
 
     def show(self, flat: FlatParam) -> None:
-        """Let `.grad` be the views, wherever it is not."""
+        """Let `.grad` be the views, where it is not."""
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
                 shown = set_grad(param, view)
@@ -52,9 +54,10 @@ class AccumulatedGradient:
         return any(grad is shown for shown in self.shown)
 
     def collect(self, flat: FlatParam) -> None:
-        """Take over what the user did to the shown gradients since.
+        """Apply to the sum what the user did to the shown gradients.
 
-        A gradient that was cleared, to None or in place to zeros, counts as zero, and what it hid is dropped as well.
+        A gradient that was cleared, to None or in place to zeros, counts as zero, and the reduced one that it hid is
+        dropped as well.
 
         Raises:
             RuntimeError: a gradient was replaced by one of another size.
@@ -93,10 +96,10 @@ class AccumulatedGradient:
 
 
 def accumulate(flat: FlatParam, packed: Tensor) -> None:
-    """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's local gradients and show them."""
+    """Add `packed`, 1-D `[layout.numel]`, to the flat parameter's accumulated gradients and show them as `.grad`."""
     if flat.accumulated is None:
         flat.accumulated = AccumulatedGradient(flat, packed)
-        _waiting.add(flat)
+        _with_accumulated.add(flat)
         return
     flat.accumulated.collect(flat)
     flat.accumulated.total.add_(packed)
@@ -104,35 +107,35 @@ def accumulate(flat: FlatParam, packed: Tensor) -> None:
 
 
 def take_accumulated(flat: FlatParam) -> Tensor | None:
-    """What was kept, 1-D `[layout.numel]`, to be reduced now; `.grad` is the reduced gradient again."""
+    """The accumulated gradients, 1-D `[layout.numel]`, to be reduced now; `.grad` is the reduced gradient again."""
     accumulated: AccumulatedGradient | None = flat.accumulated
     if accumulated is None:
         return None
     accumulated.collect(flat)
     accumulated.restore(flat)
     flat.accumulated = None
-    _waiting.discard(flat)
+    _with_accumulated.discard(flat)
     return accumulated.total
 
 
 def drop_cleared(flat: FlatParam) -> None:
-    """Forget local gradients all of which the user has set to None."""
+    """Forget accumulated gradients all of which the user has set to None."""
     if flat.accumulated is not None and all(param.grad is None for param in flat.params):
         flat.accumulated = None
-        _waiting.discard(flat)
+        _with_accumulated.discard(flat)
 
 
 @functools.cache
 def check_optimizers() -> None:
-    """From now on look at every optimizer before it steps; once per process."""
+    """From now on check every optimizer before it steps; registered once per process."""
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_pre_hook(_note_fused_step)
 
 
 def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count a change of the parameters that a fused kernel is about to step: it changes them behind autograd's back.
+    """Increment the version counters of parameters that a fused kernel is about to change, which does not.
 
-    Else what was gathered before would pass for current (E-STRAT-10).
+    Otherwise what was gathered before would look up to date (E-STRAT-10).
     """
     fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
     stepped = [param for param in fused if unit_of(param) is not None]
@@ -141,15 +144,15 @@ def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError if a gradient would be stepped with that only this rank has seen (E-GRAD-9)."""
-    if not _waiting:
+    """Raise RuntimeError if the optimizer is about to use gradients that were not reduced (E-GRAD-9)."""
+    if not _with_accumulated:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            found = unit_of(param)
-            if found is None or param.grad is None:
+            managed = unit_of(param)
+            if managed is None or param.grad is None:
                 continue
-            unit, index = found
+            unit, index = managed
             accumulated = unit.flat_of(index).accumulated
             if accumulated is not None and (param.grad.shape != param.shape or accumulated.shows(param.grad)):
                 raise RuntimeError(

@@ -1,10 +1,10 @@
-"""Gradient clipping: the norm over all ranks' parts of all gradients, and scaling by it.
+"""Gradient clipping: the norm over the shards of all gradients, and scaling by it.
 
     sharded parameters      p-th powers are summed, or maxima taken, over the group that a unit is sharded over
-    all others              NO_SHARD units and ignored parameters are whole on every rank and count once
+    all others              NO_SHARD units and ignored parameters are the same on every rank and count once
 
-Copies under hybrid sharding are equal and not summed. One collective for each group, of two numbers; every rank takes
-part, also one that holds no gradient.
+Replicas under hybrid sharding are equal and not summed. There is one collective for each group, of three numbers; every
+rank takes part, also one that has no gradient.
 """
 
 import math
@@ -42,9 +42,9 @@ def _checked_order(norm_type: float) -> float:
 
 def _check_reduced(params: Iterable[nn.Parameter]) -> None:
     for param in params:
-        found = unit_of(param)
-        if found is not None and param.grad is not None:
-            unit, index = found
+        managed = unit_of(param)
+        if managed is not None and param.grad is not None:
+            unit, index = managed
             if unit.flat_of(index).accumulated is not None:
                 raise RuntimeError(
                     f"parameter {unit.names[index]}: expected a reduced gradient, found what this rank has summed up "
@@ -54,31 +54,31 @@ def _check_reduced(params: Iterable[nn.Parameter]) -> None:
 
 def _grad_dtype(param: nn.Parameter) -> torch.dtype:
     """The dtype of the parameter's gradient, equal on all ranks: also where this rank stores no part of it."""
-    found = unit_of(param)
-    if found is None:
+    managed = unit_of(param)
+    if managed is None:
         return param.dtype if param.grad is None else param.grad.dtype
-    unit, index = found
+    unit, index = managed
     return unit.flat_of(index).reduction.grad_dtype or param.dtype
 
 
 def _total_norm(params: list[nn.Parameter], order: float) -> Tensor:
     """The norm over all ranks, a float64 scalar: sums of p-th powers may leave the range of narrower dtypes."""
     sharded: dict[str, tuple[Unit, list[Tensor]]] = {}  # by group, in the order in which all ranks meet them
-    whole: list[Tensor] = []
+    unsharded: list[Tensor] = []
     for param in params:
-        found = unit_of(param)
-        grads = whole
-        if found is not None and found[0].is_sharded:
-            grads = sharded.setdefault(found[0].group_name, (found[0], []))[1]
+        managed = unit_of(param)
+        grads = unsharded
+        if managed is not None and managed[0].is_sharded:
+            grads = sharded.setdefault(managed[0].group_name, (managed[0], []))[1]
         if param.grad is not None and param.grad.numel():
             grads.append(param.grad.detach())
     device = next(iter(sharded.values()))[0].device if sharded else params[0].device
-    totals = [_power(whole, order, device)]
+    totals = [_power(unsharded, order, device)]
     for group, (unit, grads) in sharded.items():
         totals.append(_over_ranks(_power(grads, order, unit.device), order, group))
     combined = torch.stack([total.to(device) for total in totals])  # [groups, 3]
     power, invalid, count = (combined.amax(0) if math.isinf(order) else combined.sum(0)).unbind()
-    if not whole and not any(grads for _, grads in sharded.values()) and not count.item():
+    if not unsharded and not any(grads for _, grads in sharded.values()) and not count.item():
         warnings.warn(
             "clip_grad_norm_: expected gradients, found none on any rank; call it after backward and before zero_grad",
             UserWarning,
@@ -89,22 +89,22 @@ def _total_norm(params: list[nn.Parameter], order: float) -> Tensor:
 
 
 def _power(grads: list[Tensor], order: float, device: torch.device) -> Tensor:
-    """What is reduced over ranks, `[3]`, float64.
+    """Three numbers that are reduced over ranks, `[3]`, float64.
 
-    The norm of `grads` to the power `order` (infinity: the norm); whether it is NaN, as a maximum over ranks may lose
-    that; whether there are gradients.
+    They are the norm of `grads` to the power `order` (for infinity, the norm); whether it is NaN, as a maximum over
+    ranks may lose that; and whether there are gradients.
     """
-    kinds: dict[Any, list[Tensor]] = {}
+    by_kind: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-    found = []
-    for (_, dtype), same in kinds.items():
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    of_kinds = []
+    for (_, dtype), same in by_kind.items():
         precise = torch.promote_types(dtype, torch.float32)  # a sum of squares in float16 ends at 65504
         norm = torch.linalg.vector_norm(torch.stack(norms(same, order, precise)), order)
-        found.append(norm.to(device, torch.float64))
-    if not found:
+        of_kinds.append(norm.to(device, torch.float64))
+    if not of_kinds:
         return torch.zeros(3, dtype=torch.float64, device=device)
-    total = torch.linalg.vector_norm(torch.stack(found), order)
+    total = torch.linalg.vector_norm(torch.stack(of_kinds), order)
     power = total if math.isinf(order) else total**order
     return torch.stack([power.nan_to_num(0.0, posinf=torch.inf), power.isnan().double(), torch.ones_like(power)])
 

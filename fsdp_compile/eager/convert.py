@@ -1,7 +1,7 @@
 """`module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`: shards follow their parameters.
 
-`_apply` gives each parameter new data, or the module a new parameter. What it gave becomes a new shard, with a join of
-its own; compute dtype and device follow, but for what was set explicitly (E-MP-4).
+`_apply` gives each parameter new data, or the module a new parameter. New shards are made of them and bound to the
+parameters; compute dtype and device follow, but for what was set explicitly (E-MP-4).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,8 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
-from fsdp_compile.eager.unshard import discard_unsharded
-from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects
+from fsdp_compile.eager.unshard import free_prefetched
+from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects
 
 T = TypeVar("T")
 
@@ -26,28 +26,28 @@ def convert(module: Any, transform: Callable[[], T]) -> T:
 
     Raises:
         ValueError: a unit is not idle.
-        RuntimeError: local gradients wait in `no_sync`; or a unit's parameters come out in other sizes, in several
-            dtypes or on several devices, on the meta device, or, offloaded, not on the CPU. Parameters and gradients
-            are as before then.
+        RuntimeError: gradients were accumulated under `no_sync` and not reduced; or a unit's parameters come out in
+            other sizes, in several dtypes or on several devices, on the meta device, or, offloaded, not on the CPU.
+            Parameters and gradients are as before then.
     """
-    root = module._fsdp_runtime
-    if root.converting:  # a sharded module below one that is being converted
+    runtime = module._fsdp_runtime
+    if runtime.converting:  # a sharded module below one that is being converted
         return transform()
     units = units_used_below(module)
     check_idle(units, "Module._apply")
     for unit in units:
         _check_reduced(unit)
-        discard_unsharded(unit)
+        free_prefetched(unit)
         refresh(unit)
-    root.converting = True
+    runtime.converting = True
     try:
         with _undone_by_errors(units):
             result = transform()
             shards = [_new_shards(unit) for unit in units]
     finally:
-        root.converting = False
+        runtime.converting = False
     for unit, new in zip(units, shards, strict=True):
-        _adopt(unit, new)
+        _bind(unit, new)
     return result
 
 
@@ -58,7 +58,7 @@ def _undone_by_errors(units: Sequence[Unit]) -> Iterator[None]:
         yield
     except BaseException:
         for unit in units:
-            put_back(unit)
+            restore_objects(unit)
             for flat in unit.flats:
                 flat.bind(flat.shard)
         for param, grad, values in grads:
@@ -76,13 +76,13 @@ def _check_reduced(unit: Unit) -> None:
 
 
 def _new_shards(unit: Unit) -> list[Tensor | None]:
-    """For each flat parameter its new shard; None where the old one is good."""
+    """For each flat parameter its new shard; None where the old one is unchanged."""
     new = replaced_objects(unit)
     params = [new.get(index, param) for index, param in enumerate(unit.params)]
     _check_device(unit, params)
     shards = []
     for flat, now in unit.by_flat(params):
-        _check_parts(flat, now)
+        _check_slices(flat, now)
         same = all(mine is param for mine, param in zip(flat.params, now, strict=True))
         shards.append(None if same and not flat.unbound() else _pack(flat, now))
     return shards
@@ -98,7 +98,7 @@ def _check_device(unit: Unit, params: Sequence[nn.Parameter]) -> None:
                                f"parameters of a unit alike")  # fmt: skip
 
 
-def _check_parts(flat: FlatParam, params: Sequence[nn.Parameter]) -> None:
+def _check_slices(flat: FlatParam, params: Sequence[nn.Parameter]) -> None:
     for name, part, param in zip(flat.layout.names, flat.split(flat.shard), params, strict=True):
         expected = 0 if part is None else part.numel()
         if param.numel() != expected or param.dtype != params[0].dtype:
@@ -117,13 +117,13 @@ def _pack(flat: FlatParam, params: Sequence[nn.Parameter]) -> Tensor:
     return shard
 
 
-def _adopt(unit: Unit, shards: Sequence[Tensor | None]) -> None:
-    give_way(unit, replaced_objects(unit))
+def _bind(unit: Unit, shards: Sequence[Tensor | None]) -> None:
+    adopt_objects(unit, replaced_objects(unit))
     for flat, shard in zip(unit.flats, shards, strict=True):
         if shard is not None:
             flat.bind(shard)
     if not unit.offload:
         unit.device = unit.flats[0].shard.device
-    unit.note_dtypes()
-    unit.locations.note()
-    unit.mark()
+    unit.update_dtypes()
+    unit.locations.record()
+    unit.link_params()

@@ -1,63 +1,63 @@
-"""The forward of a sharded module: gather, run the module's own forward, free.
+"""The forward of a sharded module: unshard, run the module's own forward, free.
 
-Under Dynamo only the marker operators and the look-up of views are traced; freeing and gathering again are decided by
-the graph passes. `torch.compiler.is_compiling()` below is the one place where the two ways part.
+Under Dynamo only the marker operators and the look-up of parameters are traced; the graph passes decide what is freed
+and gathered again. `torch.compiler.is_compiling()` in `sharded_forward` is the one place where the two ways part.
 
-A module inside a sharded one that was compiled by itself goes both ways: `compiled_forward` gathers and frees in eager,
-as for its neighbours, and the graph in between reads whole flat parameters and packs their gradients.
-
-Note on graph breaks: where the code of a module breaks the graph, that module's unit is gathered eagerly, and Dynamo
-compiles what it would compile without sharding. For Dynamo cannot leave a frame in the middle of a `try`, so it traces
-`sharded_forward` as a whole or not at all; and it keeps out of functions that are disabled. A gather that was traced
-alone would be kept until backward, as its views would be outputs of one graph and inputs of another.
-
-What a compiled step needs that is no part of its graph: one look at the parameters before it, outside of Dynamo.
-
-    torch.compile(model), model.compile()   the call of the module itself is not traced: the look happens here
-    a function that calls the model         the call is traced with it: nothing is looked at, nor guarded on
-
-Measured on one CPU core, 13 units of 10 parameters: 6 us per unit and step by itself, 8 to 11 us between other work.
-
-What becomes of a sharded module's inputs, and of its buffers under mixed precision.
+A module inside a sharded one that was compiled by itself goes both ways: `compiled_forward` gathers and frees eagerly,
+as for its neighbours, and the graph in between reads unsharded flat parameters and packs their gradients.
 """
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
-from torch.utils._pytree import tree_map_only
 
 from fsdp_compile.core.sharding import ModuleSharding
-from fsdp_compile.core.unit import Unit, is_open
-from fsdp_compile.eager._torch import allowed_in_regions, current_backward, dynamo_runs, never_trace
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import (
+    allowed_in_regions,
+    call_after_backward,
+    current_backward,
+    dynamo_runs,
+    never_trace,
+    tree_map_only,
+)
 from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unshard import discard_unsharded, drop_kept_unsharded
-from fsdp_compile.eager.unsharded import UnshardedUnit, open_for_recomputation
+from fsdp_compile.eager.streams import Streams
+from fsdp_compile.eager.unshard import free_kept_unsharded, free_prefetched
+from fsdp_compile.eager.unsharded import Reader, UnshardedUnit
 from fsdp_compile.eager.writeback import refresh
+
+# Note [Graph breaks in the forward of a sharded module]
+# Where the code of a module breaks the graph, that module's unit is gathered eagerly, and Dynamo compiles what it would
+# compile without sharding. Two things ensure that. Dynamo cannot leave a frame in the middle of a `try`, so it traces
+# `sharded_forward` as a whole or not at all: hence the `try` with an empty `finally`. And it does not trace functions
+# that are disabled, which are all that gather and free. An all-gather that was traced alone would be worse than an
+# eager one: its results would be outputs of one graph and inputs of another, and so stay in memory until backward.
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp.units` gathered.
+    """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp.units` unsharded.
 
-    A unit that is gathered already, by an enclosing module or by the backward pass that recomputes this forward, is
-    used as it is. If forward raises, the units are closed and the module stays usable.
+    A unit that is unsharded already, by an enclosing module or by the backward pass that recomputes this forward, is
+    used as it is. If forward raises, the units are resharded and the module stays usable.
     """
-    try:  # for Dynamo: see the note
+    try:  # Note [Graph breaks in the forward of a sharded module]
         args, kwargs = prepare_inputs(module, args, kwargs)
         if torch.compiler.is_compiling():
             return _traced(module, forward, args, kwargs)
-        if _holds_whole(module):
-            return _uncompiled(module, forward, args, kwargs)
-        return _gathered(module, partial(forward, module), args, kwargs)
+        if _has_unsharded_flats(module):
+            return _run_with_flats(module, forward, args, kwargs)
+        return _unsharded(module, partial(forward, module), args, kwargs)
     finally:
         pass
 
 
 def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `compiled`, which traces the call of `module`, with its units gathered around it; a root gathers inside.
+    """Run `compiled`, which traces the call of `module`, with its units unsharded around it; a root does that inside.
 
     Where a module around it is traced, its own compilation is left aside.
     """
@@ -65,127 +65,17 @@ def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, *
         return module._call_impl(*args, **kwargs)
     if module._fsdp.is_root:
         return compiled(*args, **kwargs)
-    return _gathered(module, compiled, args, kwargs, whole=True)
-
-
-def _gathered(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: bool = False) -> Any:
-    """`run(*args, **kwargs)` with views of the units' parameters; if `whole`, of their flat parameters instead."""
-    try:  # for Dynamo
-        if _backward_runs():
-            return _recomputed(module, run, args, kwargs, whole)
-        return _run(module, run, args, kwargs, whole)
-    finally:
-        pass
-
-
-def _run(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], whole: bool) -> Any:
-    opened: list[UnshardedUnit] = []
-    try:
-        _open(module, opened, whole)
-        output = run(*args, **kwargs)
-    except BaseException:
-        _close(module, opened)
-        raise
-    _end(module, opened, (args, kwargs), output)
-    return output
-
-
-@torch.compiler.disable
-def _backward_runs() -> bool:
-    return current_backward() != -1
-
-
-@torch.compiler.disable
-def _holds_whole(module: Any) -> bool:
-    return any(unit.unsharded_params is None and is_open(unit) for unit in module._fsdp.units)
-
-
-@torch.compiler.disable
-def _open(module: Any, opened: list[UnshardedUnit], whole: bool) -> None:
-    root: Runtime = module._fsdp_runtime
-    closed = [unit for unit in module._fsdp.units if not is_open(unit)]
-    if module._fsdp.is_root:
-        root.begin_iteration(module)
-    for unit in closed:
-        gathered = root.gather(unit, computes_in_full_precision(module))
-        gathered.open(whole)  # one by one: if one fails, those before it are closed
-        opened.append(gathered)
-        root.prefetch_forward(gathered)
-
-
-@torch.compiler.disable
-def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
-    try:
-        if completed and module._fsdp.is_root:
-            module._fsdp_runtime.complete_iteration()
-    finally:
-        for gathered in opened:
-            gathered.drop_views()
-        if module._fsdp.is_root:
-            module._fsdp_runtime.end_iteration()
-
-
-@torch.compiler.disable
-def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
-    _close(module, opened, completed=True)
-    for gathered in opened:
-        gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
-        module._fsdp_runtime.ended_forward(gathered)
-
-
-def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, whole: bool) -> Any:
-    """Run the forward again within backward, with the units that have no views to use gathered."""
-    closed = [unit for unit in module._fsdp.units if not is_open(unit)]
-    full_precision = computes_in_full_precision(module)
-    streams_for = module._fsdp_runtime.streams_for
-    found = [open_for_recomputation(unit, full_precision, streams_for(unit.device), whole) for unit in closed]
-    fresh = [gathered for gathered in found if gathered is not None]
-    output = run(*args, **kwargs)
-    for gathered in fresh:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
-        gathered.end_forward((args, kwargs), output, keep=True)
-    return output
-
-
-def _uncompiled(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What was compiled runs eagerly after all: torch was told so, or gave up."""
-    opened = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
-    try:
-        for unit in opened:
-            unit.unsharded_params = unit.views_of(unit.unsharded_flats)
-        return forward(module, *args, **kwargs)
-    finally:
-        for unit in opened:
-            unit.unsharded_params = None
-
-
-def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    opened = []
-    for unit in module._fsdp.units:
-        if unit.unsharded_flats is not None:
-            allowed_in_regions(_set_views, unit, unit.views_of(unit.unsharded_flats))
-            opened.append(unit)
-        elif (
-            unit.unsharded_params is None or unit.views_backward != -1
-        ):  # the latter: left behind by a failed backward pass
-            allowed_in_regions(_set_views, unit, unit.traced_views(computes_in_full_precision(module)))
-            opened.append(unit)
-    try:
-        return forward(module, *args, **kwargs)
-    finally:
-        for unit in opened:
-            allowed_in_regions(_set_views, unit, None)
-
-
-def _set_views(unit: Unit, views: list[Tensor] | None) -> None:
-    """In a function of its own: Dynamo refuses side effects in a checkpointed region, but for calls that it is told of.
-
-    This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
-    """
-    unit.unsharded_params = views
+    return _unsharded(module, compiled, args, kwargs, as_flats=True)
 
 
 class Prologue:
-    """A module whose compiled forward is preceded by a look at the parameters of all units that it gathers."""
+    """Before a compiled forward, checks the parameters of all units below the module, once and outside of Dynamo.
+
+        torch.compile(model), model.compile()   the call of the module is not traced: the check happens here
+        a function that calls the model         the call is traced with it: nothing is checked, nor guarded on
+
+    Measured on one CPU core, 13 units of 10 parameters: 6 us per unit and step alone, 8 to 11 us between other work.
+    """
 
     _fsdp: ModuleSharding  # of a wrapper: that of the module inside
     _compiled_call_impl: Any
@@ -196,30 +86,164 @@ class Prologue:
         if not torch.compiler.is_compiling():
             # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
             gathers_itself = self._compiled_call_impl is not None and (self._fsdp.is_root or "_fsdp" not in vars(self))
-            if gathers_itself or dynamo_runs():  # else the eager runtime gathers, which looks too
+            if gathers_itself or dynamo_runs():  # else the eager runtime gathers, which checks too
                 _prepare(self._fsdp.units_below)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 
 
 @torch.compiler.disable
-def _prepare(units: tuple[Any, ...]) -> None:
-    """Take over replaced data, replaced and thawed parameters; free what was gathered for an eager forward.
-
-    Raises as `refresh` does.
-    """
+def _prepare(units: tuple[Unit, ...]) -> None:
+    """Apply what users did to parameters; free what was gathered for an eager forward. Raises as `refresh` does."""
     if current_backward() != -1:  # a forward that is recomputed: what the first one found is in force
         return
     for unit in units:
-        if not is_open(unit):
+        if not unit.is_unsharded:
             refresh(unit)
-            discard_unsharded(unit)
-            drop_kept_unsharded(unit)
+            free_prefetched(unit)
+            free_kept_unsharded(unit)
 
 
-def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
-    """Classes that auto-wrapping leaves out of mixed precision (E-INIT-6); none if the settings change no dtype."""
-    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) if policy else ()
-    return tuple(policy._module_classes_to_ignore) if policy and any(dtypes) else ()
+# --- eager ------------------------------------------------------------------------------------------------------------
+
+
+def _unsharded(
+    module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any], as_flats: bool = False
+) -> Any:
+    """`run(*args, **kwargs)` with the units' parameters unsharded, or, if `as_flats`, their flat parameters."""
+    try:  # Note [Graph breaks in the forward of a sharded module]
+        if _backward_runs():
+            return _recomputed(module, run, args, kwargs, as_flats)
+        opened: list[UnshardedUnit] = []
+        try:
+            _open(module, opened, as_flats)
+            output = run(*args, **kwargs)
+        except BaseException:
+            _close(module, opened)
+            raise
+        _end(module, opened, (args, kwargs), output)
+        return output
+    finally:
+        pass
+
+
+@torch.compiler.disable
+def _backward_runs() -> bool:
+    return current_backward() != -1
+
+
+@torch.compiler.disable
+def _open(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
+    runtime: Runtime = module._fsdp_runtime
+    sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
+    if module._fsdp.is_root:
+        runtime.begin_iteration(module)
+    for unit in sharded:
+        gathered = runtime.gather(unit, computes_in_full_precision(module))
+        gathered.open(as_flats)  # one by one: if one fails, those before it are closed
+        opened.append(gathered)
+        runtime.prefetch_forward(gathered)
+
+
+@torch.compiler.disable
+def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
+    runtime: Runtime = module._fsdp_runtime
+    try:
+        if completed and module._fsdp.is_root:
+            runtime.complete_iteration()
+    finally:
+        for gathered in opened:
+            gathered.hide()
+        if module._fsdp.is_root:
+            runtime.end_iteration()
+
+
+@torch.compiler.disable
+def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
+    _close(module, opened, completed=True)
+    for gathered in opened:
+        gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
+        module._fsdp_runtime.end_forward(gathered)
+
+
+def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, as_flats: bool) -> Any:
+    """Run the forward again within backward, with the units unsharded that are not yet."""
+    sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
+    full_precision, streams_for = computes_in_full_precision(module), module._fsdp_runtime.streams_for
+    opened = [_open_for_recomputation(unit, full_precision, streams_for(unit.device), as_flats) for unit in sharded]
+    output = run(*args, **kwargs)
+    for gathered in opened:
+        if gathered is not None:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
+            gathered.end_forward((args, kwargs), output, keep=True)
+    return output
+
+
+def _open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, as_flats: bool) -> UnshardedUnit | None:
+    """Let the recomputed forward read the parameters that were unsharded for the forward of `unit` it recomputes.
+
+    If several forwards await their backward this is the last, as backward reverses forward: all ranks choose the same.
+    Without one (a reentrant checkpoint ran the first forward without gradients) the recomputed forward is the real one
+    and gathers for itself, which is returned.
+    """
+    awaiting = list(unit.awaiting_backward)
+    if awaiting:
+        gathered = cast(UnshardedUnit, awaiting[-1])
+        gathered.readers |= Reader.RECOMPUTED_FORWARD
+        gathered.reopen()
+        return None
+    gathered = UnshardedUnit(unit, full_precision, streams)
+    gathered.open(as_flats)
+    gathered.backward_pass = current_backward()
+    unit.awaiting_backward[gathered] = None
+    call_after_backward(gathered.close, if_failed=gathered.hide)  # also keeps it alive until then
+    return gathered
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def _has_unsharded_flats(module: Any) -> bool:
+    return any(unit.unsharded_params is None and unit.is_unsharded for unit in module._fsdp.units)
+
+
+def _run_with_flats(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run eagerly what `compiled_forward` was to run compiled: torch was told so, or gave up."""
+    units = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
+    try:
+        for unit in units:
+            unit.unsharded_params = unit.split_flats(unit.unsharded_flats)
+        return forward(module, *args, **kwargs)
+    finally:
+        for unit in units:
+            unit.unsharded_params = None
+
+
+def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    units = []
+    for unit in module._fsdp.units:
+        if unit.unsharded_flats is not None:
+            allowed_in_regions(_set_unsharded_params, unit, unit.split_flats(unit.unsharded_flats))
+            units.append(unit)
+        elif unit.unsharded_params is None or unit.backward_pass != -1:  # the latter: left by a failed backward pass
+            params = unit.traced_unshard(computes_in_full_precision(module))
+            allowed_in_regions(_set_unsharded_params, unit, params)
+            units.append(unit)
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        for unit in units:
+            allowed_in_regions(_set_unsharded_params, unit, None)
+
+
+def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:
+    """In a function of its own: Dynamo refuses side effects in a checkpointed region, but for calls that it is told of.
+
+    This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
+    """
+    unit.unsharded_params = params
+
+
+# --- inputs and buffers -----------------------------------------------------------------------------------------------
 
 
 def computes_in_full_precision(module: Any) -> bool:
@@ -252,6 +276,12 @@ def _input_dtype(module: Any) -> torch.dtype | None:
     return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
 
 
+def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
+    """Classes that auto-wrapping leaves out of mixed precision (E-INIT-6); none if the settings change no dtype."""
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) if policy else ()
+    return tuple(policy._module_classes_to_ignore) if policy and any(dtypes) else ()
+
+
 def buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:
     """The dtypes of the floating buffers that the modules `own`, at or below `module`, have; by name in `module`."""
     return {
@@ -272,10 +302,10 @@ def cast_buffers(module: Any) -> None:
     if policy is None or policy.buffer_dtype is None:
         return
     full_precision = computes_in_full_precision(module)
-    cast: dict[Tensor, Tensor] = {}
+    cast_to: dict[Tensor, Tensor] = {}
     for name, dtype in module._fsdp.buffer_dtypes.items():
         path, _, attribute = name.rpartition(".")
         buffers = module.get_submodule(path)._buffers
         buffer = buffers.get(attribute)
         if buffer is not None:
-            buffers[attribute] = cast.setdefault(buffer, buffer.to(dtype if full_precision else policy.buffer_dtype))
+            buffers[attribute] = cast_to.setdefault(buffer, buffer.to(dtype if full_precision else policy.buffer_dtype))

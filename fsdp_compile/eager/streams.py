@@ -1,13 +1,9 @@
 """Streams and events behind one small interface, so that the same code runs, and is tested, without an accelerator.
 
-    compute         the stream that is current where module code runs
-    unshard         casts of shards, memory for full parameters, all-gathers
-    post-backward   reduces, and what is done with their results, replicas' all-reduces among it: so no third stream
-                    for them, and nothing that gathers would need a higher priority against (E-STREAM-2)
-
-Collectives have a stream of their own in NCCL: they start after what the current stream has queued, and `wait_tensor`
-lets the current stream wait for them. So they are started and waited for in a side stream, and the hand-over from there
-to compute is one wait of a stream for a stream.
+compute         the stream that is current where module code runs
+unshard         casts of shards, memory of unsharded parameters, all-gathers
+post-backward   reduces, and what is done with their results, also the all-reduces over replicas: so these need no
+                third stream, and all-gathers need no higher priority (E-STREAM-2)
 """
 
 from collections import deque
@@ -18,12 +14,21 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+# Note [Streams]
+# Collectives have a stream of their own in NCCL: they start after what the current stream has queued, and `wait_tensor`
+# lets the current stream wait for them. So they are started and waited for in a side stream, and compute is ordered
+# after them by a single wait of a stream for a stream. Memory is allocated in the stream that first writes it; where
+# another stream reads it, `record_stream` makes the allocator wait for that stream before the memory is used again.
+# The host runs ahead of the device: it frees unsharded parameters long before the device has read them, and the next
+# all-gather would take new memory each time. So it waits before it gathers while `GATHERS_IN_FLIGHT` freed units may
+# still be read (E-RATE-1).
+
 GATHERS_IN_FLIGHT = 2
 """Units freed on the host whose memory the device may still read; the host waits before it gathers one more."""
 
 
 class Device:
-    """A device without streams, such as the CPU: what is called first is done first, so there is nothing to order."""
+    """A device without streams, such as the CPU: work runs in the order of the calls, so there is nothing to order."""
 
     def new_stream(self) -> Any:
         """A stream beside the current one."""
@@ -38,10 +43,10 @@ class Device:
         return nullcontext()
 
     def order(self, first: Any, then: Any) -> None:
-        """What is queued to `then` from now on waits for what is queued to `first` already."""
+        """Work queued to `then` from now on waits for what is queued to `first` already."""
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """When `tensor` is freed, its memory waits for what `stream` has queued by then before it is used again."""
+        """Before the memory of `tensor` is used again, wait for what `stream` has queued when it is freed."""
 
     def record(self, stream: Any) -> Any:
         """An event behind what is queued to `stream`; None if nothing is ever queued."""
@@ -70,11 +75,11 @@ class Accelerator(Device):
         return self.module.stream(stream)
 
     def order(self, first: Any, then: Any) -> None:
-        """What is queued to `then` from now on waits for what is queued to `first` already."""
+        """Work queued to `then` from now on waits for what is queued to `first` already."""
         then.wait_stream(first)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """When `tensor` is freed, its memory waits for what `stream` has queued by then before it is used again."""
+        """Before the memory of `tensor` is used again, wait for what `stream` has queued when it is freed."""
         tensor.record_stream(stream)
 
     def record(self, stream: Any) -> Any:
@@ -92,7 +97,7 @@ def device_of(device: torch.device) -> Device:
 
 
 class Streams:
-    """The streams of one root on one device, and what is handed from one to another (E-STREAM-1, E-STREAM-3).
+    """The streams of one root on one device, and how they are ordered (Note [Streams], E-STREAM-1, E-STREAM-3).
 
     Args:
         device: the interface to the device.
@@ -106,7 +111,7 @@ class Streams:
         self._freed: deque[Any] = deque()
 
     def begin_iteration(self) -> None:
-        """Gathers from now on see what compute has done to the shards: the optimizer's step."""
+        """All-gathers from now on see what compute has done to the shards: the optimizer's step."""
         self.device.order(self.device.current_stream(), self.unshard)
 
     def unsharding(self) -> AbstractContextManager[Any]:
@@ -141,7 +146,7 @@ class Streams:
         """Run the block in the post-backward stream, after the reduces that were started there, without compute."""
         return self.device.run_in(self.post_backward)
 
-    def lend(self, *gradients: Tensor) -> None:
+    def use_in_post_backward(self, *gradients: Tensor) -> None:
         """`gradients`, made by compute, are read in the post-backward stream after the host has dropped them."""
         for tensor in gradients:
             self.device.keep(tensor, self.post_backward)
@@ -165,4 +170,4 @@ class Streams:
 
 
 NO_STREAMS = Streams(Device(), limit_gathers=False)
-"""All in the current stream: for gathers outside of an iteration (E-STREAM-4)."""
+"""Everything in the current stream: for all-gathers outside of an iteration (E-STREAM-4)."""

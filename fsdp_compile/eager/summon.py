@@ -1,15 +1,12 @@
 """`summon_full_params`: parameters in full shape, outside of forward and backward.
 
-    enter    gather -> each parameter's data becomes its full view; the same objects under the same names
+    enter    all-gather -> each parameter's data becomes its full view; the same objects under the same names
     inside   read, edit, save
-    leave    this rank's parts of the edits go back into the shard -> each parameter's data is its part again
+    leave    this rank's part of the edits goes back into the shard -> each parameter's data is its part again
 
-Full tensors are fresh buffers, so dropped edits leave no trace: no forward ever reads them.
-
-Full tensors from shards, outside of forward and backward: what manual unsharding shows and checkpoints store.
-
-Everything here is in the dtype in which it is stored, whatever the unit computes in. All ranks of a unit's group take
-part in each gather, in the same order.
+Full tensors are fresh buffers, so dropped edits leave no trace: no forward ever reads them. They have the dtype in
+which parameters are stored, whatever the unit computes in. All ranks of a unit's group take part in each all-gather, in
+the same order.
 """
 
 import warnings
@@ -30,8 +27,8 @@ from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharding import own_units, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
-from fsdp_compile.eager.unshard import discard_unsharded
-from fsdp_compile.eager.writeback import give_way, put_back, refresh, replaced_objects, write_parts
+from fsdp_compile.eager.unshard import free_prefetched
+from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects, write_to_shard
 
 APPLY = "apply"
 
@@ -143,7 +140,7 @@ class Summoned:
 
     def __init__(self, unit: Unit, options: Options, by: str) -> None:
         self.unit, self.options, self.by = unit, options, by
-        discard_unsharded(unit)
+        free_prefetched(unit)
         refresh(unit)
         full = [full_parameters(unit, flat) for flat in unit.flats]
         self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)
@@ -162,39 +159,39 @@ class Summoned:
         """Keep this rank's part of the edits, if asked to, and shard the parameters again."""
         try:
             if self.options.writeback:
-                self._keep()
+                self._write_back()
             else:
-                put_back(self.unit)
+                restore_objects(self.unit)
         except BaseException:
-            put_back(self.unit)
+            restore_objects(self.unit)
             raise
         finally:
             self._restore()
 
-    def _keep(self) -> None:
-        """Write this rank's parts into the shard; everything is checked before."""
+    def _write_back(self) -> None:
+        """Write this rank's part of the parameters into the shard; everything is checked before."""
         unit = self.unit
         new = replaced_objects(unit)
         params = [new.get(index, param) for index, param in enumerate(unit.params)]
         for flat, values in unit.by_flat(params):
             _check_full(flat, values, self.shows_grads)
         pairs = zip(params, unit.records, strict=True)
-        parts = [None if record is None else _cut(param, record) for param, record in pairs]
+        local = [None if record is None else _local_part(param, record) for param, record in pairs]
         if self.shows_grads:
-            self._keep_grads(params)
-        give_way(unit, new)
-        for flat, found in unit.by_flat(parts):
-            _write_changed(flat, found)
+            self._write_back_grads(params)
+        adopt_objects(unit, new)
+        for flat, of_flat in unit.by_flat(local):
+            _write_changed(flat, of_flat)
 
     @torch.no_grad()
-    def _keep_grads(self, params: Sequence[nn.Parameter]) -> None:
-        """Copy this rank's parts into the gradients that it has; one that was set to None is None."""
+    def _write_back_grads(self, params: Sequence[nn.Parameter]) -> None:
+        """Copy this rank's part of the gradients into those that it has; one that was set to None is None."""
         for index, (param, record) in enumerate(zip(params, self.unit.records, strict=True)):
             saved = self.saved[index]
             if param.grad is None:
                 self.saved[index] = None
             elif saved is not None and record is not None:
-                saved.copy_(_cut(param.grad, record).view_as(saved))
+                saved.copy_(_local_part(param.grad, record).view_as(saved))
 
     def _restore(self) -> None:
         self.unit.summoned = None
@@ -205,7 +202,7 @@ class Summoned:
         if self.shows_grads:
             for param, grad in zip(self.unit.params, self.saved, strict=True):
                 _put_grad(param, grad)
-        self.unit.locations.note()
+        self.unit.locations.record()
 
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:
@@ -223,18 +220,18 @@ def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: boo
             )
 
 
-def _cut(full: Tensor, record: ShardRecord) -> Tensor:
+def _local_part(full: Tensor, record: ShardRecord) -> Tensor:
     """The part of a full tensor that `record` describes, 1-D."""
     return full.detach().reshape(-1)[record.first : record.last + 1]
 
 
-def _write_changed(flat: FlatParam, found: Sequence[Tensor | None]) -> None:
-    """Write the parts that differ into the shard; who gathered before then sees that they changed."""
+def _write_changed(flat: FlatParam, values: Sequence[Tensor | None]) -> None:
+    """Write those of `values` that differ into the shard; what was gathered before is out of date then."""
     changed = {}
-    for index, (part, new) in enumerate(zip(flat.split(flat.shard), found, strict=True)):
-        if part is not None and new is not None and not torch.equal(part.view(-1), new.to(part.device)):
-            changed[index] = new
-    write_parts(flat, changed)
+    for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
+        if stored is not None and value is not None and not torch.equal(stored.view(-1), value.to(stored.device)):
+            changed[index] = value
+    write_to_shard(flat, changed)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])
 
 
@@ -245,20 +242,20 @@ def _put_grad(param: nn.Parameter, grad: Tensor | None) -> None:
         set_grad(param, grad)
 
 
-def gather_flat(unit: Unit, flat: FlatParam, local: Tensor) -> Tensor:
-    """Gather `local`, laid out like the shard, 1-D `[shard_numel]`, from all ranks into 1-D `[layout.numel]`.
+def full_parameters(unit: Unit, flat: FlatParam) -> list[Tensor]:
+    """The parameters of `flat` in full shape: views of one gathered buffer; without sharding, of the shard."""
+    return view_parameters(_all_gather(unit, flat.shard), flat.layout.text)
 
-    The result has the dtype of `local` and lies where the unit computes. Without sharding it is `local` itself.
+
+def _all_gather(unit: Unit, local: Tensor) -> Tensor:
+    """Gather `local`, laid out like a shard, 1-D `[shard_numel]`, from all ranks into 1-D `[layout.numel]`.
+
+    The result has the dtype of `local` and is on the device that the unit computes on. Without sharding it is `local`.
     """
     if not unit.is_sharded:
         return local
     with torch.inference_mode(False), torch.no_grad():
         return all_gather_flat(local.to(unit.device), unit.stages)
-
-
-def full_parameters(unit: Unit, flat: FlatParam) -> list[Tensor]:
-    """The parameters of `flat` in full shape: views of one gathered buffer; without sharding, of the shard."""
-    return view_parameters(gather_flat(unit, flat, flat.shard), flat.layout.text)
 
 
 def full_gradients(unit: Unit) -> list[Tensor | None]:
@@ -270,14 +267,14 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
     if not unit.is_sharded:
         return [param.grad for param in unit.params]
     anywhere = _has_gradient_anywhere(unit)
-    found: list[Tensor | None] = []
-    for flat, wanted in unit.by_flat(anywhere):
-        if any(wanted):
-            views = view_parameters(gather_flat(unit, flat, _shard_gradients(flat)), flat.layout.text)
-            found += [view if there else None for view, there in zip(views, wanted, strict=True)]
+    grads: list[Tensor | None] = []
+    for flat, exist in unit.by_flat(anywhere):
+        if any(exist):
+            views = view_parameters(_all_gather(unit, _shard_gradients(flat)), flat.layout.text)
+            grads += [view if exists else None for view, exists in zip(views, exist, strict=True)]
         else:
-            found += [None] * len(flat.params)
-    return found
+            grads += [None] * len(flat.params)
+    return grads
 
 
 def _has_gradient_anywhere(unit: Unit) -> list[bool]:

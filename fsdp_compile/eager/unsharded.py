@@ -1,23 +1,18 @@
-"""The memory of one flat parameter in full: filled, read, given back, filled again.
+"""The unsharded parameters of one forward of a unit, from its all-gather to the end of its backward.
 
-The differentiable step from a unit's shards to full views, and back from gradients to a reduce.
+    forward    all-gather -> module code reads the parameters -> free
+    backward   all-gather again, when the first gradient reaches an output -> module code may read the parameters, where
+               it is recomputed -> free, when the gradients of all parameters are there -> pack and reduce these
 
-One forward's full views of a unit, from gather to the end of its backward.
-
-    forward:   gather -> module code reads the views -> free
-    backward:  gather again (first gradient reaches an output) -> module code may read the views (recomputation) ->
-               free (all gradients of the views are there) -> pack, reduce
-
-Freeing resizes the storage to zero bytes: autograd's saved views stay valid objects and are filled again in place.
-Units that are not freed after forward stay filled through backward passes that do not synchronise gradients; the next
-forward reads them if no parameter has changed (E-ACC-5).
-
-A forward that backward runs again: which full views it reads.
+UnshardedBuffer    memory of one flat parameter: filled, read, freed, filled again
+UnshardParams      the differentiable step from a unit's shards to its unsharded parameters
+UnshardedUnit      what one forward of a unit gathered, and when it is freed and gathered again
 """
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from enum import Flag, auto
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,20 +22,31 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, view_parameters
-from fsdp_compile.core.unit import Unit, VersionCounters, check_no_forward_runs, check_not_summoned
+from fsdp_compile.core.unit import Unit, UnitState, VersionCounters, check_not_summoned
 from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.writeback import refresh
 
+# Note [Freeing buffers that autograd has saved]
+# Autograd saves views of unsharded parameters in forward and reads them in backward. A buffer is therefore freed by
+# resizing its storage to zero bytes: the saved views stay valid tensors, and after the next all-gather into the same
+# storage they have their values again. Views get version counters of their own, so that filling the buffer again does
+# not look to autograd like an in-place change.
+#
+# The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
+# `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
+# nodes and hooks on inputs refer to it weakly. Hooks on the outputs own it: it goes when the graph goes.
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
 
 class UnshardedBuffer:
-    """A flat parameter in full, `[layout.numel]`, in the dtype and on the device that its unit computes in.
+    """A flat parameter, unsharded, `[layout.numel]`, in the dtype and on the device that its unit computes in.
 
     Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
-    Freeing resizes the storage to zero bytes: views stay valid objects and may be read again after the next fill.
-    Where gathers go through two stages, `part` is what the first has brought: the next fill begins there.
+    Where the all-gather goes through two groups, `slice` is what the first has gathered: the next fill starts there.
     Memory belongs to the stream that is current in `start`, here and in the allocator.
     """
 
@@ -52,12 +58,12 @@ class UnshardedBuffer:
         )
         self.storage = self.full.untyped_storage()
         self.nbytes = self.storage.nbytes()
-        self.part: Tensor | None = None
+        self.slice: Tensor | None = None
         self.filling = False
 
     @property
     def is_free(self) -> bool:
-        """Whether the memory was given back."""
+        """Whether the memory was freed."""
         return self.storage.nbytes() == 0 < self.nbytes
 
     def start(self) -> None:
@@ -69,19 +75,22 @@ class UnshardedBuffer:
         if not self.unit.is_sharded:
             self.full.copy_(self._shard())
         elif not self.unit.switches.fake_all_gather:
-            self._gather()
+            self._start_all_gather()
         self.filling = True
 
     def _shard(self) -> Tensor:
         return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
 
-    def _gather(self) -> None:
-        *peers, last = self.unit.stages
-        if peers and self.part is None:
-            self.part = self.full.new_empty(self.full.numel() // last.size)
-            _start(self.part, self._shard(), peers[0])
-            collectives.wait(self.part)
-        _start(self.full, self._shard() if self.part is None else self.part, last)
+    def _start_all_gather(self) -> None:
+        def start(full: Tensor, shard: Tensor, group: NamedGroup) -> None:
+            collectives.start_all_gather(full, shard, group.size, group.name)
+
+        *first, last = self.unit.stages
+        if first and self.slice is None:
+            self.slice = self.full.new_empty(self.full.numel() // last.size)
+            start(self.slice, self._shard(), first[0])
+            collectives.wait(self.slice)
+        start(self.full, self._shard() if self.slice is None else self.slice, last)
 
     def finish(self) -> None:
         """Order the current stream after the fill."""
@@ -89,21 +98,17 @@ class UnshardedBuffer:
         self.filling = False
 
     def views(self) -> list[Tensor]:
-        """The parameters' full views. Their version counter is not this buffer's: filling it again is no change."""
+        """The unsharded parameters (Note [Freeing buffers that autograd has saved])."""
         return view_parameters(alias(self.full), self.flat.layout.text)
 
     def free(self) -> None:
-        """Give the memory back; it is not being filled."""
+        """Free the memory, which is not being filled."""
         if not self.is_shard:
             self.storage.resize_(0)
 
 
-def _start(full: Tensor, shard: Tensor, group: NamedGroup) -> None:
-    collectives.start_all_gather(full, shard, group.size, group.name)
-
-
 class KeptUnsharded(NamedTuple):
-    """Filled buffers that a backward pass which synchronised nothing left to the unit's next forward."""
+    """Filled buffers that a backward pass under no_sync left for the unit's next forward (E-ACC-5)."""
 
     buffers: list[UnshardedBuffer]
     versions: VersionCounters
@@ -111,142 +116,174 @@ class KeptUnsharded(NamedTuple):
 
 
 class UnshardParams(torch.autograd.Function):
-    """The full views of the flat parameters that train; backward frees them, packs their gradients and reduces them.
+    """From the shards of the flat parameters that train to their unsharded parameters.
 
-    Note on lifetime: the views own this node, so it must not own the `UnshardedUnit` that owns the views.
+    Backward lets the unit free these, packs their gradients and starts to reduce them.
     """
 
     @staticmethod
-    def forward(ctx: Any, gathered: Any, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
-        """The views of all parameters of `flats`, full shapes; `handles` are those of `flats`."""
-        _note(ctx, gathered, flats)
-        views, frozen = [], []
+    def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *shards: Tensor) -> tuple[Tensor, ...]:
+        """The parameters of `flats`, unsharded; `shards` are the `autograd_shard` of each."""
+        _save(ctx, gathered, flats)
+        params, frozen = [], []
         for buffer in gathered.buffers:
             if buffer.flat in flats:
-                found = buffer.views()
-                views += found
-                frozen += [found[index] for index in buffer.flat.frozen]
+                views = buffer.views()
+                params += views
+                frozen += [views[index] for index in buffer.flat.frozen]
         ctx.mark_non_differentiable(*frozen)
-        return tuple(views)
+        return tuple(params)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # one per parameter, full shape
-        """The gradients of the handles, 1-D `[shard_numel]`, being reduced."""
-        _end(ctx)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # one per parameter, unsharded
+        """The gradients of the shards, 1-D `[shard_numel]`, being reduced."""
+        _gradients_ready(ctx)
         return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
 
 
 class UnshardFlats(torch.autograd.Function):
-    """The same without cutting: a compiled graph cuts the views and packs their gradients."""
+    """The same, without splitting: a compiled graph splits the flat parameters and packs their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: Any, flats: list[FlatParam], *handles: Tensor) -> tuple[Tensor, ...]:
-        """The flat parameters of `flats`, `[layout.numel]` each."""
-        _note(ctx, gathered, flats)
+    def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *shards: Tensor) -> tuple[Tensor, ...]:
+        """The flat parameters `flats`, unsharded, `[layout.numel]` each."""
+        _save(ctx, gathered, flats)
         return tuple(alias(buffer.full) for buffer in gathered.buffers if buffer.flat in flats)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *packed: Tensor | None) -> tuple[Any, ...]:  # [layout.numel] each
-        """The gradients of the handles, 1-D `[shard_numel]`, being reduced."""
-        _end(ctx)
+        """The gradients of the shards, 1-D `[shard_numel]`, being reduced."""
+        _gradients_ready(ctx)
         return (None, None, *reduce_packed(ctx.unit, ctx.flats, packed, ctx.streams, ctx.full_precision))
 
 
-def _note(ctx: Any, gathered: Any, flats: list[FlatParam]) -> None:
+def _save(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam]) -> None:
     ctx.set_materialize_grads(False)
     ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
     ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
 
 
-def _end(ctx: Any) -> None:
+def _gradients_ready(ctx: Any) -> None:
     gathered = ctx.gathered()
     if gathered is not None:
         gathered.gradients_ready()
 
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+class Reader(Flag):
+    """Who, in a backward pass, reads unsharded parameters after the gradients of those that train are there."""
+
+    NOBODY = 0
+    FROZEN_PARAMETERS = auto()  # their part of backward runs until the unit's inputs have their gradients
+    RECOMPUTED_FORWARD = auto()  # a checkpoint within the unit, of this forward or of another one
+
+
+class Prefetcher(Protocol):
+    """Who prefetches the unit whose backward comes next: the runtime of the root."""
+
+    def prefetch_backward(self, gathered: "UnshardedUnit", when: BackwardPrefetch) -> None:
+        """Do so, if it is wanted at the moment `when`."""
 
 
 class UnshardedUnit:
-    """The full views that one forward of `unit` gathered, and the buffers beneath them.
+    """The unsharded parameters that one forward of `unit` reads, and the buffers beneath them.
 
-    Owned by the graph of that forward, through the hooks on its outputs: it goes when the graph goes.
+    Making one starts the all-gather, unless an earlier backward pass has left buffers with the same values.
+
+    Args:
+        unit: the unit.
+        full_precision: whether mixed precision is left aside.
+        streams: the streams of the root on the unit's device.
+        iteration: the root's forward within which the user asked for the all-gather, or None.
+
+    Attributes:
+        versions: version counters of the parameters whose values the buffers have.
+        as_flats: whether `views` are flat parameters, which a compiled forward splits itself.
+        reused: whether the buffers were left by an earlier backward pass.
+        can_free: whether backward can gather again what is freed after the forward.
+        backward_pass: the backward pass that has last read the parameters; -1: none.
+        prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
+        readers: who else reads the parameters in that backward pass.
+        previous: the forward of a unit that ended before this one.
     """
 
-    def __init__(self, unit: Unit, full_precision: bool = False, streams: Streams = NO_STREAMS) -> None:
-        self.unit, self.full_precision, self.streams = unit, full_precision, streams
-        self.root: Any = None  # eager.root.Runtime
-        self.before: weakref.ref[UnshardedUnit] | None = None  # the forward that ended before this one
+    def __init__(
+        self,
+        unit: Unit,
+        full_precision: bool = False,
+        streams: Streams = NO_STREAMS,
+        iteration: object | None = None,
+    ) -> None:
+        self.unit, self.full_precision, self.streams, self.iteration = unit, full_precision, streams, iteration
+        self.prefetcher: Prefetcher | None = None
+        self.previous: weakref.ref[UnshardedUnit] | None = None
         if refresh(unit):
             streams.begin_iteration()
         self.params, self.versions = tuple(unit.params), unit.version_counters()
-        self.iteration: Any = None  # of the root, if its forward was running
-        self.whole = False  # whether `views` are flat parameters, which a compiled forward cuts itself
-        self.may_free = False  # between forward and backward: filled again when needed
-        self.backward = -1  # the backward pass that has opened the views
-        self.recomputed_into = False  # whether a forward recomputed in backward reads these views
-        self.still_read = False  # whether frozen parameters may be read after the trained ones have their gradients
-        self.ahead = False  # whether a backward pass has gathered this ahead and nothing has read it yet
-        self.reused = self._take_kept()
-        if not self.reused:
-            self.streams.limit()
-            with torch.no_grad(), streams.unsharding():
-                self.buffers = [UnshardedBuffer(unit, flat, self._dtype(flat)) for flat in unit.flats]
-                for buffer in self.buffers:
-                    buffer.start()
+        self.as_flats = self.can_free = self.prefetched = False
+        self.backward_pass, self.readers = -1, Reader.NOBODY
+        kept = self._take_kept()
+        self.reused = kept is not None
+        if kept is not None:
+            self.buffers = kept.buffers
+            return
+        self.streams.limit()
+        with torch.no_grad(), streams.unsharding():
+            self.buffers = [
+                UnshardedBuffer(unit, flat, unit.compute_dtype(flat, full_precision)) for flat in unit.flats
+            ]
+            for buffer in self.buffers:
+                buffer.start()
 
-    def _dtype(self, flat: FlatParam) -> torch.dtype:
-        return flat.shard.dtype if self.full_precision else self.unit.compute_dtype(flat)
+    def _take_kept(self) -> KeptUnsharded | None:
+        """The buffers that an earlier backward pass left, if they have the values that an all-gather would bring.
 
-    def _take_kept(self) -> bool:
-        """Take the buffers that an earlier backward left, if they hold what a gather would bring; else drop them.
-
-        A backward pass under no_sync has no collectives: some ranks may have left it out, and have kept nothing. So
-        whether ranks ask each other follows from what all of them did: this unit's last gather.
+        A backward pass under no_sync has no collectives: some ranks may have left it out, and have nothing. So whether
+        ranks ask each other follows from what all of them did, namely this unit's last all-gather.
         """
-        asks, self.unit.may_keep = self.unit.may_keep, self.unit.stays_unsharded and torch.is_grad_enabled()
-        kept: KeptUnsharded | None = self.unit.kept_unsharded
+        unit = self.unit
+        asks, unit.may_keep = unit.may_keep, unit.stays_unsharded and torch.is_grad_enabled()
         if not asks:
-            return False
-        self.unit.kept_unsharded = None
-        current = holds_on_all_ranks(self.unit, kept is not None and self._would_bring(kept))
-        if kept is None:
-            return False
-        if not current:
+            return None
+        kept, unit.kept_unsharded = cast(KeptUnsharded | None, unit.kept_unsharded), None
+        usable = kept is not None and kept.versions == self.versions and kept.full_precision == self.full_precision
+        usable = usable and kept is not None and not any(buffer.is_free for buffer in kept.buffers)
+        usable = collectives.holds_on_all_ranks(usable, unit.group_name, unit.device)
+        if kept is not None and not usable:
             self._free(kept.buffers)
-            return False
-        self.unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
-        self.buffers = kept.buffers
-        return True
-
-    def _would_bring(self, kept: KeptUnsharded) -> bool:
-        """Whether `kept` holds what this gather would bring."""
-        same = kept.versions == self.versions and kept.full_precision == self.full_precision
-        return same and not any(buffer.is_free for buffer in kept.buffers)
+        if kept is None or not usable:
+            return None
+        unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
+        return kept
 
     def is_current(self) -> bool:
         """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
         same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
         return same and self.unit.version_counters() == self.versions
 
-    def open(self, whole: bool = False) -> None:
-        """Wait for the gather; give the unit its views, or, if `whole`, the flat parameters that they are cut from."""
-        self.wait()
-        self.whole = whole
-        self.views = self._differentiable_flats() if whole else self._differentiable_views()
-        self._show(current_backward())
+    # --- forward ------------------------------------------------------------------------------------------------------
 
-    def _show(self, backward: int) -> None:
-        if self.whole:
-            self.unit.unsharded_flats = self.views
-        else:
-            self.unit.unsharded_params = self.views
-        self.unit.views_backward = backward
+    def open(self, as_flats: bool = False) -> None:
+        """Wait for the all-gather and let module code read the parameters, or a compiled forward the flat ones."""
+        self.wait()
+        self.as_flats = as_flats
+        trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
+        function = UnshardFlats if as_flats else UnshardParams
+        shards = [flat.autograd_shard for flat in trained]
+        differentiable = iter(function.apply(self, trained, *shards) if trained else ())
+        self.views: list[Tensor] = []
+        for buffer in self.buffers:
+            count = 1 if as_flats else len(buffer.flat.params)
+            if buffer.flat in trained:
+                self.views += [next(differentiable) for _ in range(count)]
+            else:
+                with torch.no_grad():
+                    self.views += [alias(buffer.full)] if as_flats else buffer.views()
+        self.unit.show_unsharded(self.views, as_flats)
 
     def wait(self) -> None:
-        """The buffers may be read from here on."""
+        """Order compute after the all-gathers."""
         filling = [buffer for buffer in self.buffers if buffer.filling]
         if filling:
             with self.streams.unsharding():
@@ -254,56 +291,31 @@ class UnshardedUnit:
                     buffer.finish()
             self.streams.await_unshard(*[buffer.full for buffer in filling])
 
-    def _differentiable_views(self) -> list[Tensor]:
-        trained = [flat for flat in self.unit.flats if flat.trains]
-        if not trained or not torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.plain_views(self.unit.flats)
-        found = iter(UnshardParams.apply(self, trained, *[flat.autograd_shard for flat in trained]))
-        views: list[Tensor] = []
-        for buffer in self.buffers:
-            if buffer.flat.trains:
-                views += [next(found) for _ in buffer.flat.params]
-            else:
-                with torch.no_grad():
-                    views += buffer.views()
-        return views
-
-    def _differentiable_flats(self) -> list[Tensor]:
-        """The flat parameters, 1-D `[layout.numel]` each; gradients of those that train arrive packed."""
-        trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
-        found = iter(UnshardFlats.apply(self, trained, *[flat.autograd_shard for flat in trained]) if trained else ())
-        return [next(found) if buffer.flat in trained else alias(buffer.full) for buffer in self.buffers]
-
-    def plain_views(self, flats: Sequence[FlatParam]) -> list[Tensor]:
-        """Full views of the parameters of `flats`, without autograd history of ours."""
-        return [view for buffer in self.buffers if buffer.flat in flats for view in buffer.views()]
-
     def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
         """Arrange for backward; free the buffers unless `keep` or backward could not fill them again."""
         if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
             if self.reused:
                 self._keep()
             return
-        self.unit.awaiting_backward.add(self)
-        self.may_free = self._hook_outputs(output)
+        self.unit.awaiting_backward[self] = None
+        self.can_free = self._hook_outputs(output)
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
-        if self.may_free and self.unit.reshard_after_forward and not keep:
-            self.free(keep_parts=True)
+        if self.can_free and self.unit.reshard_after_forward and not keep:
+            self.free(keep_slices=True)
 
     def _hook_outputs(self, output: Any) -> bool:
         """Gather again when a gradient reaches an output.
 
-        False if the buffers must stay: an output lies in one, or might hide tensors from us.
+        False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
         leaves = tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
                 leaf.register_hook(self._before_backward)
-        return all(isinstance(leaf, (Tensor, *_PLAIN)) and not self._holds(leaf) for leaf in leaves)
+        return all(isinstance(leaf, (Tensor, *_PLAIN)) and not self._lies_in_buffer(leaf) for leaf in leaves)
 
-    def _holds(self, leaf: Any) -> bool:
+    def _lies_in_buffer(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return False
         return any(leaf.untyped_storage().data_ptr() == buffer.storage.data_ptr() for buffer in self.buffers)
@@ -312,26 +324,32 @@ class UnshardedUnit:
         """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
         needed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
-            self.still_read = True
-            handle = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
-            weakref.finalize(self, handle.remove)  # an input that outlives this forward collects no hooks
+            self.readers |= Reader.FROZEN_PARAMETERS
+            hook = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
+            weakref.finalize(self, hook.remove)  # an input that outlives this forward collects no hooks
+
+    # --- backward -----------------------------------------------------------------------------------------------------
 
     def _before_backward(self, _grad: Tensor) -> None:
-        if self.backward != current_backward():
+        if self.backward_pass != current_backward():
             self.reopen()
 
     def reopen(self) -> None:
-        """Make the views readable for the running backward pass: gather again what was freed."""
+        """Let the running backward pass read the parameters: gather again what was freed."""
         check_not_summoned(self.unit, "backward")
-        check_no_forward_runs(self.unit)
-        self.backward = current_backward()
+        if self.unit.state is UnitState.FORWARD:  # its parameters would be freed at the end of this backward (E-BWD-3)
+            raise ValueError(
+                f"backward: expected {self.unit} to be idle, found it in a forward, within which an earlier forward of "
+                f"it was run backward; end the forward first"
+            )
+        self.backward_pass = current_backward()
         if any(buffer.is_shard for buffer in self.buffers):
             self._check_unchanged()  # else backward would compute with values that forward did not have
-        call_after_backward(self.close, if_failed=self.drop_views)
+        call_after_backward(self.close, if_failed=self.hide)
         self.prefetch()
-        self.ahead = False
+        self.prefetched = False
         self.wait()
-        self._show(self.backward)
+        self.unit.show_unsharded(self.views, self.as_flats)
         self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
 
     def prefetch(self) -> bool:
@@ -343,65 +361,62 @@ class UnshardedUnit:
             with torch.no_grad(), self.streams.unsharding():
                 for buffer in freed:
                     buffer.start()
+            self.prefetched = True
         return bool(freed)
 
-    def free_ahead(self) -> None:
-        """Free what was gathered ahead for nothing."""
-        if self.ahead:
-            self.ahead = False
-            self.free(keep_parts=True)
+    def free_prefetched(self) -> None:
+        """Free what was gathered again but not read."""
+        if self.prefetched:
+            self.prefetched = False
+            self.free(keep_slices=True)
 
     def gradients_ready(self) -> None:
-        """All trained parameters' gradients are there: free before they are packed, if nobody reads the views now.
+        """The gradients of all parameters that train are there: free the parameters, unless something reads them yet.
 
-        Several forwards of one unit recomputed in one backward all read these views: wait for the last of them. A
-        reentrant checkpoint runs a backward pass of its own within the one that opened the views.
+        The several parts of one unit that are recomputed in one backward pass all read these parameters: the last
+        closes them. A reentrant checkpoint runs a backward pass of its own within the one that opened them.
         """
-        if not (self.still_read or self._is_shared() or self.backward not in (-1, current_backward())):
+        in_this_pass = self.backward_pass in (-1, current_backward())
+        if in_this_pass and Reader.FROZEN_PARAMETERS not in self.readers and not self._is_shared():
             self.close()
         self._prefetch_next(BackwardPrefetch.BACKWARD_POST)
 
     def _inputs_ready(self) -> None:
-        self.still_read = False
-        if self.backward == current_backward() and not self._is_shared():
+        self.readers &= ~Reader.FROZEN_PARAMETERS
+        if self.backward_pass == current_backward() and not self._is_shared():
             self.close()
             self._prefetch_next(BackwardPrefetch.BACKWARD_POST)  # a frozen unit has no gradients to be ready (E-PRE-6)
 
     def _prefetch_next(self, when: BackwardPrefetch) -> None:
-        if self.root is not None:
-            self.root.prefetch_backward(self, when)
+        if self.prefetcher is not None:
+            self.prefetcher.prefetch_backward(self, when)
 
     def _is_shared(self) -> bool:
-        return self.recomputed_into and len(self.unit.awaiting_backward) > 1
+        return Reader.RECOMPUTED_FORWARD in self.readers and len(self.unit.awaiting_backward) > 1
 
     def close(self) -> None:
-        """The backward pass needs the views no longer: free the buffers, or keep them where that saves a gather."""
-        self.unit.awaiting_backward.discard(self)
-        self.drop_views()
+        """Backward no longer needs the parameters: free the buffers, or keep them where that saves an all-gather."""
+        self.unit.awaiting_backward.pop(self, None)
+        self.hide()
         if self.unit.stays_unsharded and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
             self._keep()
             return
         if self.unit.kept_unsharded is not None:
-            self._free(self.unit.kept_unsharded.buffers)
+            self._free(cast(KeptUnsharded, self.unit.kept_unsharded).buffers)
             self.unit.kept_unsharded = None
         self.free()
 
-    def drop_views(self) -> None:
-        """Let the unit forget the views: they own the node that owns the unit, and no collector sees such a ring."""
-        if self.unit.unsharded_params is self.views:
-            self.unit.unsharded_params = None
-        if self.unit.unsharded_flats is self.views:
-            self.unit.unsharded_flats = None
+    def hide(self) -> None:
+        """Let module code no longer read these parameters."""
+        self.unit.hide_unsharded(self.views)
 
     def _keep(self) -> None:
-        kept: KeptUnsharded | None = self.unit.kept_unsharded
+        kept = cast(KeptUnsharded | None, self.unit.kept_unsharded)
         if kept is not None and kept.buffers is not self.buffers:
             self._free(kept.buffers)
         self.unit.kept_unsharded = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:
-        if [param._version for param in self.unit.params] == self.versions.params:
-            return
         for name, param, version in zip(self.unit.names, self.unit.params, self.versions.params, strict=True):
             if param._version != version:
                 raise RuntimeError(
@@ -409,23 +424,23 @@ class UnshardedUnit:
                     f"changed in place in between; run backward before the optimizer's step"
                 )
 
-    def free(self, keep_parts: bool = False) -> None:
-        """Give the buffers' memory back; if `keep_parts`, but for what a smaller group gathers from again."""
+    def free(self, keep_slices: bool = False) -> None:
+        """Free the buffers; if `keep_slices`, but for what the second of two groups gathers from again."""
         self.wait()
-        self._free(self.buffers, keep_parts)
+        self._free(self.buffers, keep_slices)
 
-    def _free(self, buffers: Sequence[UnshardedBuffer], keep_parts: bool = False) -> None:
+    def _free(self, buffers: Sequence[UnshardedBuffer], keep_slices: bool = False) -> None:
         filled = [buffer for buffer in buffers if not (buffer.is_shard or buffer.is_free)]
         for buffer in filled:
             buffer.free()
-        for buffer in buffers if not keep_parts else ():
-            buffer.part = None
+        for buffer in buffers if not keep_slices else ():
+            buffer.slice = None
         if filled:
             self.streams.note_free()
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
-    """A hook on a node of the graph must not own the views, which own that node: no collector sees such a ring."""
+    """A hook that calls `method` while its object lives (Note [Freeing buffers that autograd has saved])."""
     weak = weakref.WeakMethod(method)
 
     def hook(_grads: Any) -> None:
@@ -434,35 +449,3 @@ def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
             target()
 
     return hook
-
-
-def open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, whole: bool) -> UnshardedUnit | None:
-    """Give `unit` views while backward recomputes a forward: those of the forward that is being recomputed.
-
-    Without one (a reentrant checkpoint ran its first forward without gradients) the recomputed forward is the real one
-    and gathers for itself: what is returned.
-    """
-    gathered: UnshardedUnit | None = next(iter(unit.awaiting_backward), None)
-    if gathered is None:
-        gathered = UnshardedUnit(unit, full_precision, streams)
-        gathered.open(whole)
-        gathered.backward = current_backward()
-        unit.awaiting_backward.add(gathered)
-        call_after_backward(gathered.close, if_failed=gathered.drop_views)  # also keeps it until then
-        return gathered
-    gathered.recomputed_into = True
-    gathered.reopen()
-    return None
-
-
-def holds_on_all_ranks(unit: Unit, holds: bool) -> bool:
-    """Whether `holds` is true on every rank that shards `unit`: an all-reduce of one number.
-
-    To be asked before a rank leaves out a gather, where what it knows may differ from rank to rank.
-    """
-    if not unit.is_sharded:
-        return holds
-    denials = torch.tensor([not holds], dtype=torch.float32, device=unit.device)
-    collectives.start_all_reduce(denials, unit.group_name, "sum")
-    collectives.wait(denials)
-    return denials.item() == 0

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import FSDPModule, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from fsdp_compile.core.lookup import original_class
-from fsdp_compile.core.unit import unit_of
+from fsdp_compile.core.unit import GradientDelivery, unit_of
 
 
 def test_reshard_after_forward_is_a_strategy() -> None:
@@ -245,7 +245,7 @@ def test_a_copy_made_inside_no_sync_synchronises() -> None:
         twin = copy.deepcopy(model)
         assert {unit.syncs for unit in units(model)} == {False}
         assert {unit.syncs for unit in units(twin)} == {True}
-        assert {unit.delivery for unit in units(twin)} == {"reduce with kept"}
+        assert {unit.delivery for unit in units(twin)} == {GradientDelivery.REDUCE_WITH_ACCUMULATED}
         twin(torch.ones(1, 7)).sum().backward()
     assert all(param.grad is None or param.grad.shape == param.shape for param in twin.parameters())
     assert {unit.syncs for unit in units(model)} == {True}

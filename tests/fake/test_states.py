@@ -1,5 +1,6 @@
 """What a unit is doing at each moment, what is left of full parameters then, and calls that come at a wrong time."""
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ from recording import recorded, unlike_blocks
 from refusing import units
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
-from fsdp_compile.core.unit import doing, unit_of
+from fsdp_compile.core.unit import describe_state, unit_of
 from fsdp_compile.eager.unsharded import UnshardedBuffer, UnshardedUnit
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -64,7 +66,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
     seen: dict[str, list[str]] = {}
 
     def note(moment: str, unit: Any) -> None:
-        seen.setdefault(moment, []).append(doing(unit))
+        seen.setdefault(moment, []).append(describe_state(unit))
 
     for module in (model[0], model[1]):
         (unit,) = module._fsdp.units
@@ -81,7 +83,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
             note(moment, module._fsdp.units[0])
             assert _is_sharded(module), moment
     with summon_full_params(model):
-        assert doing(model[0]._fsdp.units[0]) == "inside summon_full_params"
+        assert describe_state(model[0]._fsdp.units[0]) == "inside summon_full_params"
         assert _is_sharded(model[0]) == (strategy == "NO_SHARD")
     running = ["in its forward or backward"] * 2
     assert seen == {"before": ["idle"] * 2, "forward": running, "between": ["idle"] * 2, "backward": running,
@@ -149,13 +151,13 @@ def test_nothing_is_left_gathered_after_backward(strategy: str) -> None:
     used, unused = model(torch.randn(3, 7))
     assert filled(model) == (3 if strategy == "SHARD_GRAD_OP" else 0)
     (used.sum() + unused.detach().sum()).backward(retain_graph=True)
-    assert {doing(unit) for unit in units(model)} == {"idle"}
+    assert {describe_state(unit) for unit in units(model)} == {"idle"}
     assert filled(model) == (strategy == "SHARD_GRAD_OP"), "block 2 waits for a backward that may still come"
     unused.sum().backward()
     assert filled(model) == 0
     alone = model.blocks[1](torch.randn(3, 7)).sum()
     alone.backward()
-    assert filled(model) == 0 and {doing(unit) for unit in units(model)} == {"idle"}
+    assert filled(model) == 0 and {describe_state(unit) for unit in units(model)} == {"idle"}
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -206,6 +208,69 @@ def test_resharding_is_not_freeing() -> None:
     assert current and all(current)
 
 
+# --- several models, several forwards ---------------------------------------------------------------------------------
+
+
+def _failing_backward(model: nn.Module) -> None:
+    """A backward pass that fails when all blocks but the first have started their reduces."""
+    hook = model.blocks[0].register_full_backward_hook(mock.Mock(side_effect=KeyError("on purpose")))
+    with pytest.raises(KeyError, match="on purpose"):
+        step(model)
+    hook.remove()
+
+
+def test_a_backward_waits_for_reduces_of_its_own_root_only() -> None:
+    """Reduces in flight belong to a root: another model's, which another thread may train, are left alone.
+
+    A copy of a model has a queue of its own, which its units share.
+    """
+    model, other = fully_shard(mlp()), fully_shard(mlp())
+    _failing_backward(model)
+    in_flight = list(model._fsdp_runtime.reduces_in_flight)
+    assert in_flight and all(reduction.finish is not None for reduction in in_flight)
+    step(other)
+    assert all(reduction.finish is not None for reduction in in_flight)
+    step(model)
+    assert all(reduction.finish is None for reduction in in_flight)
+    queues = [each._fsdp_runtime.reduces_in_flight for each in (model, other, copy.deepcopy(model))]
+    assert len({id(queue) for queue in queues}) == 3
+    copied = copy.deepcopy(model)
+    assert all(unit.reduces_in_flight is copied._fsdp_runtime.reduces_in_flight for unit in units(copied))
+
+
+class _Checkpointed(nn.Module):
+    """Blocks, each a unit, within one checkpoint that is not reentrant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Residual(7, 9 + 32 * index) for index in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks, x, use_reentrant=False)
+
+
+def test_all_ranks_recompute_the_same_forward() -> None:
+    """Of several forwards that await their backward, the last is recomputed first, on every rank.
+
+    So each unit is gathered once in the backward of each forward (E-AC-2, E-BWD-5).
+    """
+    model = fully_shard(_Checkpointed(), auto_wrap_policy={Residual})
+    count = 6
+    (first, *_) = units(model)
+    with recorded(model) as log:
+        losses, awaiting = [], []
+        for _ in range(count):
+            losses.append(model(torch.randn(3, 7)).sum())
+            assert list(first.awaiting_backward)[:-1] == awaiting, "in another order than that of the forwards"
+            awaiting = list(first.awaiting_backward)
+        del awaiting
+        log.lines.clear()
+        torch.stack(losses).sum().backward()
+    assert sorted(log.about("gather")) == sorted(
+        f"gather blocks.{index} in unshard" for index in range(3) for _ in range(count)
+    )
+
+
 # --- calls at a wrong time --------------------------------------------------------------------------------------------
 
 
@@ -221,7 +286,7 @@ def test_backward_inside_a_forward() -> None:
         model(torch.randn(3, 7))
     hook.remove()
     pending.clear()
-    assert {doing(unit) for unit in units(model)} == {"idle"}
+    assert {describe_state(unit) for unit in units(model)} == {"idle"}
     step(model)
     assert filled(model) == 0
 

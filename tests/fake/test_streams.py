@@ -160,7 +160,11 @@ def test_a_gather_sees_what_was_written_back() -> None:
     """
     model = fully_shard(unlike_blocks())
     model.blocks[1].up.weight.data = model.blocks[1].up.weight.data.clone()
-    with recorded(model) as log, _noting(log, gathered, "refresh", "look"), _noting(log, writeback, "write_parts", "w"):
+    with (
+        recorded(model) as log,
+        _noting(log, gathered, "refresh", "look"),
+        _noting(log, writeback, "write_to_shard", "w"),
+    ):
         model(torch.randn(3, 7))
     written = log.place("w in compute")
     assert log.lines[written + 1 : written + 3] == ["unshard waits for compute", "gather blocks.1 in unshard"]

@@ -53,7 +53,7 @@ def _send(rank: int) -> None:
         for unit in [module._fsdp.units[0] for module in model.blocks]:
             (gathered,) = unit.awaiting_backward
             (buffer,) = gathered.buffers
-            assert buffer.is_free and buffer.part.nbytes == 4 * buffer.flat.layout.numel // 2
+            assert buffer.is_free and buffer.slice.nbytes == 4 * buffer.flat.layout.numel // 2
         with wire() as sent:
             loss.backward()
         del again["gather", root, 2]  # the root is not freed in eager

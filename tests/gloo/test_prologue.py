@@ -80,9 +80,9 @@ def _gathered_by_hand(rank: int) -> None:
     reference, model = twins(MLP)
     run = _compile_module(model)
     model.unshard()
-    assert units(model)[0].unsharded is not None
+    assert units(model)[0].prefetched is not None
     follow(run, reference, MLP, steps=1)
-    assert units(model)[0].unsharded is None
+    assert units(model)[0].prefetched is None
     follow(model, reference, MLP, steps=1)
 
 

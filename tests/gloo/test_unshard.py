@@ -115,7 +115,7 @@ def _reshard(rank: int, strategy: str) -> None:
     _unshard_all(model, True)
     for module in FSDPModule.fsdp_modules(model):
         module.reshard()
-    assert all(unit.unsharded is None for unit in units(model))
+    assert all(unit.prefetched is None for unit in units(model))
     backward(reference, MLP, whole(MLP, 1))
     loss = MLP.loss(model, mine(MLP, 1))
     for module in FSDPModule.fsdp_modules(model):
