@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.passes.post_grad import direct
+from fsdp_compile.passes.post_grad.lower_collectives import DirectCollectives
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -73,16 +73,18 @@ def whole_step(layers: int, sharded: bool) -> Step:
 
 
 def collectives_only(layers: int, sharded: bool) -> Step:
-    """Per unit two gathers and one exchange with their waits; nothing for the unsharded model."""
+    """Per unit two all-gathers and one all-to-all with their waits; nothing for the unsharded model."""
     units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))} if sharded else set()
     buffers = [(unit, flat.shard, flat.shard.new_empty(flat.layout.numel)) for unit in units for flat in unit.flats]
+
+    collectives = DirectCollectives()
 
     def step() -> None:
         for unit, shard, full in buffers:
             for _ in range(2):
-                direct.all_gather(shard, unit.group_size, unit.group_name, out=full)
-                direct.wait(full)
-            direct.wait(direct.exchange(full, [], [], unit.group_name))  # what is compiled on the CPU
+                collectives.all_gather(shard, unit.group_size, unit.group_name, out=full)
+                collectives.wait(full)
+            collectives.wait(collectives.all_to_all(full, [], [], unit.group_name))  # what is compiled on the CPU
 
     return step
 

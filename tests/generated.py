@@ -59,7 +59,7 @@ class Step:
 
     @property
     def is_wait(self) -> bool:
-        return "wait_tensor" in self.function or self.function == "direct.wait"
+        return "wait_tensor" in self.function or self.function == "fsdp_collectives.wait"
 
     @property
     def is_gather(self) -> bool:
@@ -67,7 +67,9 @@ class Step:
 
     @property
     def is_reduce(self) -> bool:
-        return any(name in self.function for name in ("direct.exchange", "reduce_scatter_tensor", "all_reduce"))
+        return any(
+            name in self.function for name in ("fsdp_collectives.all_to_all", "reduce_scatter_tensor", "all_reduce")
+        )
 
 
 @dataclass

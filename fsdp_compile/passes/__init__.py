@@ -44,12 +44,13 @@ from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, reshard
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
-from fsdp_compile.passes.post_grad.coalesce import coalesce_launches
-from fsdp_compile.passes.post_grad.exchange import reduce_scatter_by_all_to_all
-from fsdp_compile.passes.post_grad.gather_into import all_gather_into_buffer
-from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place
+from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered
+from fsdp_compile.passes.post_grad.lower_collectives import (
+    all_gather_into_buffer,
+    coalesce_launches,
+    reduce_scatter_by_all_to_all,
+)
 from fsdp_compile.passes.post_grad.order import order, pin_order
-from fsdp_compile.passes.post_grad.reuse_gathered import reuse_gathered
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),

@@ -23,7 +23,6 @@ from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import CustomGraphPass, direction, graph_number, inductor_config, sort
 from fsdp_compile.passes.graph.tags import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
-from fsdp_compile.passes.post_grad.in_place_grads import register_pack_lowering
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
 
@@ -95,7 +94,6 @@ class Pipeline(CustomGraphPass):
             before(graph)
         if is_ours(graph, MARKERS):
             _check_registered()
-            register_pack_lowering()
             sort(graph)
             run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_number()))
 

@@ -168,7 +168,7 @@ def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any,
 def test_what_an_exchange_brought_is_reduced_at_once() -> None:
     """The mean of rows follows its wait directly: fused with a later one it would keep whole gradients alive."""
     _, backward = cached("gpt", "default")
-    brought = {step.out for step in backward.steps if step.function == "direct.exchange"}
+    brought = {step.out for step in backward.steps if step.function == "fsdp_collectives.all_to_all"}
     assert len(brought) == sum(step.is_reduce for step in backward.steps) == 5
     for step, following in pairwise(backward.steps):
         if step.is_wait and step.names[0] in brought:
@@ -188,7 +188,7 @@ def test_collectives_do_not_pass_the_dispatcher() -> None:
     """Generated code calls the process group: starts, exchanges and waits pair up, and no operator stands between."""
     for program in cached("gpt", "default"):
         starts = sum(step.is_gather or step.is_reduce for step in program.steps)
-        assert starts == sum(step.function == "direct.wait" for step in program.steps) > 0
+        assert starts == sum(step.function == "fsdp_collectives.wait" for step in program.steps) > 0
         assert not any("_c10d_functional" in step.function for step in program.steps)
 
 
@@ -205,7 +205,7 @@ def test_ranks_agree_before_the_first_collective(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gathers_are_not_the_coalesced_form(backend: str) -> None:
-    """Every gather is given its output: the allocating form corrupts gloo's memory on torch 2.13 (gather_into.py)."""
+    """Every gather is given its output: the allocating form corrupts gloo's memory on torch 2.13."""
     gathers = [step for program in cached("mlp", backend) for step in program.steps if step.is_gather]
     assert gathers
-    assert all(gather.function == "direct.all_gather" for gather in gathers)
+    assert all(gather.function == "fsdp_collectives.all_gather" for gather in gathers)

@@ -12,15 +12,13 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from fsdp_compile.comm.collectives import STARTS, WAIT
+from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.graph.liveness import live_bytes, size_of
 from fsdp_compile.passes.graph.node_kinds import CAST, is_product, is_view, readers
 from fsdp_compile.passes.graph.tags import get_tag, module_path, tag_of, tagged
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
-from fsdp_compile.passes.post_grad.coalesce import can_coalesce
-from fsdp_compile.passes.post_grad.reuse_gathered import gradients_of, is_reused
 
 Span = tuple[int, int]  # first and last position
 
@@ -191,7 +189,8 @@ def _reduce(start: fx.Node) -> Reduce:
     chain = with_preparation(start)
     (wait,) = (user for user in start.users if user.target is WAIT)
     packs = chain[0].target is PACK_GRADS
-    gradients, reused = (gradients_of(chain[0]), is_reused(chain[0])) if packs else (chain[0].all_input_nodes, False)
+    gradients = gradients_of(chain[0]) if packs else chain[0].all_input_nodes
+    reused = packs and len(chain[0].args) > 2  # the pack names the gathered buffer that it lies in
     further = [user for user in wait.users if user.target in STARTS]
     if not further:
         return Reduce(gradients, reused, chain, [wait, *_finishing(wait)], [])
@@ -219,6 +218,25 @@ def _finishing(wait: fx.Node) -> list[fx.Node]:
     """What makes a reduced tensor the shard's gradient: the rest of a division, a cast to the shard's dtype."""
     scales = [user for user in wait.users if (tag := get_tag(user)) is not None and tag.kind == "scale"]
     return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
+
+
+def gradients_of(pack: fx.Node) -> list[fx.Node]:
+    """The gradients that are packed."""
+    return [grad for grad in pack.args[0] if isinstance(grad, fx.Node)]  # type: ignore[union-attr]  # fx arguments are untyped
+
+
+def can_coalesce(starts: Sequence[fx.Node]) -> bool:
+    """Whether one call can start all of `starts`: they are alike but for what they send.
+
+    Gloo has no such call: its own runs them one by one, and copies.
+    """
+    if not starts:
+        return True
+    first = starts[0]
+    if first.target not in COALESCED or copies(first.meta["val"], first.args[GROUP_ARGUMENT[first.target]]):  # type: ignore[arg-type]  # fx arguments are untyped
+        return False
+    common = {(start.target, *start.args[1:], start.meta["val"].dtype, start.meta["val"].device) for start in starts}
+    return len(common) == 1
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

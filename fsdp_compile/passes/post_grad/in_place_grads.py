@@ -1,75 +1,77 @@
-"""Packing without copies: the kernel that computes a gradient writes it into its window of the reduce-scatter's input.
+"""Gradients without copies, on the FX graph: what each pack reads, and in which buffer it lies.
 
-Two halves. The pass rewrites a pack's inputs into nodes whose output Inductor may place freely. The lowering places
-them: the packed buffer is a concatenation kernel, and a gradient's own buffer becomes a strided window of it.
+    pack_in_place     rewrites a pack's inputs into nodes whose output Inductor may place freely
+    reuse_gathered    lets a pack lie in the buffer that its unit was gathered into
 
-    mm(..., out=window)           GEMMs write in place, also where the gradient is a transposed or reshaped product
-    fused kernel(..., window)     so do reductions and pointwise kernels
-    copy kernel                   only for what Inductor does not allocate: graph inputs, and outputs of library kernels
-                                  that allocate for themselves (convolution_backward)
+lower_pack_grads.py does the rest in Inductor's IR: the kernel that computes a gradient writes it into its slice.
+
+    mm(..., out=slice)           matrix products write in place, also where the gradient is a transposed product
+    fused kernel(..., slice)     so do reductions and pointwise kernels
+    copy kernel                  only for what Inductor does not allocate: graph inputs, and outputs of library kernels
+                                 that allocate for themselves (convolution_backward)
 """
 
 import operator
-from functools import cache
-from typing import Any
+from collections.abc import Mapping
 
-import sympy
 import torch
 from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
-from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS
-from fsdp_compile.passes.graph.node_kinds import SAME_ORDER
+from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
+from fsdp_compile.passes.graph.node_kinds import SAME_ORDER, is_pointwise, is_product, is_view, readers
+from fsdp_compile.passes.graph.reading import gradients_of
+from fsdp_compile.passes.graph.tags import get_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.post_grad.overwrite import Write, hold_products, overwritten, reads_before, write_after
+from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
 
 aten = torch.ops.aten
+
+
+# --- packs ------------------------------------------------------------------------------------------------------------
 
 
 def pack_in_place(context: GraphContext) -> None:
     """Make each gradient of a pack a node that can write straight into the packed buffer."""
     graph = context.graph
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
-        grads = pack.args[0]
-        pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in grads])
+        pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in pack.args[0]])
         if len(pack.users) == 1:
-            _use_in_place(pack)
+            _let_reader_overwrite(pack)
     graph.eliminate_dead_code()
 
 
-def _use_in_place(pack: fx.Node) -> None:
-    """Let the only reader of a pack have its buffer: out of place, each of these would copy it first."""
-    reader = next(iter(pack.users))
+def _let_reader_overwrite(packed: fx.Node) -> None:
+    """Let the only reader of a packed buffer work in place: out of place, each of these would copy it first."""
+    reader = next(iter(packed.users))
     if reader.target is ALL_REDUCE:
         reader.target = ALL_REDUCE_IN_PLACE
-    elif reader.target is DEFER_REDUCE:
+    elif reader.target in (DEFER_REDUCE, ADD_ACCUMULATED):
         reader.args = (*reader.args, True)
-    elif reader.target is ADD_ACCUMULATED:
-        reader.args = (*reader.args, True)
-        if len(reader.users) == 1:
-            _use_in_place(reader)
+        if reader.target is ADD_ACCUMULATED and len(reader.users) == 1:
+            _let_reader_overwrite(reader)
 
 
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    """Peel views that keep the elements' order; turn a transposed product around: (a b)^T = b^T a^T."""
+    """The node beneath views that keep the order of elements, rewritten if its output is laid out otherwise."""
     while grad.target in SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return _transposed_product(graph, grad) or _bias_of_convolution(graph, grad) or grad
 
 
 def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
+    """A transposed matrix product as a product of the transposed factors, (a b)^T = b^T a^T; None for other nodes."""
     if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]  # fx arguments are untyped
         return None
-    product = grad.args[0]
-    assert isinstance(product, fx.Node)
+    product: fx.Node = grad.args[0]  # type: ignore[assignment]  # likewise
     if product.target is not aten.mm.default or len(product.users) > 1:
         return None
     with graph.inserting_before(product):
-        left, right = (_transposed(graph, factor) for factor in reversed(product.args))  # type: ignore[arg-type]  # fx arguments are untyped
-        turned = graph.call_function(aten.mm.default, (left, right))
-    turned.meta = dict(grad.meta)
-    turned.meta["val"] = grad.meta["val"].contiguous()
+        factors = [graph.call_function(aten.permute.default, (factor, [1, 0])) for factor in reversed(product.args)]
+        for factor in factors:
+            factor.meta["val"] = factor.args[0].meta["val"].permute(1, 0)  # type: ignore[union-attr]  # likewise
+        turned = graph.call_function(aten.mm.default, tuple(factors))
+    turned.meta = {**grad.meta, "val": grad.meta["val"].contiguous()}
     return turned
 
 
@@ -91,172 +93,104 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
     return total
 
 
-def _transposed(graph: fx.Graph, matrix: fx.Node) -> fx.Node:
-    node = graph.call_function(aten.permute.default, (matrix, [1, 0]))
-    node.meta["val"] = matrix.meta["val"].permute(1, 0)
-    return node
+# --- the gathered buffer ----------------------------------------------------------------------------------------------
+
+# Note [Gradients take the place of their parameters]
+# A packed buffer is laid out like the gathered one, and a parameter is read for the last time about when its gradient
+# is computed. So a gradient may be written where its parameter was, and the reduce-scatter sends the memory that the
+# all-gather filled: the backward of a unit needs one buffer instead of two.
+#
+#     wait gather  ->  grad_x = grad_y @ W  ->  slice of W = grad_y.T @ x  ->  reduce-scatter     one buffer throughout
+#
+# The pass `reuse_gathered` decides this on the FX graph and names the gathered buffer in the pack's last argument. It
+# also moves a few nodes, so that each gradient comes after the readers of the buffer. Which reader touches which slice
+# is known only when the pack is lowered: lower_pack_grads.py then orders each write after the reads of its slice, or
+# packs into a new buffer after all, if one loop both reads a parameter and computes the gradient that would replace it.
 
 
-@cache
-def register_pack_lowering() -> None:
-    """Teach Inductor to lower `fsdp_flat::pack_grads` and its readers; once per process, when first needed."""
-    from torch._inductor.lowering import register_lowering
-
-    register_lowering(PACK_GRADS, type_promotion_kind=None)(_lower_pack)
-    register_lowering(ADD_ACCUMULATED, type_promotion_kind=None)(_lower_add_accumulated)
-    register_lowering(DEFER_REDUCE, type_promotion_kind=None)(_lower_defer_reduce)
-
-
-def _lower_pack(grads, layout, into=None):  # type: ignore[no-untyped-def]  # Inductor IR in and out; checked on torch 2.11 and 2.13
-    from torch._inductor import ir
-
-    parsed = FlatParamLayout.parse(layout)
-    reads = None if into is None else reads_before(into.get_name(), _writes(grads, parsed))
-    if reads is None:
-        return _new_pack(ir, grads, parsed)
-    return _overwrite(ir, grads, parsed, into, reads)
+def reuse_gathered(context: GraphContext) -> None:
+    """Let packs lie in their unit's gathered buffer (Note [Gradients take the place of their parameters])."""
+    graph = context.graph
+    waits = {tag_of(gather).unit: next(iter(gather.users)) for gather in tagged(graph, "gather")}
+    for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
+        wait = waits.get(tag_of(pack).unit)
+        if wait is None or not _fits(pack, wait):
+            continue
+        position = {node: index for index, node in enumerate(graph.nodes)}  # the last unit has moved nodes
+        if _in_time(pack, wait, position):
+            _put_in_order(pack, wait, position)
+            pack.args = (*pack.args, wait)
 
 
-def _writes(grads, parsed):  # type: ignore[no-untyped-def]  # likewise
-    given = [(_gradient(grads, segment), segment) for segment in parsed.segments]
-    return [Write(grad, segment.offset, segment.numel) for grad, segment in given if grad is not None]
+def _fits(pack: fx.Node, wait: fx.Node) -> bool:
+    """Whether the buffers are alike, the gradients are only sent, and nothing outlives the gathered buffer."""
+    packed, gathered = pack.meta["val"], wait.meta["val"]
+    if packed.dtype != gathered.dtype or packed.shape != gathered.shape or packed.device != gathered.device:
+        return False
+    only_packed = all(len(grad.users) == 1 for grad in gradients_of(pack))
+    only_sent = all((tag := get_tag(user)) is not None and tag.kind == "reduce" for user in pack.users)
+    return only_packed and only_sent and all(reader.op != "output" for reader in readers(wait)[1])
 
 
-def _new_pack(ir, grads, parsed):  # type: ignore[no-untyped-def]  # likewise
-    """A buffer that is there when the first gradient is."""
-    from torch._inductor.virtualized import V
+def _in_time(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> bool:
+    """Whether gradients are computed while the parameters are there, and the last of them about when those go.
 
-    first = next(grad for grad in grads if grad is not None)
-    whole = ir.FixedLayout(
-        device=first.get_device(),
-        dtype=first.get_dtype(),
-        size=[sympy.Integer(parsed.numel)],
-        stride=[sympy.Integer(1)],
-    )
-    packed = ir.ConcatKernel(name=None, layout=whole, inputs=[])
-    box = ir.StorageBox(packed)
-    pieces = [_place(ir, grads, segment, box) for segment in parsed.segments]
-    given = [(piece, _gradient(grads, segment)) for piece, segment in zip(pieces, parsed.segments, strict=True)]
-    fillers = [piece for piece, grad in given if grad is None]
-    _fill_late(V.graph, fillers, [piece for piece, grad in given if grad is not None])
-    return _registered(ir, packed, pieces, box)
-
-
-def _overwrite(ir, grads, parsed, into, reads):  # type: ignore[no-untyped-def]  # likewise
-    """The gathered buffer, each gradient written after what reads its place. Padding stays what it is there: zero."""
-    segments = [segment for segment in parsed.segments if segment.parameter is not None]
-    pieces = [_place(ir, grads, segment, into.data) for segment in segments]
-    for piece, segment in zip(pieces, segments, strict=True):
-        write_after(reads, piece.get_operation_name(), into.get_name(), segment.offset, segment.numel)
-    hold_products(into.get_name(), pieces)
-    return _registered(ir, overwritten(into), pieces, into.data)
-
-
-def _place(ir, grads, segment, box):  # type: ignore[no-untyped-def]  # likewise
-    """Let a gradient, or zeros, be written into its window of `box`."""
-    grad = _gradient(grads, segment)
-    size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
-    where = ir.FixedLayout(
-        device=box.get_device(), dtype=box.get_dtype(), size=size,
-        stride=ir.FlexibleLayout.contiguous_strides(size), offset=sympy.Integer(segment.offset),
-    )  # fmt: skip
-    window = ir.ReinterpretView(data=box, layout=where)
-    return _fill(ir, window) if grad is None else _write_into(ir, grad, window)
-
-
-def _gradient(grads, segment):  # type: ignore[no-untyped-def]  # likewise
-    """What is to be written into a segment of the buffer; None: zeros."""
-    return None if segment.parameter is None else grads[segment.parameter]
-
-
-def _registered(ir, packed, pieces, box):  # type: ignore[no-untyped-def]  # likewise
-    from torch._inductor.virtualized import V
-
-    packed.name = V.graph.register_buffer(packed)
-    packed.inputs = ir.ConcatKernel.unwrap_storage(pieces)
-    V.graph.register_operation(packed)
-    return ir.TensorBox(box)
-
-
-def _write_into(ir, piece, window):  # type: ignore[no-untyped-def]  # Inductor IR, as above
-    """Let `piece` be written to `window`.
-
-    With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor would
-    copy it; with the window's strides it may as well lie there.
+    Gradients that come later are better packed into a buffer of their own, which does not exist until then. A matrix
+    product before the first reader of the parameters stays there, for the gather to hide behind, and no reduce waits
+    for readers beyond another product.
     """
-    product = getattr(piece.data, "data", None)
-    if isinstance(product, ir.ExternKernelOut) and isinstance(product.layout, ir.FixedLayout):
-        fixed = product.layout
-        if fixed.offset == 0 and list(fixed.stride) == list(window.layout.stride):
-            product.layout = ir.NonOwningLayout(window)
-            return product
-    return ir.ConcatKernel.realize_into(piece, window)
+    gradients = gradients_of(pack)
+    written = [position[grad] for grad in gradients]
+    read = [position[reader] for reader in readers(wait)[1]]
+    if not read or min(written) > max(read):
+        return False
+    early = any(is_product(grad) and position[grad] < min(read) for grad in gradients)
+    between = list(position)[max(written) + 1 : max(read)]
+    return not early and not any(map(is_product, between))
 
 
-def _fill(ir, window):  # type: ignore[no-untyped-def]  # Inductor IR, as above
-    """Zeros for padding and for parameters without a gradient: what is sent must be finite.
+def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> None:
+    """Move every gradient behind the first reader of the parameters, and the last gradient behind the last reader."""
+    reading, gradients = readers(wait)[1], gradients_of(pack)
+    first, last = (choose(reading, key=position.__getitem__) for choose in (min, max))
+    for early in [grad for grad in gradients if position[grad] < position[first]]:
+        first.append(early)
+    gradient = max(gradients, key=position.__getitem__)
+    if position[gradient] < position[last]:
+        last.append(gradient)
+    end = max(position[gradient], position[last])
+    before = [node for node in _fused_with(reading) if position[node] <= end]
+    for node in _next_pointwise(sorted(before, key=position.__getitem__), position, end):
+        if gradient not in node.all_input_nodes:
+            gradient.prepend(node)
 
-    By a call: a kernel of its own for each number of zeros takes the C++ compiler a second.
+
+def _fused_with(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The pointwise ones of `nodes`, and what is computed from them in the same kernel: that reads what they read."""
+    fused: set[fx.Node] = set()
+    work = [node for node in nodes if is_pointwise(node)]
+    while work:
+        node = work.pop()
+        if node not in fused:
+            fused.add(node)
+            work += [user for user in node.users if is_pointwise(user) or is_view(user)]
+    return fused
+
+
+def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end: int) -> list[fx.Node]:
+    """The pointwise nodes beyond `end` that read `before` directly or through views, if all their inputs are there.
+
+    Mostly a sum with the residual's gradient. Computed later it would read the last result of `before` from memory, and
+    that would have to be written first.
     """
-    from torch._inductor.virtualized import V, ops
-
-    kind = {"device": window.get_device(), "dtype": window.get_dtype()}
-    if V.graph.cpp_wrapper:
-        zeros = ir.Pointwise.create(
-            **kind, inner_fn=lambda index: ops.constant(0, kind["dtype"]), ranges=window.get_size()
-        )
-        return ir.ConcatKernel.realize_into(zeros, window)
-    return ir.ExternKernelOut(
-        ir.NonOwningLayout(window),
-        inputs=[],
-        constant_args=(list(window.get_size()),),
-        python_kernel_name="torch.zeros",
-    )
-
-
-def _fill_late(graph, fillers, computed):  # type: ignore[no-untyped-def]  # likewise
-    """Zero-filling waits for the unit's first gradient.
-
-    It depends on nothing else, so the scheduler could fill all units' windows at the start of backward and every packed
-    buffer would be alive from there on.
-    """
-    produced = list(graph.name_to_buffer)
-    first = min((buffer.get_name() for buffer in computed), key=produced.index)
-    for filler in fillers:
-        graph.additional_buffer_deps[filler.get_operation_name()].add(first)
-
-
-def _lower_add_accumulated(packed, number, in_place=False):  # type: ignore[no-untyped-def]  # likewise
-    from torch._inductor import ir
-    from torch._inductor.lowering import fallback_handler
-
-    if not in_place:
-        return fallback_handler(ADD_ACCUMULATED, add_to_fallback_set=False)(packed, number)
-    packed.realize()
-    ir.FallbackKernel.create(ADD_ACCUMULATED_, packed, number)
-    return packed
-
-
-def _lower_defer_reduce(packed, number, layout, owned=False):  # type: ignore[no-untyped-def]  # likewise
-    from torch._inductor import ir
-    from torch._inductor.lowering import fallback_handler
-    from torch._inductor.virtualized import V
-
-    if not owned:
-        return fallback_handler(DEFER_REDUCE, add_to_fallback_set=False)(packed, number, layout)
-    packed.realize()
-    V.graph.never_reuse_buffers.add(packed.get_name())
-    return ir.TensorBox.create(_owning_kernel().create(DEFER_REDUCE, packed, number, layout, True))
-
-
-@cache
-def _owning_kernel() -> Any:
-    """A call that takes its first input over: it is read and written later on, by others, and dropped here."""
-    from torch._inductor import ir
-
-    class Owning(ir.FallbackKernel):
-        def codegen(self, wrapper):  # type: ignore[no-untyped-def]  # likewise
-            super().codegen(wrapper)
-            wrapper.writeline(wrapper.make_buffer_free(self.inputs[0]))
-
-    return Owning
+    following: list[fx.Node] = []
+    for node in before:
+        for user in sorted(node.users, key=position.__getitem__):
+            chain = []
+            while is_view(user) and position[user] > end and len(user.users) == 1:
+                chain.append(user)
+                user = next(iter(user.users))
+            ready = all(position[each] <= end or each in chain for each in user.all_input_nodes)
+            if position[user] > end and is_pointwise(user) and ready and user not in following:
+                following += [*chain, user]
+    return following

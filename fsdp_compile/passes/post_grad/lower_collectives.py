@@ -1,0 +1,248 @@
+"""How each collective is issued once the order is decided: single calls are replaced by forms that cost less.
+
+    coalesce_launches               what the plan launches at once is one coalesced call, one kernel of NCCL
+    reduce_scatter_by_all_to_all    on gloo a reduce-scatter is an all-to-all and a reduction of the received rows
+    all_gather_into_buffer          every all-gather writes into a buffer that the graph allocates
+
+The graph keeps torch's operators, so that Inductor knows what it deals with. The all-to-all and the all-gather are
+waited for by an operator of ours, whose lowering lets generated code call the process group itself: what the dispatcher
+and torch's own layers put in between costs more than a small collective (on torch 2.13 10 us for an all-gather and its
+wait, 32 us for an all-to-all).
+
+    _c10d_functional.all_gather_into_tensor_out(shard, 8, '0', out=full)  ->  fsdp_collectives.all_gather(...)
+    _c10d_functional.all_to_all_single(packed, [...], [...], '0')         ->  fsdp_collectives.all_to_all(...)
+    _c10d_functional.wait_tensor(full)                                    ->  fsdp_collectives.wait(full)
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from fsdp_compile.comm.collectives import (
+    ALL_GATHER,
+    ALL_GATHER_INTO,
+    ALL_TO_ALL,
+    COALESCED,
+    GROUP_ARGUMENT,
+    REDUCE_SCATTER,
+    WAIT,
+    copies,
+)
+from fsdp_compile.core.ops import CAST_SHARD, WAIT_ALL_GATHER
+from fsdp_compile.passes._torch import group_named, start_all_gather, start_broadcast
+from fsdp_compile.passes.graph.node_kinds import CAST
+from fsdp_compile.passes.graph.reading import can_coalesce
+from fsdp_compile.passes.graph.tags import Tag, set_tag, tag_of, tagged
+from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.post_grad._torch import V, WaitKernel, lowerings, register_lowering
+
+aten = torch.ops.aten
+_OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
+
+
+# --- coalesced launches -----------------------------------------------------------------------------------------------
+
+
+def coalesce_launches(context: GraphContext) -> None:
+    """Make one call of each launch of several units, if one call can start them.
+
+    gather a  gather b  ->  wait a  wait b                                   two launches, next to each other
+    both = coalesced gather [a, b]  ->  both[0]  both[1]  ->  their waits    one launch, which the first wait completes
+    """
+    graph = context.graph
+    launches: dict[int, list[fx.Node]] = {}
+    for start in tagged(graph, "gather", "reduce"):
+        launch = tag_of(start).launch
+        if launch is not None:
+            launches.setdefault(launch, []).append(start)
+    for starts in launches.values():
+        if can_coalesce(starts):
+            _coalesce(graph, starts)
+
+
+def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
+    """Put one call where the last of `starts` is: what each of them sends has been computed there."""
+    last, names = starts[-1], [start.name for start in starts]
+    with graph.inserting_before(last):
+        sent = [start.args[0] for start in starts]
+        call = graph.call_function(COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
+        results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(starts))]
+    call.meta["val"] = [start.meta["val"] for start in starts]
+    set_tag(call, _joined_tag(starts))
+    for start, result in zip(starts, results, strict=True):
+        result.meta["val"] = start.meta["val"]
+        start.replace_all_uses_with(result)
+        graph.erase_node(start)
+    call.name = "_".join([names[0], *(name.partition("_")[2] for name in names[1:])])
+    for result, name in zip(results, names, strict=True):
+        result.name = name
+
+
+def _joined_tag(starts: Sequence[fx.Node]) -> Tag:
+    """The tag of the first of `starts`, with the paths of all their units."""
+    tags = [tag_of(start) for start in starts]
+    return replace(tags[0], path=" ".join(tag.path or "root" for tag in tags))
+
+
+# --- reduce-scatter on gloo -------------------------------------------------------------------------------------------
+
+# Note [Why gloo's reduce-scatter is an all-to-all]
+# Gloo reduce-scatters by an all-reduce of a copy (Note [What gloo copies]). Eager steps therefore send each rank its
+# slice by an all-to-all and reduce the received rows; compiled graphs do the same, so that both put the same bytes on
+# the wire and add up the rows in the same order, which makes their gradients equal bit for bit under aot_eager. The
+# reduction of the rows is pinned right behind the wait: fused with the reduction of a later unit it would keep all
+# received rows alive until then.
+
+
+def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
+    """Replace each reduce-scatter that runs on gloo (Note [Why gloo's reduce-scatter is an all-to-all]).
+
+    reduce_scatter(packed)  ->  wait                                     this rank's slice of the mean
+    all_to_all(packed)      ->  wait  ->  rows [ranks, part]  ->  mean   the same; a sum where gradients are float16
+    """
+    graph = context.graph
+    for reduce in tagged(graph, "reduce"):
+        group: str = reduce.args[GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped
+        if reduce.target is REDUCE_SCATTER and copies(reduce.meta["val"], group):
+            _use_all_to_all(graph, reduce)
+
+
+def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
+    args: Any = reduce.args
+    packed, op, ranks, group = args
+    (wait,) = (user for user in reduce.users if user.target is WAIT)
+    part = reduce.meta["val"].numel()
+    received = reduce.meta["val"].new_empty(part * ranks)
+    unit = wait.name.removeprefix("wait_reduce_")
+    with graph.inserting_before(wait.next):
+        rows = graph.create_node("call_function", aten.view.default, (wait, [ranks, part]), name=f"rows_{unit}")
+        mean = graph.create_node("call_function", _OVER_ROWS[op], (rows, [0]), name=f"mean_{unit}")
+    wait.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not rows)
+    mean.meta = dict(wait.meta)
+    set_tag(mean, replace(tag_of(reduce), kind="mean"))
+    rows.meta = {"val": received.view(ranks, part)}
+    reduce.target, reduce.args = ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
+    reduce.meta["val"] = wait.meta["val"] = received
+    _call_directly(reduce)
+
+
+# --- all-gather into a buffer -----------------------------------------------------------------------------------------
+
+
+def all_gather_into_buffer(context: GraphContext) -> None:
+    """Give every all-gather an `out` that the graph allocates. The graph is no longer free of mutation then.
+
+    torch 2.13 runs the allocating form as a coalesced collective. Gloo's worker threads note the name of the collective
+    that they finished last in one string without a lock, and only the coalesced all-gather's name is too long to be
+    stored inside that string: two threads that finish at once free its memory twice. Eager code never uses that form.
+    """
+    graph = context.graph
+    for gather in tagged(graph, "gather"):
+        if gather.target is ALL_GATHER:
+            _allocate(graph, gather)
+            shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+            if shard.target is CAST:
+                shard.target = CAST_SHARD
+            _call_directly(gather)
+
+
+def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
+    full = gather.meta["val"]
+    with graph.inserting_before(gather):
+        buffer = graph.create_node(
+            "call_function",
+            aten.empty.memory_format,
+            (list(full.shape),),
+            {"dtype": full.dtype, "device": full.device, "pin_memory": False},
+            name=f"full_{gather.name.removeprefix('gather_')}",
+        )
+    buffer.meta["val"] = full
+    gather.target = ALL_GATHER_INTO
+    gather.kwargs = {"out": buffer}
+
+
+@register_lowering(CAST_SHARD, type_promotion_kind=None)
+def _lower_cast_shard(shard: Any, dtype: torch.dtype) -> Any:
+    """Cast into one buffer: Inductor would compute the cast anew for the gather and for its wait."""
+    cast = lowerings[CAST](shard, dtype)
+    cast.realize()
+    return cast
+
+
+# --- calls of the process group ---------------------------------------------------------------------------------------
+
+
+class DirectCollectives:
+    """Collectives on the process group itself; each generated graph has one, which holds those that are under way."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[dist.Work, ...]] = {}  # by the address of the buffer that is filled
+
+    def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
+        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`.
+
+        Gloo would copy both (Note [What gloo copies]): there each rank broadcasts its slice, as in eager steps.
+        """
+        ranks = group_named(group)
+        if copies(out, group):
+            slices = out.view(group_size, -1).unbind()
+            slices[ranks.rank()].copy_(shard)
+            works = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
+        else:
+            works = (start_all_gather(ranks, out, shard),)
+        self._in_flight[out.data_ptr()] = works
+
+    def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
+        """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
+
+        All slices have one size; the lists of sizes are those of torch's operator.
+        """
+        received = packed.new_empty(packed.numel())
+        self._in_flight[received.data_ptr()] = (group_named(group).alltoall_base(received, packed, [], []),)
+        return received
+
+    def wait(self, full: Tensor) -> None:
+        """Order what follows after the collective that fills `full`."""
+        for work in self._in_flight.pop(full.data_ptr()):
+            work.wait()
+
+
+_DIRECT = {ALL_GATHER_INTO: "fsdp_collectives.all_gather", ALL_TO_ALL: "fsdp_collectives.all_to_all"}
+
+
+def _call_directly(start: fx.Node) -> None:
+    """Let generated code call the process group for `start`, an all-gather with an `out` or an all-to-all."""
+    (wait,) = (user for user in start.users if user.target is WAIT)
+    wait.target, wait.args = WAIT_ALL_GATHER, (start, start.args[0])
+
+
+class _DirectWait(WaitKernel):
+    """A wait on the `DirectCollectives` of the generated module."""
+
+    def codegen(self, wrapper: Any) -> None:
+        if not V.graph.cpp_wrapper:
+            wrapper.add_import_once("from fsdp_compile.passes.post_grad.lower_collectives import DirectCollectives")
+            wrapper.add_import_once("fsdp_collectives = DirectCollectives()")
+        super().codegen(wrapper)
+
+
+@register_lowering(WAIT_ALL_GATHER, type_promotion_kind=None)
+def _lower_wait(full: Any, sent: Any) -> Any:
+    """Keep `sent` alive until the wait, which Inductor does for allocating collectives only, and rename both calls."""
+    _DirectWait.create_wait(WAIT, full)
+    wait = V.graph.operations[-1]
+    V.graph.additional_star_deps[wait.get_operation_name()].add(sent.get_name())
+    if not V.graph.cpp_wrapper:  # where generated code is C++, collectives stay operators
+        start = next(each for each in reversed(V.graph.operations) if _fills(each, full.get_name()))
+        start.python_kernel_name, wait.python_kernel_name = _DIRECT[start.op_overload], "fsdp_collectives.wait"
+    return full
+
+
+def _fills(operation: Any, name: str) -> bool:
+    """Whether `operation` starts the collective that fills the buffer `name`."""
+    return getattr(operation, "op_overload", None) in _DIRECT and name in (operation.get_name(), *operation.alias_names)
