@@ -11,7 +11,6 @@ from bench import systems
 from bench.link import FREE
 from bench.rounds import Side
 from bench.worker import Spec
-from fsdp_compile.passes import PASSES
 
 LATENCY = 20e-6  # seconds of a collective's launch on the emulated link
 CHECKED = 20  # the step at which losses are compared
@@ -20,13 +19,17 @@ TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at diff
 Steps = dict[str, list[list[dict[str, float]]]]  # system -> round -> step -> what it took
 
 CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
-NEEDED = (
-    "insert_collectives",
-    "reduce_scatter_by_all_to_all",
-    "choose_reshard",
-    "coalesce_launches",
-)  # the first for all, the others do nothing here
-TOGETHER = {"reshard": "reshard+check_saved"}  # the second refuses what the first would have prevented
+ABLATED = (
+    "reshard+check_saved",  # the second refuses what the first would have prevented
+    "check_saved",
+    "pack_in_place",
+    "reuse_gathered",
+    "order+check_order",
+    "all_gather_into_buffer",
+    "check_ranks",
+    "pin_order",
+)
+"""Passes that are left out, one measurement each; the others are needed, or do nothing on the benchmark's link."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_com
 FINE = ("fsdp2:layers", "ours_planned", "ours_planned:layers")  # what finer units bring, with a plan and without
 EAGER = ("fsdp2", "ours")
 ON_CUDA = ("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
-WITHOUT = tuple(f"ours_compiled:{TOGETHER.get(each.name, each.name)}" for each in PASSES if each.name not in NEEDED)
+WITHOUT = tuple(f"ours_compiled:{names}" for names in ABLATED)
 
 PARTS = {
     "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),

@@ -1,6 +1,6 @@
 """Plans by cost on the emulated link: what is exposed, beside the fixed rule and FSDP2; the simulator beside the clock.
 
-For each ratio of communication to computing the graph is compiled with marks, its tasks are timed in one process that
+For each ratio of communication to computing the graph is compiled to record a profile of its tasks, in one process that
 plays rank 0 of 8, and it is compiled again by a plan for these times and this link. All systems then take turns.
 
     exposed      ms of a forward and backward in which a wait sleeps
@@ -36,8 +36,8 @@ from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.simulate import Timeline, simulate
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad import profile_tasks
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
+from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
 
 WORLD = 8
 PLANNED: dict[str, Any] = {"ours, planned": "auto", "ours, planned, layers": {nn.Linear}}  # units by these policies
@@ -87,11 +87,11 @@ def planned(wire: str, policy: Any) -> tuple[Trained, Graphs, float]:
     LINK.configure(0.0, FREE)
     profiled = ours(policy, link=wire, record_profile=True)
     profiled()
-    profile_tasks.reset()
-    for _ in range(5):
-        profiled()
+    with TaskProfile() as profile:
+        for _ in range(5):
+            profiled()
     with tempfile.NamedTemporaryFile(suffix=".json") as file, noted() as graphs:
-        profile_tasks.save(file.name)
+        profile.save(file.name)
         system = ours(policy, link=wire, profile=file.name)
         system()
     return system, graphs, statistics.median(timed(system)["step"] for _ in range(5))

@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from bench.systems import Prepared, Setup, layers_of, ours
-from fsdp_compile.passes.post_grad import profile_tasks
+from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
 
 MEASURED = 5  # steps
 
 
 class Planned(Prepared):
-    """Compiled anew for each link: once with marks, to time tasks, once by the plan for these times."""
+    """Compiled anew for each link: once to record a profile of its tasks, once by the plan for that profile."""
 
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         """Plan for `link`, as `options={"link": ...}` names it; the link itself takes no time meanwhile."""
         profiled = _compiled(self.model, link=link, record_profile=True)
         self._run(profiled, batch)
-        profile_tasks.reset()
-        for _ in range(MEASURED):
-            self._run(profiled, batch)
+        with TaskProfile() as profile:
+            for _ in range(MEASURED):
+                self._run(profiled, batch)
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profile_tasks.save(file.name)
+            profile.save(file.name)
             self.forward = _compiled(self.model, link=link, profile=file.name)
             self._run(self.forward, batch)
 

@@ -25,7 +25,7 @@ from fsdp_compile.passes.plan.plan import Plan, Step, verify
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.simulate import Span, Timeline, simulate
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.pricing import costs_of
+from fsdp_compile.passes.post_grad.plan_pass import costs_of
 
 
 @dataclass(frozen=True)

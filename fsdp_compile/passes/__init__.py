@@ -50,7 +50,9 @@ from fsdp_compile.passes.post_grad.lower_collectives import (
     coalesce_launches,
     reduce_scatter_by_all_to_all,
 )
-from fsdp_compile.passes.post_grad.order import order, pin_order
+from fsdp_compile.passes.post_grad.order import check_order, order, pin_order, place_deferred_reduces
+from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, verify_plan
+from fsdp_compile.passes.post_grad.profile_tasks import record_times
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),
@@ -59,7 +61,13 @@ PASSES = (
     Pass("check_saved", "post_grad", check_saved),
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reuse_gathered", "post_grad", reuse_gathered),
-    Pass("order", "post_grad", order),
+    Pass("place_deferred_reduces", "post_grad", place_deferred_reduces),
+    Pass("read_graph", "post_grad", read_graph),
+    Pass("choose_plan", "post_grad", choose_plan, needs=("read_graph",)),
+    Pass("verify_plan", "post_grad", verify_plan, needs=("choose_plan",)),
+    Pass("order", "post_grad", order, needs=("choose_plan",)),
+    Pass("check_order", "post_grad", check_order, needs=("order",)),
+    Pass("record_times", "post_grad", record_times, needs=("read_graph",)),
     Pass("coalesce_launches", "post_grad", coalesce_launches),
     Pass("reduce_scatter_by_all_to_all", "post_grad", reduce_scatter_by_all_to_all),
     Pass("all_gather_into_buffer", "post_grad", all_gather_into_buffer),

@@ -3,7 +3,7 @@
     Pipeline (inductor.py)  ->  GraphContext(graph, config)  ->  Pass.run(context), one after the other
                                 .reading   set by read_graph     the graph as tasks and units
                                 .workload  set by read_graph     the same as plain numbers, for the planner
-                                .plan      set by plan           where each collective goes
+                                .plan      set by choose_plan    where each collective goes
 
 The order of all passes is `fsdp_compile.passes.PASSES`.
 """

@@ -39,7 +39,13 @@ joint after reshard
 forward after check_saved
 forward after pack_in_place
 forward after reuse_gathered
+forward after place_deferred_reduces
+forward after read_graph
+forward after choose_plan
+forward after verify_plan
 forward after order
+forward after check_order
+forward after record_times
 forward after coalesce_launches
 forward after reduce_scatter_by_all_to_all
 forward after all_gather_into_buffer
@@ -48,7 +54,13 @@ forward after pin_order
 backward after check_saved
 backward after pack_in_place
 backward after reuse_gathered
+backward after place_deferred_reduces
+backward after read_graph
+backward after choose_plan
+backward after verify_plan
 backward after order
+backward after check_order
+backward after record_times
 backward after coalesce_launches
 backward after reduce_scatter_by_all_to_all
 backward after all_gather_into_buffer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import MODELS
 
-from fsdp_compile.passes.post_grad import profile_tasks
+from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
 
 from .ranks import Ranks
 from .training import build, follow, mine, shard
@@ -34,10 +34,10 @@ def test_planned_graphs_compute_the_same(two: Ranks, how: Any) -> None:
 def _measure(rank: int, folder: str) -> None:
     case, path = MODELS["gpt"], pathlib.Path(folder) / f"profile{rank}.json"
     run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options={"record_profile": True})
-    profile_tasks.reset()
-    for _ in range(3):
-        case.loss(run, mine(case, 0)).backward()
-    profile_tasks.save(path)
+    with TaskProfile() as profile:
+        for _ in range(3):
+            case.loss(run, mine(case, 0)).backward()
+    profile.save(path)
     table = json.loads(path.read_text())
     assert sorted(name.split()[0] for name in table) == ["backward", "forward"]
     for name, seconds in table.items():
@@ -53,5 +53,5 @@ def _measure(rank: int, folder: str) -> None:
 
 
 def test_times_are_measured_and_used(two: Ranks, tmp_path: pathlib.Path) -> None:
-    """Marks note when each task begins and ends; plans are made by that file; without the graph in it, refused."""
+    """Graphs record when each task begins and ends; plans are made by that file; without the graph in it, refused."""
     two.run(_measure, str(tmp_path))

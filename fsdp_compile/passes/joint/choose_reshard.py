@@ -13,7 +13,7 @@ from fsdp_compile.passes.graph.tags import get_tag, set_tag, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.pricing import costs_of
+from fsdp_compile.passes.post_grad.plan_pass import costs_of
 
 
 def choose_reshard(context: GraphContext) -> None:

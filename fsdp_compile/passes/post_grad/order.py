@@ -1,157 +1,132 @@
-"""Order: choose a plan, verify it, put the graph into its order; then pin that order against Inductor's scheduler."""
+"""The graph in the order of its plan, and that order held through Inductor's scheduler.
 
-from collections.abc import Callable, Mapping
+place_deferred_reduces    gradients whose reduce is deferred leave the graph as soon as they are there
+order                     moves the nodes that start collectives and wait for them where the plan wants them
+check_order               compares the graph with the plan
+pin_order                 chains what must not change places (Note [Why the order is pinned])
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
 
 from torch import fx
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_ALL_GATHER
-from fsdp_compile.passes._torch import direction
-from fsdp_compile.passes.cost.profile import with_profile
 from fsdp_compile.passes.graph.node_kinds import is_product, readers
-from fsdp_compile.passes.graph.reading import Reading, read, stretches_of, with_preparation
+from fsdp_compile.passes.graph.reading import Reading, with_preparation
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
-from fsdp_compile.passes.post_grad.plan_pass import choose
-from fsdp_compile.passes.post_grad.pricing import costs_of, shares
-from fsdp_compile.passes.post_grad.profile_tasks import mark_tasks
+from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
+from fsdp_compile.passes.post_grad._torch import OrderedSet, preserve_node_ordering
 
 
-def order(context: GraphContext) -> None:
-    """Put starts and waits of collectives where the plan wants them.
-
-    Raises:
-        PlanError: the plan is none for this graph.
-    """
-    graph, config = context.graph, context.config
-    _place_deferred_reduces(graph)
-    reading = read(graph, costs_of(graph, config) or shares(graph))
-    workload = reading.workload
-    if config.profile is not None:
-        workload = with_profile(workload, stretches_of(reading.tasks), direction(), config.profile)
-    plan = choose(workload, config)
-    verify(workload, plan, config.budget)
-    apply(graph, reading, plan)
-    check_applied(graph, reading, plan)
-    if config.record_profile:
-        mark_tasks(graph, reading.tasks)
-
-
-def _place_deferred_reduces(graph: fx.Graph) -> None:
-    """What the eager runtime takes over is packed and handed over right after the last gradient."""
-    for defer_reduce in tagged(graph, "defer_reduce"):
-        moved = with_preparation(defer_reduce)
+def place_deferred_reduces(context: GraphContext) -> None:
+    """Move the nodes that pack gradients and defer their reduce right behind the last of these gradients."""
+    for deferred in tagged(context.graph, "defer_reduce"):
+        moved = with_preparation(deferred)
         last = max(moved[0].all_input_nodes)
         if last.op != "placeholder":
             for node in reversed(moved):
                 last.append(node)
 
 
-def apply(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
-    """Put the nodes of `graph` into the order of `plan`, which verify.py has passed.
+def order(context: GraphContext) -> None:
+    """Put the nodes of the graph into the order of the plan.
 
-    The first stage of a gather in two stages goes one launch ahead of the second.
+    The first stage of a gather in two stages is issued one launch ahead of the second.
     """
-    _number_launches(reading, plan)
-    names = [name for step in plan.of("gather") for name in step.units]
-    leads = {one: reading.gathers[other].first for one, other in pairwise(names)}
+    reading, plan = context.reading, context.plan
+    _tag_launches(reading, plan)
+    steps_before: list[list[Step]] = [[] for _ in range(len(reading.tasks) + 1)]  # each task, and what follows the last
+    for step in plan.steps:
+        steps_before[step.at].append(step)
+    gathered = [name for step in plan.of("gather") for name in step.units]
+    ahead = {one: reading.gathers[following].first for one, following in pairwise(gathered)}
     ordered: dict[fx.Node, None] = {}
-    for nodes, steps in zip([*reading.tasks, reading.tail], _before_each_task(reading, plan), strict=True):
+    for task, steps in zip([*reading.tasks, reading.tail], steps_before, strict=True):
         for step in steps:
-            ordered.update(dict.fromkeys(_nodes_of(step, reading, leads)))
-        ordered.update(dict.fromkeys(nodes))
+            ordered.update(dict.fromkeys(_nodes_of(step, reading, ahead)))
+        ordered.update(dict.fromkeys(task))
     ordered.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
-    output = graph.output_node()
+    output = context.graph.output_node()
     for node in ordered:
         output.prepend(node)
 
 
-def _number_launches(reading: Reading, plan: Plan) -> None:
-    """Note on starts which of them the plan launches together."""
+def _tag_launches(reading: Reading, plan: Plan) -> None:
+    """Note on the nodes that start collectives which of them the plan launches at once."""
     for number, step in enumerate(plan.of("gather", "reduce")):
         for name in step.units if len(step.units) > 1 else ():
-            start = (reading.gathers if step.kind == "gather" else reading.reduces)[name].start[-1]
+            start = _nodes_of_unit(step.kind, name, reading)[-1]
             set_tag(start, replace(tag_of(start), launch=number))
 
 
-def _before_each_task(reading: Reading, plan: Plan) -> list[list[Step]]:
-    """The steps before each task, and after the last one."""
-    steps: list[list[Step]] = [[] for _ in range(len(reading.tasks) + 1)]
-    for step in plan.steps:
-        steps[step.at].append(step)
-    return steps
+def _nodes_of(step: Step, reading: Reading, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
+    """The nodes of a step. If it has several units, all that prepares the launch comes before the launch itself."""
+    of_units = [nodes for name in step.units if (nodes := _nodes_of_unit(step.kind, name, reading))]
+    stages = [reading.gathers[name].first + ahead.get(name, []) for name in step.units if step.kind == "gather"]
+    return [*chain(*stages), *chain(*(nodes[:-1] for nodes in of_units)), *(nodes[-1] for nodes in of_units)]
 
 
-_NODES: dict[str, Callable[[Reading, str], list[fx.Node]]] = {
-    "gather": lambda reading, name: reading.gathers[name].start,
-    "wait": lambda reading, name: reading.gathers[name].wait,
-    "free": lambda reading, name: [],  # Inductor frees what nothing reads any more
-    "reduce": lambda reading, name: reading.reduces[name].start,
-    "wait_reduce": lambda reading, name: reading.reduces[name].wait,
-}
+def _nodes_of_unit(kind: Kind, name: str, reading: Reading) -> list[fx.Node]:
+    if kind == "free":
+        return []  # Inductor frees what nothing reads any more
+    collective = reading.gathers[name] if kind in ("gather", "wait") else reading.reduces[name]
+    return collective.start if kind in ("gather", "reduce") else collective.wait
 
 
-def _nodes_of(step: Step, reading: Reading, leads: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
-    """What runs at a step; of several units first all that prepares the launch."""
-    parts = [part for name in step.units if (part := _NODES[step.kind](reading, name))]
-    stages = [reading.gathers[name].first + leads.get(name, []) for name in step.units if step.kind == "gather"]
-    return [*chain(*stages), *chain(*(part[:-1] for part in parts)), *(part[-1] for part in parts)]
-
-
-def check_applied(graph: fx.Graph, reading: Reading, plan: Plan) -> None:
-    """Raise PlanError unless the order of `graph` is that of `plan`."""
-    kinds: dict[fx.Node, tuple[str, str]] = {}
+def check_order(context: GraphContext) -> None:
+    """Raise PlanError unless the order of the graph is that of its plan."""
+    reading, plan = context.reading, context.plan
+    steps: dict[fx.Node, tuple[str, str]] = {}
     for name, gather in reading.gathers.items():
-        kinds |= {gather.start[-1]: ("gather", name), gather.wait[0]: ("wait", name)}
+        steps |= {gather.start[-1]: ("gather", name), gather.wait[0]: ("wait", name)}
     for name, reduce in reading.reduces.items():
-        kinds |= {reduce.start[-1]: ("reduce", name), reduce.wait[0]: ("wait_reduce", name)}
+        steps |= {reduce.start[-1]: ("reduce", name), reduce.wait[0]: ("wait_reduce", name)}
     tasks = {node: index for index, nodes in enumerate(reading.tasks) for node in nodes}
-    at, found = 0, []
-    for node in graph.nodes:
+    at, actual = 0, []
+    for node in context.graph.nodes:
         at = max(at, tasks.get(node, -1) + 1)
-        if node in kinds:
-            found.append((*kinds[node], at))
+        if node in steps:
+            actual.append((*steps[node], at))
     planned = [(step.kind, name, step.at) for step in plan.steps if step.kind != "free" for name in step.units]
-    if found != planned:
-        expected, seen = next((a, b) for a, b in zip_longest(planned, found) if a != b)
+    if actual != planned:
+        expected, seen = next((a, b) for a, b in zip_longest(planned, actual) if a != b)
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
+# Note [Why the order is pinned]
+# Inductor lowers an FX graph in its order, but its scheduler reorders operations afterwards. Its memory pass
+# (`reorder_for_peak_memory`, on by default) moves each all-gather right before its wait, which undoes all prefetching,
+# and puts reduce-scatters and the products that feed them off to the end of backward. Horizontal fusion may compute the
+# gradients of two units in one kernel, so that the first reduce-scatter waits for the second unit.
+#
+# So collectives, waits and the matrix products between them are chained by control dependencies: each comes after the
+# one before it. Two kinds of nodes are special. A product that writes into a pack stays out of the chain, for inside a
+# `control_deps` it would get a buffer of its own and be copied; its reduce-scatter, which is in the chain, holds it
+# early enough. The reduction of the rows that an all-to-all brought is in the chain although it is no product: fused
+# with a later one it would keep the received rows alive (Note [Why gloo's reduce-scatter is an all-to-all]).
+
+
 def pin_order(context: GraphContext) -> None:
-    """Chain collectives, waits and the matrix products between them by control dependencies.
-
-    Inductor's memory pass moves each gather next to its wait otherwise, and horizontal fusion may tie two units'
-    gradients into one kernel, which delays a reduce-scatter. A product that writes into a pack stays out of the chain
-    (wrapped, it would get a buffer of its own); the place of its reduce-scatter holds it early enough.
-    """
-    graph = context.graph
-    if not tagged(graph, "gather", "reduce", "defer_reduce"):
-        return
-    events = [node for node in graph.nodes if _is_event(node)]
-    preserve_node_ordering(graph, {after: OrderedSet([_done(before)]) for before, after in pairwise(events)})
+    """Chain collectives, waits and matrix products by control dependencies (Note [Why the order is pinned])."""
+    if tagged(context.graph, "gather", "reduce", "defer_reduce"):
+        events = [node for node in context.graph.nodes if _is_event(node)]
+        dependencies = {after: OrderedSet([_result_of(before)]) for before, after in pairwise(events)}
+        preserve_node_ordering(context.graph, dependencies)
 
 
-def _done(event: fx.Node) -> fx.Node:
-    """What to wait for: of a call that returns several tensors, the first."""
+def _result_of(event: fx.Node) -> fx.Node:
+    """The node to depend on: of a call that returns several tensors, the first of them."""
     return event.next if isinstance(event.meta["val"], list) else event
 
 
 def _is_event(node: fx.Node) -> bool:
-    if (
-        node.target in STARTS
-        or node.target in (WAIT, WAIT_ALL_GATHER, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME)
-        or _is_mean(node)
-    ):
+    if node.target in STARTS or node.target in (WAIT, WAIT_ALL_GATHER, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME):
+        return True
+    tag = get_tag(node)
+    if tag is not None and tag.kind == "mean":
         return True
     return is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
-
-
-def _is_mean(node: fx.Node) -> bool:
-    """Whether the node reduces what an exchange brought: fused with a later one, it would keep all that alive."""
-    tag = get_tag(node)
-    return tag is not None and tag.kind == "mean"

@@ -1,11 +1,15 @@
-"""Seconds of the tasks of a compiled graph, measured while it runs: what `CompileConfig.profile` reads.
+"""Seconds of the tasks of compiled graphs, measured while they run: the file that `CompileConfig.profile` names.
 
     compiled = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
-    for _ in range(5): step(compiled)
-    save("profile.json")        then options={"link": ..., "profile": "profile.json"}, the same file on all ranks
+    step(compiled)                                   compiles
+    with TaskProfile() as profile:
+        for _ in range(5):
+            step(compiled)
+    profile.save("profile.json")                     then options={"link": ..., "profile": "profile.json"}, where all
+                                                     ranks read the same file
 
-Two operators stand around the nodes of each task, outside of what is started and waited for before it. On CUDA they
-record events, so the stream is timed, not the host.
+The pass puts an operator before and one after the nodes of each task, outside of the collectives that are started and
+waited for before it. On CUDA the operators record events, so that the stream is timed and not the host.
 """
 
 import json
@@ -13,78 +17,86 @@ import pathlib
 import statistics
 import time
 from collections import defaultdict
+from typing import ClassVar
 
 import torch
-from torch import fx
 
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.passes._torch import direction
 from fsdp_compile.passes.cost.profile import graph_name
 from fsdp_compile.passes.graph.reading import stretches_of
 from fsdp_compile.passes.graph.tags import tagged
+from fsdp_compile.passes.pipeline import GraphContext
 
 Moment = float | torch.cuda.Event
 
-_moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, number of the mark
 
-
-def mark_tasks(graph: fx.Graph, tasks: list[list[fx.Node]]) -> None:
-    """Put a mark before and one after each task."""
+def record_times(context: GraphContext) -> None:
+    """Put a `fsdp_flat::record_time` before and after each task, if the configuration asks for a profile."""
+    starts = tagged(context.graph, "gather", "reduce")
+    if not context.config.record_profile or not starts:
+        return
+    tasks, value = context.reading.tasks, starts[0].meta["val"]
     stretches = stretches_of(tasks)
-    name = graph_name(direction(), stretches)
-    for number, (nodes, stretch) in enumerate(zip(tasks, stretches, strict=True)):
-        with graph.inserting_before(nodes[0]):
-            _mark(graph, name, stretch, 2 * number)
-        with graph.inserting_after(nodes[-1]):
-            _mark(graph, name, stretch, 2 * number + 1)
+    name = graph_name(context.direction, stretches)
+    for index, (nodes, stretch) in enumerate(zip(tasks, stretches, strict=True)):
+        for moment, place in (
+            (2 * index, context.graph.inserting_before(nodes[0])),
+            (2 * index + 1, context.graph.inserting_after(nodes[-1])),
+        ):
+            with place:
+                arguments = (name, stretch, moment, value.device)
+                node = context.graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{moment}")
+            with value.fake_mode:
+                node.meta["val"] = RECORD_TIME(*node.args)
 
 
-def _mark(graph: fx.Graph, name: str, stretch: int, number: int) -> None:
-    value = tagged(graph, "gather", "reduce")[0].meta["val"]
-    arguments = (name, stretch, number, value.device)
-    mark = graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{number}")
-    with value.fake_mode:
-        mark.meta["val"] = RECORD_TIME(*mark.args)
+class TaskProfile:
+    """Records when the tasks of compiled graphs begin and end, between `__enter__` and `__exit__`; one at a time."""
+
+    _active: ClassVar["TaskProfile | None"] = (
+        None  # graphs that run in any thread record here, as backward does in its own
+    )
+
+    def __init__(self) -> None:
+        self._moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, moment
+
+    def __enter__(self) -> "TaskProfile":
+        TaskProfile._active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        TaskProfile._active = None
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """By name of a graph, the seconds of each of its stretches: the sum of the medians of its tasks."""
+        table: dict[str, list[float]] = {}
+        for (graph, stretch, moment), begins in self._moments.items():
+            stretches = table.setdefault(graph, [])
+            stretches += [0.0] * (stretch + 1 - len(stretches))
+            if moment % 2 == 0:
+                ends = self._moments[graph, stretch, moment + 1]
+                stretches[stretch] += statistics.median(map(_seconds_between, begins, ends))
+        return table
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write what was measured to `path`, as JSON."""
+        pathlib.Path(path).write_text(json.dumps(self.seconds, indent=1) + "\n")
 
 
 @torch.library.impl("fsdp_flat::record_time", "default")
-def _note(graph: str, stretch: int, number: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        _moments[graph, stretch, number].append(event)
-    else:
-        _moments[graph, stretch, number].append(time.perf_counter())
+def _record_time(graph: str, stretch: int, number: int, device: torch.device) -> torch.Tensor:
+    if TaskProfile._active is not None:
+        moment: Moment = time.perf_counter()
+        if device.type == "cuda":
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        TaskProfile._active._moments[graph, stretch, number].append(moment)
     return torch.empty(0, device=device)
 
 
-def reset() -> None:
-    """Forget what was measured, such as first runs."""
-    _moments.clear()
-
-
-def seconds() -> dict[str, list[float]]:
-    """By graph, the seconds of each of its stretches: the sum of its tasks' medians."""
-    found: dict[str, list[float]] = {}
-    for (graph, stretch, number), begins in _moments.items():
-        total = found.setdefault(graph, [])
-        total += [0.0] * (stretch + 1 - len(total))
-        if number % 2 == 0:
-            total[stretch] += _median(begins, _moments[graph, stretch, number + 1])
-    return found
-
-
-def _median(begins: list[Moment], ends: list[Moment]) -> float:
-    return statistics.median(_between(*each) for each in zip(begins, ends, strict=True))
-
-
-def _between(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, float) and isinstance(end, float):
-        return end - begin
-    end.synchronize()  # type: ignore[union-attr]  # an event, like the other
-    return begin.elapsed_time(end) / 1e3  # type: ignore[union-attr,arg-type]  # likewise
-
-
-def save(path: str | pathlib.Path) -> None:
-    """Write what was measured to `path`."""
-    pathlib.Path(path).write_text(json.dumps(seconds(), indent=1) + "\n")
+def _seconds_between(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]  # both are floats
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
-from fsdp_compile.passes.post_grad import check_ranks
+from fsdp_compile.passes.post_grad.check_ranks import GroupCheck
 
 from .ranks import Ranks
 
@@ -45,7 +45,7 @@ def _evaluate(order: tuple[int, ...], width: int = 4, timeout: float = 60.0, **o
 
 @contextmanager
 def _comparisons() -> Iterator[mock.Mock]:
-    with mock.patch.object(check_ranks, "compare", wraps=check_ranks.compare) as compare:
+    with mock.patch.object(GroupCheck, "compare", autospec=True, side_effect=GroupCheck.compare) as compare:
         yield compare
 
 
@@ -94,8 +94,8 @@ def test_a_rank_that_does_not_come(two: Ranks) -> None:
 
 def _forget() -> None:
     torch._dynamo.reset()
-    for known in check_ranks._known.values():
-        known.texts.clear()
+    for check in GroupCheck.by_group.values():
+        check.agreed.clear()
 
 
 def _products() -> nn.Module:
@@ -133,7 +133,7 @@ def _part_of_the_world(rank: int) -> None:
     both = (groups[rank // 2], replicas[rank % 2])
     with _comparisons() as compare:
         _evaluate((0, 1), process_group=both, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-        texts = {call.args[0] for call in compare.call_args_list}
+        texts = {call.args[1] for call in compare.call_args_list}
         found: list[Any] = [None] * 4
         dist.all_gather_object(found, texts)
     assert len(texts) == 1 and all(each == texts for each in found)
