@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fully_shard
+from fsdp_compile.comm.direct import DirectCollectives
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.passes.post_grad.lower_collectives import DirectCollectives
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig

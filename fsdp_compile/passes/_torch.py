@@ -4,14 +4,12 @@ import re
 from typing import Any
 
 import sympy
-import torch.distributed as dist
-from torch import Tensor, fx
+from torch import fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 __all__ = ["CustomGraphPass", "inductor_config"]
 
@@ -29,28 +27,6 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
 def sort(graph: fx.Graph) -> None:
     """Put each node behind those that it reads: Inductor's patterns leave some before, for a later pass to sort."""
     stable_topological_sort(graph)
-
-
-def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of that name."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
-
-
-def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
-    """Begin to all-gather `shard` into `full`; the public function spends as long again before it comes here."""
-    return group._allgather_base(full, shard)
-
-
-def start_broadcast(group: dist.ProcessGroup, tensor: Tensor, source: int) -> dist.Work:
-    """Begin to overwrite `tensor` with what rank `source` of the group has in it; likewise."""
-    options = dist.BroadcastOptions()
-    options.rootRank = source
-    return group.broadcast([tensor], options)
-
-
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of `group` alone: its keys are seen by no other group."""
-    return _get_process_group_store(group)
 
 
 def direction() -> str:

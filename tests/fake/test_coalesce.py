@@ -21,8 +21,7 @@ FAR = "custom:1e-3,1e9"  # latency is all that counts
 @pytest.fixture
 def launches_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake group stands for NCCL, not for gloo."""
-    monkeypatch.setattr(collectives, "_COPYING", ("gloo",))
-    monkeypatch.setattr(collectives, "_copies", type(collectives._copies)())
+    monkeypatch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
 
 
 @pytest.fixture

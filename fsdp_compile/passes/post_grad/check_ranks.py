@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fsdp_compile.comm._torch import group_named, store_of
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT
 from fsdp_compile.core.ops import CHECK_RANKS
-from fsdp_compile.passes._torch import group_named, store_of
 from fsdp_compile.passes.graph.tags import get_tag, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 

@@ -5,13 +5,7 @@
     all_gather_into_buffer          every all-gather writes into a buffer that the graph allocates
 
 The graph keeps torch's operators, so that Inductor knows what it deals with. The all-to-all and the all-gather are
-waited for by an operator of ours, whose lowering lets generated code call the process group itself: what the dispatcher
-and torch's own layers put in between costs more than a small collective (on torch 2.13 10 us for an all-gather and its
-wait, 32 us for an all-to-all).
-
-    _c10d_functional.all_gather_into_tensor_out(shard, 8, '0', out=full)  ->  fsdp_collectives.all_gather(...)
-    _c10d_functional.all_to_all_single(packed, [...], [...], '0')         ->  fsdp_collectives.all_to_all(...)
-    _c10d_functional.wait_tensor(full)                                    ->  fsdp_collectives.wait(full)
+waited for by an operator of ours, whose lowering lets generated code call the process group itself (comm/direct.py).
 """
 
 import operator
@@ -20,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx
+from torch import fx
 
 from fsdp_compile.comm.collectives import (
     ALL_GATHER,
@@ -34,7 +27,6 @@ from fsdp_compile.comm.collectives import (
     copies,
 )
 from fsdp_compile.core.ops import CAST_SHARD, WAIT_ALL_GATHER
-from fsdp_compile.passes._torch import group_named, start_all_gather, start_broadcast
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.graph.tags import Tag, set_tag, tag_of, tagged
@@ -177,41 +169,6 @@ def _lower_cast_shard(shard: Any, dtype: torch.dtype) -> Any:
 # --- calls of the process group ---------------------------------------------------------------------------------------
 
 
-class DirectCollectives:
-    """Collectives on the process group itself; each generated graph has one, which holds those that are under way."""
-
-    def __init__(self) -> None:
-        self._in_flight: dict[int, tuple[dist.Work, ...]] = {}  # by the address of the buffer that is filled
-
-    def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
-        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`.
-
-        Gloo would copy both (Note [What gloo copies]): there each rank broadcasts its slice, as in eager steps.
-        """
-        ranks = group_named(group)
-        if copies(out, group):
-            slices = out.view(group_size, -1).unbind()
-            slices[ranks.rank()].copy_(shard)
-            works = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
-        else:
-            works = (start_all_gather(ranks, out, shard),)
-        self._in_flight[out.data_ptr()] = works
-
-    def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
-        """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
-
-        All slices have one size; the lists of sizes are those of torch's operator.
-        """
-        received = packed.new_empty(packed.numel())
-        self._in_flight[received.data_ptr()] = (group_named(group).alltoall_base(received, packed, [], []),)
-        return received
-
-    def wait(self, full: Tensor) -> None:
-        """Order what follows after the collective that fills `full`."""
-        for work in self._in_flight.pop(full.data_ptr()):
-            work.wait()
-
-
 _DIRECT = {ALL_GATHER_INTO: "fsdp_collectives.all_gather", ALL_TO_ALL: "fsdp_collectives.all_to_all"}
 
 
@@ -226,7 +183,7 @@ class _DirectWait(WaitKernel):
 
     def codegen(self, wrapper: Any) -> None:
         if not V.graph.cpp_wrapper:
-            wrapper.add_import_once("from fsdp_compile.passes.post_grad.lower_collectives import DirectCollectives")
+            wrapper.add_import_once("from fsdp_compile.comm.direct import DirectCollectives")
             wrapper.add_import_once("fsdp_collectives = DirectCollectives()")
         super().codegen(wrapper)
 

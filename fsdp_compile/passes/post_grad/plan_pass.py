@@ -17,9 +17,10 @@ import sympy
 import torch
 from torch import fx
 
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes._torch import group_named, hint_of
+from fsdp_compile.passes._torch import hint_of
 from fsdp_compile.passes.cost.hardware import DEVICES, Device, device, link
 from fsdp_compile.passes.cost.profile import with_profile
 from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
