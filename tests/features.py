@@ -232,7 +232,7 @@ ROWS: tuple[Row, ...] = (
     Row("ignored parameters", MLP, _ignore),
     Row("start on the meta device", Case(_filled, vectors, squared_error), _from_meta),
     Row("`deepcopy`", MLP, _copy),
-    Row("eager and compiled steps in turns", MLP, switches=True),
+    Row("eager and compiled steps alternate", MLP, switches=True),
     Row("`block.compile()` in an eager model", MLP, regions=True),
     Row("data replaced between steps", MLP, replaces=True),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Which statements of the eager runtime's specification have a test: `make spec` writes tests/spec_coverage.md.
 
-    tests/spec_ids.txt          every id with its topic
+    docs/specification.md       every id with what it requires, as rows of tables
     tests/spec_left_out.toml    ids without a test, by id or range: the reason
     tests/**/test_*.py          a test proves the ids that its docstring or its comments name: E-PG-1, 11..13
 
@@ -17,14 +17,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1] / "tests"
+ROOT = Path(__file__).parents[1]
+SPECIFICATION = "docs/specification.md"
 ID = re.compile(r"\bE-([A-Z]+)-((?:\d+(?:\.\.\d+)?)(?:, \d+(?:\.\.\d+)?(?=[,.;:)\s]|$))*)")
 
 
 class Coverage(NamedTuple):
     """What the three sources say."""
 
-    topics: dict[str, str]
+    ids: list[str]  # in the specification's order
     tests: dict[str, list[str]]  # id -> tests that cite it
     reasons: dict[str, str]  # id -> why it has no test
     errors: list[str]
@@ -39,25 +40,24 @@ def ids_in(text: str) -> list[str]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_topics(root: Path) -> dict[str, str]:
-    """Topic by id, in the specification's order."""
-    lines = (root / "spec_ids.txt").read_text().splitlines()
-    return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines}
+def read_ids(root: Path) -> list[str]:
+    """All ids, in the specification's order."""
+    return re.findall(r"^\| (E-[A-Z]+-\d+) \|", (root / SPECIFICATION).read_text(), re.MULTILINE)
 
 
 def read_reasons(root: Path) -> dict[str, str]:
     """Reason by id."""
-    left_out = tomllib.loads((root / "spec_left_out.toml").read_text())
+    left_out = tomllib.loads((root / "tests" / "spec_left_out.toml").read_text())
     return {spec_id: reason for span, reason in left_out.items() for spec_id in ids_in(span)}
 
 
 def read_tests(root: Path) -> dict[str, list[str]]:
     """Tests by id."""
-    tests: dict[str, list[str]] = {}
-    for path in sorted(root.rglob("test_*.py")):
+    tests_folder, tests = root / "tests", dict[str, list[str]]()
+    for path in sorted(tests_folder.rglob("test_*.py")):
         for name, text in cited_texts(path.read_text()):
             for spec_id in dict.fromkeys(ids_in(text)):
-                tests.setdefault(spec_id, []).append(f"{path.relative_to(root).as_posix()}::{name}")
+                tests.setdefault(spec_id, []).append(f"{path.relative_to(root / 'tests').as_posix()}::{name}")
     return tests
 
 
@@ -79,16 +79,13 @@ def comments_of(source: str) -> Iterable[tuple[int, str]]:
 
 def collect(root: Path) -> Coverage:
     """All three sources, and where they contradict each other."""
-    topics, tests, reasons = read_topics(root), read_tests(root), read_reasons(root)
-    errors = [
-        f"{i}: expected an id of spec_ids.txt, found it in {', '.join(tests[i])}" for i in tests if i not in topics
-    ]
-    errors += [
-        f"{i}: expected an id of spec_ids.txt, found it in spec_left_out.toml" for i in reasons if i not in topics
-    ]
+    ids, tests, reasons = read_ids(root), read_tests(root), read_reasons(root)
+    cited = {i: ", ".join(proofs) for i, proofs in tests.items()} | dict.fromkeys(reasons, "spec_left_out.toml")
+    errors = [f"{i}: expected an id of {SPECIFICATION}, found it in {cited[i]}" for i in cited if i not in ids]
+    errors += [f"{i}: expected one row in {SPECIFICATION}, found several" for i in set(ids) if ids.count(i) > 1]
     both = [i for i in tests if i in reasons]
     errors += [f"{i}: expected a test or a reason, found both; take it out of spec_left_out.toml" for i in both]
-    return Coverage(topics, tests, reasons, errors)
+    return Coverage(ids, tests, reasons, errors)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -96,9 +93,9 @@ def collect(root: Path) -> Coverage:
 
 def summary(coverage: Coverage) -> str:
     """How much is covered."""
-    counted = len(coverage.topics)
-    tested = sum(i in coverage.tests for i in coverage.topics)
-    reasoned = sum(i in coverage.reasons for i in coverage.topics)
+    counted = len(coverage.ids)
+    tested = sum(i in coverage.tests for i in coverage.ids)
+    reasoned = sum(i in coverage.reasons for i in coverage.ids)
     left = counted - tested - reasoned
     return (
         f"{tested} of {counted} statements have a test ({tested / counted:.1%}), {reasoned} are left out with a "
@@ -109,16 +106,21 @@ def summary(coverage: Coverage) -> str:
 def render(coverage: Coverage) -> str:
     """The table."""
     lines = ["<!-- Written by tools/spec_coverage.py: run `make spec`. -->", "", "# Coverage of the specification", ""]
-    lines += [f"{summary(coverage)}.", "", "| id | topic | tests, or why there is none |", "| --- | --- | --- |"]
-    for spec_id, topic in coverage.topics.items():
+    lines += [
+        f"{summary(coverage)}. What each id requires is in [the specification](../docs/specification.md).",
+        "",
+        "| id | tests, or why there is none |",
+        "| --- | --- |",
+    ]
+    for spec_id in coverage.ids:
         proof = "<br>".join(f"`{test}`" for test in coverage.tests.get(spec_id, ()))
-        lines.append(f"| {spec_id} | {topic} | {proof or coverage.reasons.get(spec_id, '**open**')} |")
+        lines.append(f"| {spec_id} | {proof or coverage.reasons.get(spec_id, '**open**')} |")
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
     """Write the table, or check it; the exit status."""
-    coverage, target = collect(root), root / "spec_coverage.md"
+    coverage, target = collect(root), root / "tests" / "spec_coverage.md"
     errors, text = coverage.errors, render(coverage)
     if arguments == ["--check"]:
         if not target.exists() or target.read_text() != text:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-TOOL = runpy.run_path(str(TESTS.parent / "tools" / "spec_coverage.py"))
+ROOT = Path(__file__).parents[2]
+TOOL = runpy.run_path(str(ROOT / "tools" / "spec_coverage.py"))
 
 
 def test_the_table_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_the_table_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_accelerator_is_needed_for_no_statement() -> None:
     """What is proven is proven in one process or on gloo ranks; tests on a GPU come on top (E-TEST-1)."""
-    tests = TOOL["read_tests"](TESTS)
+    tests = TOOL["read_tests"](ROOT)
     only = [spec_id for spec_id, proofs in tests.items() if all(proof.startswith("gpu/") for proof in proofs)]
     assert tests and not only
 
@@ -25,14 +25,16 @@ def test_an_accelerator_is_needed_for_no_statement() -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Three statements: one cited by a range in a docstring and in a comment, one left out."""
-    (tmp_path / "spec_ids.txt").write_text("E-A-1 one\nE-A-2 two\nE-B-1 three\n")
-    (tmp_path / "spec_left_out.toml").write_text('"E-B-1" = "later"\n')
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "specification.md").write_text("| E-A-1 | one |\n| E-A-2 | two |\n| E-B-1 | three |\n")
+    (tmp_path / "tests" / "spec_left_out.toml").write_text('"E-B-1" = "later"\n')
     write_test(tmp_path, '    """Holds (E-A-1..2)."""\n    pass  # E-A-2 again\n')
     return tmp_path
 
 
 def write_test(folder: Path, body: str) -> None:
-    (folder / "test_x.py").write_text(f"def test_it():\n{body}")
+    (folder / "tests" / "test_x.py").write_text(f"def test_it():\n{body}")
 
 
 def run(arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
@@ -44,8 +46,8 @@ def test_written_then_checked(small: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(["--check"], small, capsys)[0] == 1
     status, printed = run([], small, capsys)
     assert status == 0 and printed.out.startswith("2 of 3 statements have a test (66.7%), 1 are left out")
-    table = (small / "spec_coverage.md").read_text()
-    assert "| E-A-2 | two | `test_x.py::test_it` |" in table and "| E-B-1 | three | later |" in table
+    table = (small / "tests" / "spec_coverage.md").read_text()
+    assert "| E-A-2 | `test_x.py::test_it` |" in table and "| E-B-1 | later |" in table
     assert run(["--check"], small, capsys)[0] == 0
     write_test(small, '    """Holds (E-A-1)."""\n')
     status, printed = run(["--check"], small, capsys)
@@ -55,7 +57,7 @@ def test_written_then_checked(small: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ('    """E-A-9"""\n', "E-A-9: expected an id of spec_ids.txt"),
+        ('    """E-A-9"""\n', "E-A-9: expected an id of docs/specification.md"),
         ('    """E-B-1"""\n', "E-B-1: expected a test or a reason, found both"),
     ],
 )
