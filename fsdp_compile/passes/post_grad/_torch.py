@@ -17,27 +17,16 @@ buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed. When tor
 from typing import Any
 
 from torch._inductor import ir as _ir
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve_node_ordering
+from torch._inductor.lowering import fallback_handler as fallback_handler
+from torch._inductor.lowering import lowerings as lowerings
+from torch._inductor.lowering import register_lowering as register_lowering
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
-from torch.utils._ordered_set import OrderedSet
-from torch.utils._pytree import tree_leaves
+from torch.utils._ordered_set import OrderedSet as OrderedSet
+from torch.utils._pytree import tree_leaves as tree_leaves
 
-__all__ = [
-    "OrderedSet",
-    "V",
-    "WaitKernel",
-    "fallback_handler",
-    "ir",
-    "lowerings",
-    "ops",
-    "preserve_node_ordering",
-    "register_lowering",
-    "tree_leaves",
-]
-
-ir: Any = _ir  # its annotations differ between the two versions of torch
+ir: Any = _ir  # annotated differently in the two versions of torch
 V: Any = _V
 ops: Any = _ops
 WaitKernel: Any = _ir._WaitKernel

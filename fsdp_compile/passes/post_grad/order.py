@@ -57,10 +57,10 @@ def order(context: GraphContext) -> None:
 
 def _tag_launches(reading: Reading, plan: Plan) -> None:
     """Note on the nodes that start collectives which of them the plan launches at once."""
-    for number, step in enumerate(plan.of("gather", "reduce")):
+    for launch, step in enumerate(plan.of("gather", "reduce")):
         for name in step.units if len(step.units) > 1 else ():
             start = _nodes_of_unit(step.kind, name, reading)[-1]
-            set_tag(start, replace(tag_of(start), launch=number))
+            set_tag(start, replace(tag_of(start), launch=launch))
 
 
 def _nodes_of(step: Step, reading: Reading, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:

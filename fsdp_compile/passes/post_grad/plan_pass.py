@@ -106,8 +106,8 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
     def of_node(node: fx.Node) -> float:
         work = node_work(node)
-        moved = _number(work.read_bytes + work.written_bytes)
-        return compute_seconds(_number(work.flops), moved, _dtype_of(node), computer)
+        moved = _as_float(work.read_bytes + work.written_bytes)
+        return compute_seconds(_as_float(work.flops), moved, _dtype_of(node), computer)
 
     def of_collective(start: fx.Node) -> float:
         if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
@@ -126,7 +126,7 @@ def relative_costs(graph: fx.Graph) -> Costs:
 
     def of_node(node: fx.Node) -> float:
         work = node_work(node)
-        return _number(work.flops + flops_per_byte * (work.read_bytes + work.written_bytes))
+        return _as_float(work.flops + flops_per_byte * (work.read_bytes + work.written_bytes))
 
     return Costs(of_node, lambda start: 0.0, memory=False)
 
@@ -152,6 +152,6 @@ def _dtype_of(node: fx.Node) -> str:
     return str(next(dtypes, torch.float32)).removeprefix("torch.")
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     """A number for an expression in symbols: that of the sizes it was traced with."""
     return float(hint_of(value)) if isinstance(value, sympy.Basic) else float(value)

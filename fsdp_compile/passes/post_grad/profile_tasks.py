@@ -35,27 +35,30 @@ def record_times(context: GraphContext) -> None:
     starts = tagged(context.graph, "gather", "reduce")
     if not context.config.record_profile or not starts:
         return
-    tasks, value = context.reading.tasks, starts[0].meta["val"]
+    graph, tasks, value = context.graph, context.reading.tasks, starts[0].meta["val"]
     stretches = stretches_of(tasks)
     name = graph_name(context.direction, stretches)
+
+    def record(stretch: int, moment: int) -> None:
+        arguments = (name, stretch, moment, value.device)
+        node = graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{moment}")
+        with value.fake_mode:
+            node.meta["val"] = RECORD_TIME(*node.args)
+
     for index, (nodes, stretch) in enumerate(zip(tasks, stretches, strict=True)):
-        for moment, place in (
-            (2 * index, context.graph.inserting_before(nodes[0])),
-            (2 * index + 1, context.graph.inserting_after(nodes[-1])),
-        ):
-            with place:
-                arguments = (name, stretch, moment, value.device)
-                node = context.graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{moment}")
-            with value.fake_mode:
-                node.meta["val"] = RECORD_TIME(*node.args)
+        with graph.inserting_before(nodes[0]):
+            record(stretch, 2 * index)
+        with graph.inserting_after(nodes[-1]):
+            record(stretch, 2 * index + 1)
 
 
 class TaskProfile:
-    """Records when the tasks of compiled graphs begin and end, between `__enter__` and `__exit__`; one at a time."""
+    """Records when the tasks of compiled graphs begin and end, in a `with` statement.
 
-    _active: ClassVar["TaskProfile | None"] = (
-        None  # graphs that run in any thread record here, as backward does in its own
-    )
+    There is one for all threads at a time, as backward may run in a thread of its own.
+    """
+
+    _active: ClassVar["TaskProfile | None"] = None
 
     def __init__(self) -> None:
         self._moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, moment
@@ -85,13 +88,13 @@ class TaskProfile:
 
 
 @torch.library.impl("fsdp_flat::record_time", "default")
-def _record_time(graph: str, stretch: int, number: int, device: torch.device) -> torch.Tensor:
+def _record_time(graph: str, stretch: int, moment: int, device: torch.device) -> torch.Tensor:
     if TaskProfile._active is not None:
-        moment: Moment = time.perf_counter()
+        now: Moment = time.perf_counter()
         if device.type == "cuda":
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        TaskProfile._active._moments[graph, stretch, number].append(moment)
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        TaskProfile._active._moments[graph, stretch, moment].append(now)
     return torch.empty(0, device=device)
 
 
