@@ -47,7 +47,13 @@ def measure(name: str, args: argparse.Namespace) -> None:
     part = parts.PARTS[name]
     part = dataclasses.replace(part, rounds=args.rounds or part.rounds, systems=tuple(args.systems or part.systems))
     found = parts.run(name, part)
-    shown = {**found, "date": report.today(), "machine": report.machine(), "versions": report.versions()}
+    shown = {
+        **found,
+        "date": report.today(),
+        "commit": report.commit(),
+        "machine": report.machine(),
+        "versions": report.versions(),
+    }
     print(f"\n{report.tables({name: shown})}\n")
     if not args.dry:
         print(f"{name}: written to {report.save(name, found)}", file=sys.stderr)

@@ -1,5 +1,10 @@
-"""Pictures of the results: speed as bars, one step as lanes, memory as curves."""
+"""Pictures of the results, for docs/images: speed as bars, one step as lanes, memory as curves.
 
+All panels of a picture have the same axis. Systems are grouped by the size of their units: like beside like.
+Bars show the median round, and lines on them the fastest and the slowest one. Date, commit and machine stand beneath.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +13,18 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
-from bench.report import RESULTS, Found, computing, exposed
+from bench.report import HERE, Found, computing, exposed, origin
 from bench.systems import find, label
+
+IMAGES = HERE.parent / "docs" / "images"
+TIMELINES, MEMORY = ("link", "cuda_link"), ("link", "memory", "cuda_link")  # parts whose steps and memory are drawn
 
 INK, GRID = "#33415c", "#e4e7ec"
 LINK_COLOURS = {"all_gather": "#5b8def", "reduce_scatter": "#e07a5f", "all_reduce": "#e07a5f"}
+WAIT = dict(facecolors="white", edgecolors="#9aa5b1", hatch="////", linewidth=0)
 STYLE = {
     "font.size": 9,
     "axes.edgecolor": GRID,
@@ -24,48 +35,74 @@ STYLE = {
     "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
     "figure.dpi": 150,
 }
 
 
 def draw(name: str, part: Found) -> list[Path]:
-    """All pictures that the part's figures allow."""
+    """The pictures of a part."""
     done = []
     with plt.rc_context(STYLE):
         if part["settings"]:
             done.append(_bars(name, part))
-        if part.get("calls"):
+        if part.get("calls") and name in TIMELINES:
             done.append(_timeline(name, part))
-        if part.get("memory"):
+        if part.get("memory") and name in MEMORY:
             done.append(_memory(name, part))
     return done
 
 
-def _save(figure: Any, name: str) -> Path:
-    target = RESULTS / f"{name}.png"
+def _save(figure: Any, name: str, part: Found) -> Path:
+    figure.tight_layout()
+    figure.text(0.01, -0.01, f"{origin(part)}; python -m bench {name.rsplit('-', 1)[0]}", va="top", fontsize=7)
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    target = IMAGES / f"{name}.png"
     figure.savefig(target, bbox_inches="tight", facecolor="white")
     plt.close(figure)
     return target
 
 
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
 def _bars(name: str, part: Found) -> Path:
-    """Speed of each system; a panel for each setting of the link."""
-    settings = part["settings"]
-    figure, panels = plt.subplots(
-        1, len(settings), figsize=(3.4 * len(settings) + 1.6, 0.34 * len(part["first"]) + 1.1)
-    )
+    """Speed of each system; a panel for each setting of the link, all with one axis."""
+    settings, rows = part["settings"], _rows(list(part["first"]))
+    size = (3.1 * len(settings) + 2.4, 0.3 * (max(rows.values()) + 1) + 1.2)
+    figure, panels = plt.subplots(1, len(settings), figsize=size, sharex=True, sharey=True, squeeze=False)
     number, unit = part["per_step"]["number"], part["per_step"]["unit"]
-    for index, (axes, setting) in enumerate(zip(panels if len(settings) > 1 else [panels], settings, strict=True)):
-        names = list(setting["systems"])[::-1]
-        speeds = [number / setting["systems"][system]["step"] for system in names]
-        bars = axes.barh(range(len(names)), speeds, color=[find(system).colour for system in names], height=0.7)
-        axes.bar_label(bars, [f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}" for speed in speeds], padding=3)
-        axes.set_yticks(range(len(names)), [label(system) for system in names] if index == 0 else [""] * len(names))
-        axes.set_xlim(0, 1.2 * max(speeds))
-        axes.tick_params(length=0)
+    speeds = [number / figures["spread"][0] for setting in settings for figures in setting["systems"].values()]
+    for axes, setting in zip(panels[0], settings, strict=True):
+        for system, figures in setting["systems"].items():
+            _bar(axes, -rows[system], system, number, figures)
+        axes.set_xlim(0, 1.22 * max(speeds))
         axes.set_title(_title(part, setting), loc="left", fontsize=9)
         axes.set_xlabel(f"{unit} per second")
-    return _save(figure, f"{name}-speed")
+        axes.grid(axis="x", color=GRID)
+        axes.tick_params(length=0)
+    panels[0][0].set_yticks([-row for row in rows.values()], [label(system) for system in rows])
+    return _save(figure, f"{name}-speed", part)
+
+
+def _rows(systems: Sequence[str]) -> dict[str, float]:
+    """Where each system's bar is: those with units of layers come last, after a gap."""
+    coarse = [each for each in systems if not each.endswith(":layers")]
+    fine = [each for each in systems if each.endswith(":layers")]
+    return {each: index for index, each in enumerate(coarse)} | {
+        each: len(coarse) + 0.7 + index for index, each in enumerate(fine)
+    }
+
+
+def _bar(axes: Axes, at: float, system: str, number: float, figures: Found) -> None:
+    speed, (low, high) = number / figures["step"], sorted(number / seconds for seconds in figures["spread"])
+    errors = [[max(0.0, speed - low)], [max(0.0, high - speed)]]
+    hatch = "//" if system.endswith(":layers") else None
+    axes.barh(at, speed, height=0.72, color=find(system).colour, hatch=hatch, edgecolor="white", linewidth=0)
+    halo = [withStroke(linewidth=2.4, foreground="white")]  # seen on dark bars too
+    axes.errorbar(speed, at, xerr=errors, fmt="none", ecolor=INK, elinewidth=0.9, capsize=2, path_effects=halo)
+    text = f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+    axes.annotate(text, (max(high, speed), at), (4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def _title(part: Found, setting: Found) -> str:
@@ -74,29 +111,33 @@ def _title(part: Found, setting: Found) -> str:
     return f"communication {setting['ratio']:g} of compute" if setting["ratio"] else "a link that takes no time"
 
 
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
 def _timeline(name: str, part: Found) -> Path:
-    """One step of ours above one of FSDP2's: what computes, what waits, what is on the link."""
-    order = [
-        system
-        for system in ("ours_planned:layers", "ours_planned", "ours_compiled", "ours", "fsdp2_compile", "fsdp2")
-        if system in part["calls"]
-    ]
-    shown = [order[0], *[system for system in order[1:] if system.startswith("fsdp2")][:1]]
-    figure, axes = plt.subplots(figsize=(9, 0.75 * 2 * len(shown) + 0.6))
+    """One step of ours above one of FSDP2's, units of blocks in both: what computes, waits, and is on the link."""
+    ours = next(each for each in ("ours_planned", "ours_compiled", "ours") if each in part["calls"])
+    shown = [ours, *[each for each in ("fsdp2_compile", "fsdp2") if each in part["calls"]][:1]]
+    figure, axes = plt.subplots(figsize=(9, 0.75 * 2 * len(shown) + 1.0))
+    ticks = {}
     for row, system in enumerate(shown):
-        _lanes(axes, 3 * (len(shown) - row), system, part["calls"][system])
-    ticks = [
-        (3 * (len(shown) - row) - lane, f"{label(s)}: {('compute', 'link')[lane]}")
-        for row, s in enumerate(shown)
-        for lane in (0, 1)
-    ]
-    axes.set_yticks([at for at, _ in ticks], [text for _, text in ticks])
+        top = 3.0 * (len(shown) - row)
+        _lanes(axes, top, system, part["calls"][system])
+        ticks |= {top: f"{label(system)}: compute", top - 1: "link"}
+    axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("milliseconds of one step; blue gathers, red reduces, hatched: computation waits")
+    axes.set_xlim(0, 1.25e3 * max(part["calls"][system]["step"] for system in shown))
+    axes.set_xlabel("milliseconds of one step")
     setting = part["settings"][-1]
-    waits = ", ".join(f"{label(s)} {1e3 * exposed(part, setting, s):,.0f} ms" for s in shown)
-    axes.set_title(f"{_title(part, setting)}; exposed: {waits}", loc="left", fontsize=9)
-    return _save(figure, f"{name}-timeline")
+    for row, system in enumerate(shown):
+        text = f"{1e3 * exposed(part, setting, system):,.0f} ms exposed"
+        end = 1e3 * part["calls"][system]["step"]
+        axes.annotate(text, (end, 3.0 * (len(shown) - row)), (6, 0), textcoords="offset points", va="center")
+    axes.set_title(f"{_title(part, setting)}, units are blocks", loc="left", fontsize=9)
+    keys = [Patch(color=LINK_COLOURS[kind], label=kind.replace("_", "-")) for kind in ("all_gather", "reduce_scatter")]
+    keys.append(Patch(facecolor="white", edgecolor="#9aa5b1", hatch="////", label="computation waits"))
+    axes.legend(handles=keys, frameon=False, fontsize=8, ncols=3, loc="upper right", bbox_to_anchor=(1, -0.13))
+    return _save(figure, f"{name}-timeline", part)
 
 
 def _lanes(axes: Axes, top: float, system: str, calls: Found) -> None:
@@ -105,31 +146,41 @@ def _lanes(axes: Axes, top: float, system: str, calls: Found) -> None:
 
     axes.broken_barh(bars(computing(calls)), (top - 0.4, 0.8), facecolors=find(system).colour)
     waits = [(b - call["origin"], e - call["origin"]) for call in calls["list"] for b, e in call["waits"]]
-    axes.broken_barh(bars(waits), (top - 0.4, 0.8), facecolors="white", edgecolors="#b8bfca", hatch="////", linewidth=0)
+    axes.broken_barh(bars(waits), (top - 0.4, 0.8), **WAIT)
     for call in calls["list"]:
         span = bars([(call["begin"] - call["origin"], call["end"] - call["origin"])])
         axes.broken_barh(span, (top - 1.4, 0.8), facecolors=LINK_COLOURS.get(call["kind"], "#999"), edgecolors="white")
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
 def _memory(name: str, part: Found) -> Path:
-    """Bytes alive beside parameters' shards and optimizer states in forward and backward."""
-    figure, axes = plt.subplots(figsize=(7, 3))
-    for system, memory in part["memory"].items():
-        points = memory["curve"]
-        if points:
-            whole = points[-1][0] or 1.0
-            axes.plot(
-                [at / whole for at, _ in points],
-                [(memory["resident"] + size) / 1e6 for _, size in points],
-                color=find(system).colour,
-                label=label(system),
-                linewidth=1.4,
-                drawstyle="steps-post",
-            )
-    axes.set_xlabel("forward and backward, as a part of their time")
-    axes.set_ylabel("MB alive")
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=GRID)
-    axes.set_title(part["about"], loc="left", fontsize=9)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    return _save(figure, f"{name}-memory")
+    """Bytes alive in forward and backward, shards and optimizer state included; a panel for each size of units.
+
+    The unsharded model is left out: it needs several times as much, and would hide the others.
+    """
+    drawn = {system: memory for system, memory in part["memory"].items() if memory["curve"] and system != "unsharded"}
+    sizes = sorted({system.endswith(":layers") for system in drawn})
+    size = (4.2 * len(sizes) + 2.6, 3.4)
+    figure, panels = plt.subplots(1, len(sizes), figsize=size, sharex=True, sharey=True, squeeze=False)
+    for axes, fine in zip(panels[0], sizes, strict=True):
+        for system, memory in drawn.items():
+            if system.endswith(":layers") == fine:
+                _curve(axes, system, memory)
+        axes.set_xlabel("progress through forward and backward")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color=GRID)
+        axes.set_title(f"{part['about']}; units are {'layers' if fine else 'blocks'}", loc="left", fontsize=9)
+    panels[0][0].set_ylabel("MB alive")
+    handles = [line for axes in panels[0] for line in axes.get_lines()]
+    panels[0][-1].legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    return _save(figure, f"{name}-memory", part)
+
+
+def _curve(axes: Axes, system: str, memory: Found) -> None:
+    points = memory["curve"]
+    last = points[-1][0] or 1.0
+    sizes = [(memory["resident"] + size) / 1e6 for _, size in points]
+    style = dict(linewidth=1.4, linestyle="--" if system.endswith(":layers") else "-", drawstyle="steps-post")
+    axes.plot([at / last for at, _ in points], sizes, color=find(system).colour, label=label(system), **style)

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def save(name: str, found: Found) -> Path:
     target = RESULTS / f"{today()}-{kind}.json"
     report = json.loads(target.read_text()) if target.exists() else {"parts": {}}
     report.update(date=today(), machine=machine(), versions=versions())
-    report["parts"][name] = {"date": today(), **found}
+    report["parts"][name] = {"date": today(), "commit": commit(), **found}
     RESULTS.mkdir(exist_ok=True)
     head = {key: report[key] for key in ("date", "machine", "versions")}
     parts = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in report["parts"].items())
@@ -44,12 +45,20 @@ def load() -> dict[str, Found]:
     for path in sorted(RESULTS.glob("????-??-??-*.json")):
         report = json.loads(path.read_text())
         for name, part in report["parts"].items():
-            newest[name] = {**part, "machine": report["machine"], "versions": report["versions"]}
+            known = {"machine": report["machine"], "versions": report["versions"], "commit": commit(path)}
+            newest[name] = known | part
     return newest
 
 
 def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def commit(path: Path | None = None) -> str:
+    """The commit that is checked out, or the one that last changed `path`; "unknown" outside of a checkout."""
+    command = ["git", "log", "-1", "--format=%h", *(["--", str(path)] if path else [])]
+    run = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
 
 
 def machine() -> str:
@@ -80,7 +89,7 @@ def tables(parts: dict[str, Found]) -> str:
 
 
 def _section(name: str, part: Found) -> Iterator[str]:
-    yield f"**{name}**: {part['about']}. {part['date']}, {part['machine']}, torch {part['versions']['torch']}."
+    yield f"**{name}**: {part['about']}. {origin(part)}."
     yield ""
     rows = [_row(part, system) for system in part["first"]]
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -94,6 +103,12 @@ def _section(name: str, part: Found) -> Iterator[str]:
     for setting in part["settings"]:
         if "bound" in setting:
             yield f"\n{_bound_line(part, setting)}"
+
+
+def origin(part: Found) -> str:
+    """When, from which commit and on what a part was measured."""
+    where = f"{part['machine']}, torch {part['versions']['torch']}"
+    return f"{part['date']}, commit {part['commit']}, {where}"
 
 
 def _bound_line(part: Found, setting: Found) -> str:

@@ -77,14 +77,14 @@ class System:
 
 SYSTEMS = {
     "unsharded": System("unsharded, torch.compile", "unsharded", "#9aa5b1", "whole"),
-    "ddp": System("DDP, torch.compile", "ddp", "#c8b6a6", "whole"),
-    "fsdp1": System("FSDP1", "fsdp1", "#d9c589", cuda_only=True),
-    "fsdp2": System("FSDP2", "fsdp2", "#e3a857"),
-    "fsdp2_compile": System("FSDP2, blocks compiled", "fsdp2_compile", "#d97b4f", "blocks"),
-    "simple_fsdp": System("SimpleFSDP", "simple_fsdp", "#b5648b", "whole"),
-    "ours": System("ours, eager", "ours", "#7fb3a8"),
-    "ours_blocks": System("ours, blocks compiled", "ours_blocks", "#4f9d96", "blocks"),
-    "ours_compiled": System("ours, compiled", "ours_compiled", "#17766e", "whole"),
+    "ddp": System("DDP, torch.compile", "ddp", "#8c6d46", "whole"),
+    "fsdp1": System("FSDP1", "fsdp1", "#d4b106", cuda_only=True),
+    "fsdp2": System("FSDP2", "fsdp2", "#f0a830"),
+    "fsdp2_compile": System("FSDP2, blocks compiled", "fsdp2_compile", "#c8501e", "blocks"),
+    "simple_fsdp": System("SimpleFSDP", "simple_fsdp", "#b0529a", "whole"),
+    "ours": System("ours, eager", "ours", "#6db6e8"),
+    "ours_blocks": System("ours, blocks compiled", "ours_blocks", "#2f6fbf", "blocks"),
+    "ours_compiled": System("ours, compiled", "ours_compiled", "#1fa187", "whole"),
     "ours_planned": System("ours, compiled, planned for the link", "ours_planned", "#0b4f4a", "whole"),
 }
 
