@@ -96,13 +96,12 @@ def run_convert(args: argparse.Namespace) -> None:
         raise ValueError(f"--world-size {args.world_size}: --format torch writes one file; leave it out")
     source = open_source(args.source)
     part = args.part or _usual_part(source, args.format)
-    taken = source.below(part)
-    size = sum(source.tensors[name].nbytes for name in taken if name in source.tensors)
-    convert(source, args.target, args.format, args.world_size, part, progress_bar(size))
-    tensors = sum(name in source.tensors for name in taken)
-    values = 0 if args.format == "safetensors" else len(taken) - tensors
+    chosen = source.below(part) if part else source
+    convert(chosen, args.target, args.format, args.world_size, progress_bar(chosen.nbytes))
+    tensors, values = len(chosen.tensors), 0 if args.format == "safetensors" else len(chosen.values)
     left = len(source.keys) - tensors - values
-    print(f"wrote {args.target}: {tensors} tensors, {size:,} bytes" + (f", {values} other values" if values else "")
+    print(f"wrote {args.target}: {tensors} tensors, {chosen.nbytes:,} bytes"
+          + (f", {values} other values" if values else "")
           + (f"; left out {left} entries" if left else ""))  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,27 +83,26 @@ class Source:
         """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
-    def below(self, part: str | None) -> dict[str, Keys]:
-        """The names under the first key `part`, each with its other keys; without `part`, all.
-
-        ValueError if there is no such key.
-        """
-        if part is None:
-            return self.keys
-        chosen = {name: keys[1:] for name, keys in self.keys.items() if keys[0] == part and len(keys) > 1}
-        if not chosen:
+    def below(self, part: str) -> "Source":
+        """What lies under the first key `part`, without that key. ValueError if there is no such key."""
+        old = {
+            ".".join(map(str, keys[1:])): name for name, keys in self.keys.items() if keys[0] == part and len(keys) > 1
+        }
+        if not old:
             firsts = ", ".join(dict.fromkeys(str(keys[0]) for keys in self.keys.values() if len(keys) > 1)) or "none"
             raise ValueError(f"part {part!r}: expected one of {firsts}, found no such key; pass one of them")
-        return chosen
+        specs = {new: self.tensors[name]._replace(name=new) for new, name in old.items() if name in self.tensors}
+        return replace(
+            self,
+            tensors=specs,
+            keys={new: self.keys[name][1:] for new, name in old.items()},
+            read=lambda name: self.read(old[name]),
+            value=lambda name: self.value(old[name]),
+        )
 
 
 def convert(
-    source: Source,
-    path: Path,
-    to: str,
-    files: int = 1,
-    part: str | None = None,
-    progress: Callable[[int], None] = lambda _: None,
+    source: Source, path: Path, to: str, files: int = 1, progress: Callable[[int], None] = lambda _: None
 ) -> None:
     """Write what `source` has as a checkpoint at `path`, which is seen when it is complete.
 
@@ -112,32 +111,21 @@ def convert(
         path: a folder, or for "torch" a file, that does not exist yet.
         to: "dcp", "safetensors", which leaves out what is not a tensor, or "torch".
         files: over how many files to spread the tensors; "torch" writes one.
-        part: write only what lies under this first key, without the key.
         progress: called with the bytes of each tensor that was written.
 
     Raises:
-        ValueError: there is no such part.
         FileExistsError: `path` exists.
         CheckpointError: a file is damaged.
     """
     if path.exists():
         raise FileExistsError(f"{path}: expected a path that does not exist yet; remove it or choose another")
-    keys = source.below(part)
-    new_names = {name: ".".join(map(str, rest)) for name, rest in keys.items()}
-    contents = Contents(
-        [source.tensors[name]._replace(name=new) for name, new in new_names.items() if name in source.tensors],
-        {new: source.value(name) for name, new in new_names.items() if name not in source.tensors},
-        {new_names[name]: rest for name, rest in keys.items()},
-        source.step,
-    )
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        with TARGETS[to](staged / path.name, contents, files) as write:
-            for name, new in new_names.items():
-                if name in source.tensors:
-                    write(new, source.read(name))
-                    progress(source.tensors[name].nbytes)
+        with TARGETS[to](source, staged / path.name, files) as write:
+            for name, spec in source.tensors.items():
+                write(name, source.read(name))
+                progress(spec.nbytes)
         os.rename(staged / path.name, path)
         sync_folder(path.parent)
     finally:
@@ -178,11 +166,10 @@ def _dcp_source(path: Path) -> Source:
     reader = checked or FileSystemReader(path)
     metadata = reader.read_metadata()
     locations = metadata.storage_data
-    stored = {
-        name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
-    }
+    described = metadata.state_dict_metadata
+    stored = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
     tensors = {name: TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in stored.items()}
-    keys = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in metadata.state_dict_metadata}
+    keys = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described}
 
     def load(index: MetadataIndex, weights_only: bool) -> Any:
         location = locations[index]
@@ -242,33 +229,22 @@ def _torch_source(path: Path) -> Source:
     return Source("torch.save", [path], specs, keys, lambda name: in_order(leaves[name].detach()), leaves.__getitem__)
 
 
-# --- targets: contexts that give a function which writes each tensor, contiguous and on the CPU, once -----------------
+# --- targets: contexts that give a function which writes each tensor of a source, contiguous and on the CPU, once -----
 
-
-@dataclass
-class Contents:
-    """What is to be written: tensors without their values, other values, and the keys that lead to each of them."""
-
-    specs: list[TensorSpec]
-    values: dict[str, Any]
-    keys: dict[str, Keys]
-    step: int | None
-
-
-Target = Callable[[Path, Contents, int], AbstractContextManager[Callable[[str, Tensor], None]]]
+WriteTensor = Callable[[str, Tensor], None]
 
 
 @contextmanager
-def _dcp_target(path: Path, contents: Contents, files: int) -> Iterator[Callable[[str, Tensor], None]]:
+def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
     """A folder of DCP; each tensor is split along its first dimension into as many chunks as there are files."""
     path.mkdir()
-    metadata = Metadata({}, planner_data=contents.keys)
+    metadata = Metadata({}, planner_data=source.keys)
     results: list[list[WriteResult]] = [[] for _ in range(files)]
     with ExitStack() as stack:
         outputs = [stack.enter_context(ItemFile(path / rank_file(rank))) for rank in range(files)]
-        for name, value in contents.values.items():
+        for name in source.values:
             pickled = io.BytesIO()
-            torch.save(value, pickled)
+            torch.save(source.value(name), pickled)
             results[0].append(outputs[0].write(MetadataIndex(name), pickled))
             metadata.state_dict_metadata[name] = BytesStorageMetadata()
 
@@ -283,14 +259,14 @@ def _dcp_target(path: Path, contents: Contents, files: int) -> Iterator[Callable
             metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
 
         yield write
-    describe(path, contents.step, metadata, results, FileSystemWriter(path).finish)
+    describe(path, source.step, metadata, results, FileSystemWriter(path).finish)
     sync_folder(path)
 
 
 @contextmanager
-def _safetensors_target(path: Path, contents: Contents, files: int) -> Iterator[Callable[[str, Tensor], None]]:
+def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
     """A folder in Hugging Face's layout, without what is not a tensor."""
-    export = Export.of(spread(contents.specs, files), path, {})
+    export = Export.of(spread(list(source.tensors.values()), files), path, {})
     export.stage()
     with export.writing() as write:
         yield lambda name, tensor: write(name, tensor.view(-1), 0)
@@ -298,15 +274,15 @@ def _safetensors_target(path: Path, contents: Contents, files: int) -> Iterator[
 
 
 @contextmanager
-def _torch_target(path: Path, contents: Contents, files: int) -> Iterator[Callable[[str, Tensor], None]]:
+def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
     """One file of torch.save, nested as the keys say: first with holes for the values, which are filled one by one.
 
     The zip file's own checksums are those of the holes; torch does not look at them.
     """
     with no_memory():
-        holes: dict[str, Any] = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in contents.specs}
-    leaves = contents.values | holes
-    save_holes(unflatten_state_dict({name: leaves[name] for name in contents.keys}, contents.keys), path)
+        holes = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in source.tensors.items()}
+    leaves = {name: holes[name] if name in holes else source.value(name) for name in source.keys}
+    save_holes(unflatten_state_dict(leaves, source.keys), path)
     with no_memory():
         loaded, _ = flatten_state_dict(torch.load(path, weights_only=False))
     starts = {name: offset_in_file(loaded[name]) for name in holes}
@@ -318,4 +294,8 @@ def _torch_target(path: Path, contents: Contents, files: int) -> Iterator[Callab
         os.close(file)
 
 
-TARGETS: dict[str, Target] = {"dcp": _dcp_target, "safetensors": _safetensors_target, "torch": _torch_target}
+TARGETS: dict[str, Callable[[Source, Path, int], AbstractContextManager[WriteTensor]]] = {
+    "dcp": _dcp_target,
+    "safetensors": _safetensors_target,
+    "torch": _torch_target,
+}

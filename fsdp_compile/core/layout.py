@@ -261,8 +261,8 @@ class FlatParamLayout:
 def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParamLayout:
     """`layout` with more padding at its end, if fewer shards then end within a row of a parameter.
 
-    Of the sizes that are multiples of a row for each rank it takes the one with the fewest such shards, then the
-    smallest. Shards are multiples of `shard_alignment` elements, as those of `layout` are.
+    See Note [Why shards end between rows]. Of the sizes that are multiples of a row for each rank it takes the one with
+    the fewest such shards, then the smallest. Shards are multiples of `shard_alignment` elements, as those of `layout` are.
     """
     rows = [math.prod(shape[1:]) for shape in layout.shapes]  # elements that one index into the first dimension gives
     used = layout.offsets[-1] + layout.numels[-1]

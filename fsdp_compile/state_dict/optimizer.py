@@ -8,7 +8,7 @@ as no rank stores some of every parameter; then one parameter after the other is
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,13 +243,13 @@ def _gathered(
         parameter, state = managed(param), states.get(name, {})
         for key, outline in outlines.get(name, {}).items():
             value: Any = state.get(key)
-            if outline.dtype is None:
-                value = outline.value
+            if not isinstance(outline, Tensor):
+                value = outline
             elif parameter is None:
                 value = value.clone()
             else:
                 if value is None:
-                    like = torch.empty(() if outline.is_scalar else 1, dtype=outline.dtype, device=param.device)
+                    like = torch.empty((0,) * outline.dim(), dtype=outline.dtype, device=param.device)
                     value = empty_value(parameter, like)
                 value = full_tensor(value)
             if wanted:
@@ -257,31 +257,27 @@ def _gathered(
     return full
 
 
-class _Outline(NamedTuple):
-    """One value of a parameter's state, as ranks tell each other of it."""
-
-    dtype: torch.dtype | None  # None: it is not a tensor
-    is_scalar: bool
-    value: Any  # unless it is a tensor
-
-    @classmethod
-    def of(cls, value: Any) -> "_Outline":
-        return cls(value.dtype, value.dim() == 0, None) if isinstance(value, Tensor) else cls(None, True, value)
+def _outline(state: State) -> State:
+    """One parameter's state as ranks tell each other of it: tensors have no values."""
+    return {
+        key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
 
 
-def _kinds(state: dict[str, _Outline]) -> dict[str, str]:
-    return {key: type(each.value).__name__ if each.dtype is None else str(each.dtype) for key, each in state.items()}
+def _kinds(state: State) -> dict[str, str]:
+    return {key: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for key, v in state.items()}
 
 
 def _outlines_on_all_ranks(
     params: dict[str, nn.Parameter], states: dict[str, State], group: dist.ProcessGroup
-) -> dict[str, dict[str, _Outline]]:
+) -> dict[str, State]:
     """What state each parameter has on the ranks that store some of it. RuntimeError on all ranks if they differ."""
-    mine: dict[str, dict[str, _Outline]] = {}
+    mine: dict[str, State] = {}
     for name, param in params.items():
         if (parameter := managed(param)) is None or parameter.is_stored_here:
-            mine[name] = {key: _Outline.of(value) for key, value in states.get(name, {}).items()}
-    outlines: dict[str, dict[str, _Outline]] = {}
+            mine[name] = _outline(states.get(name, {}))
+    outlines: dict[str, State] = {}
     first_names: list[str] = []
     for rank, (names, theirs) in enumerate(collectives.gather_objects((list(params), mine), group)):
         first_names = first_names or names
@@ -356,13 +352,9 @@ def _matched_groups(
 
 
 def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
-    """The first rank's state dict, of which each rank keeps the elements that it stores."""
-
-    def outline(value: Any) -> Any:
-        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
-
+    """The first rank's state dict, of which each rank retains the elements that it stores."""
     mine = state_dict or {"state": {}, "param_groups": []}
-    outlines = {name: {key: outline(value) for key, value in state.items()} for name, state in mine["state"].items()}
+    outlines = {name: _outline(state) for name, state in mine["state"].items()}
     outlines, groups = _from_first(unit, collectives.broadcast_object, (outlines, mine["param_groups"]))
     params = {name: param for param, name in clean_names(model).items()}
     states: dict[str, State] = {}

@@ -29,6 +29,7 @@ EXEMPT = {
     "RemovableHandle": "torch's name for what registering a hook returns",
     "parts": "pathlib's attribute; allowed as an attribute only",
     "Number": "numbers.Number of the standard library",
+    "FileNotFoundError": "Python's name",
     "found_inf": "GradScaler's name",
     "found_inf_per_device": "GradScaler's name",
     "_found_inf_per_device": "GradScaler's name",
