@@ -157,7 +157,7 @@ class ItemFile:
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
         else:
-            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # torch asks for IO[bytes], and only writes
+            torch.save(_alone(data.detach().cpu()), stream)  # type: ignore[arg-type]  # an IO[bytes] by its type
         size = self._file.tell() - start
         return WriteResult(index, size, StoredItem(StorageInfo(self.path.name, start, size), stream.crc32))
 

@@ -11,11 +11,11 @@ that a range of an n-dimensional tensor needs:
 """
 
 # Note [Why shards end between rows]
-# torch.distributed.checkpoint plans, writes, lists and reads chunk by chunk, and each chunk takes an entry in `.metadata`
-# and in a file. A shard that ends in the middle of a row of a matrix leaves two chunks on either side: complete rows and
-# a part of one. So a layout pads its end by up to 1/512 (`end_between_rows` in core/layout.py) where fewer shards then
-# end within a row; of usual models the ranks together store little more chunks than there are parameters and cuts. This
-# is a matter of speed alone: any range of elements is saved and loaded correctly, by any number of ranks.
+# torch.distributed.checkpoint plans, writes and reads chunk by chunk, and each chunk takes an entry in `.metadata` and
+# in a file. A shard that ends within a row of a matrix leaves two chunks on either side: complete rows and a part of
+# one. So a layout pads its end by up to 1/512 (`end_between_rows` in core/layout.py) where fewer shards then end within
+# a row; of usual models the ranks together store little more chunks than there are parameters and cuts. This is a
+# matter of speed alone: any range of elements is saved and loaded correctly, by any number of ranks.
 
 import math
 from collections.abc import Iterator
