@@ -35,17 +35,18 @@ def save_safetensors(
     max_shard_size: int = 5_000_000_000,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the parameters and persistent buffers of `model`, sharded or not, in Hugging Face's layout; all ranks call.
+    """Write the parameters and persistent buffers of `model`, sharded or not, in Hugging Face's layout.
 
-    One file `model.safetensors`, or several and an index, under original names, in stored dtypes. A tied parameter is
-    written once, under its first name; the files' metadata have its other names. Every rank writes what it stores.
-    Files of an earlier export are replaced at the end; other files in the folder stay.
+    All ranks must call it, and each writes what it stores: to one file `model.safetensors`, or to several with an
+    index, under original names and in stored dtypes. A tied parameter is written once, under its first name; the
+    metadata of the files have its other names. Files of an earlier export are replaced at the end; other files in the
+    folder stay.
 
     Args:
-        model: between steps.
-        folder: where to; all ranks share it. Made if it does not exist.
-        max_shard_size: bytes of a file, unless a tensor is larger by itself.
-        process_group: the ranks that call it; default all.
+        model: the model, while no forward or backward is under way.
+        folder: the folder to write to, which all ranks share. It is made if it does not exist.
+        max_shard_size: the most bytes of a file. A larger tensor gets a file of its own.
+        process_group: the ranks that call it; default: all.
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part. What was in the folder stays.
@@ -80,16 +81,16 @@ def load_safetensors(
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill the parameters and persistent buffers of `model`, sharded or not, from safetensors; all ranks call it.
+    """Fill the parameters and persistent buffers of `model`, sharded or not, from safetensors.
 
-    Each rank reads the bytes of what it stores and no others. Values are converted to the dtypes of the model.
+    All ranks must call it. Each reads the bytes of what it stores and no others. Values are converted to the dtypes of
+    the model.
 
     Args:
-        model: between steps.
-        folder: a file `*.safetensors`, or a folder with one or with several and an index.
-        strict: whether all that the model has must be there, and all that is there must be in the model. Of tied
-            parameters one name is enough.
-        process_group: the ranks that call it; default all.
+        model: the model, while no forward or backward is under way.
+        folder: a file `*.safetensors`, or a folder with one such file, or with several and an index.
+        strict: whether the files and the model must have the same names. Of tied parameters one name is enough.
+        process_group: the ranks that call it; default: all.
 
     Raises:
         FileNotFoundError: there are no such files.

@@ -37,10 +37,10 @@ def save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save `state` as the checkpoint of `step` in the folder `root`; all ranks call it.
+    """Save `state` as the checkpoint of `step` in the folder `root`; all ranks must call it.
 
     The checkpoint can be seen when all ranks have written all of it, or not at all. A second save of a step replaces
-    the first. Until then nothing that was there is touched. Call it again only after it has returned.
+    the first at the end. Call `save` again only after it has returned.
 
     Args:
         state: models and their optimizers, sharded or not: each rank writes what it stores, under original names and
@@ -49,7 +49,7 @@ def save(
         root: a folder that all ranks share; made if it does not exist.
         step: names the checkpoint; 0 or more.
         keep: how many checkpoints stay, this one included; None: all.
-        process_group: the ranks that call it; default all.
+        process_group: the ranks that call it; default: all.
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part.
@@ -71,16 +71,17 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Load into `state`, in place, what a checkpoint in the folder `root` has under the same names; all ranks call it.
+    """Load into `state`, in place, what a checkpoint in the folder `root` has under the same names.
 
-    Tensors are filled where they are, models, optimizers and objects with `load_state_dict` get theirs, other values
-    are replaced. What else the checkpoint has is not read. How many ranks saved it does not matter.
+    All ranks must call it. Tensors are filled in place, models, optimizers and other objects load their state by
+    `load_state_dict`, and all other values are replaced. What else the checkpoint has is not read. Any number of ranks
+    may have saved it.
 
     Args:
         state: nested as the one that was saved.
         root: the folder that was given to `save`; or one checkpoint, such as `fsdp-compile checkpoint convert` writes.
         step: which checkpoint; None: the newest whose files are all there.
-        process_group: the ranks that call it; default all.
+        process_group: the ranks that call it; default: all.
 
     Returns:
         The step of the checkpoint; 0 if it was converted from something that has none.

@@ -43,13 +43,6 @@ from fsdp_compile.checkpoint.directory import (
 )
 
 
-class StoredItem(NamedTuple):
-    """What a rank tells rank 0 of an item that it has written."""
-
-    info: StorageInfo
-    crc32: int
-
-
 class DirectoryWriter(FileSystemWriter):
     """Writes one checkpoint into the folder `root`, which all ranks share; use a new one for each.
 
@@ -72,11 +65,11 @@ class DirectoryWriter(FileSystemWriter):
         self._staged: StagedCheckpoint | None = None
 
     def storage_meta(self) -> StorageMeta:
-        """An id of the save; no path, for the folder gets another name."""
+        """An id of the save, without a path: the folder will have another name."""
         return StorageMeta(save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing: rank 0 makes the folder."""
+        """The plan as it is: rank 0 makes the folder."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -116,6 +109,30 @@ class DirectoryWriter(FileSystemWriter):
             self._staged = None
 
 
+class DirectoryReader(FileSystemReader):
+    """Reads a checkpoint that `DirectoryWriter` wrote, and compares each item with its checksum before it is loaded.
+
+    Args:
+        path: the checkpoint, as `latest` returns it.
+        manifest: what was read of it; None: read it.
+
+    Raises:
+        CheckpointError: a file is missing or has another size. When loading, on all ranks: an item was altered.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        super().__init__(path)
+        self.folder = Path(path)
+        self.manifest = manifest or Manifest.read(self.folder)
+        self._checked: set[tuple[str, int]] = set()
+
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> Any:  # called before each item is loaded
+        if (key := (sinfo.relative_path, sinfo.offset)) not in self._checked:
+            self.manifest.check(self.folder, sinfo.relative_path, file, sinfo.offset)
+            self._checked.add(key)
+        return super()._slice_file(file, sinfo)
+
+
 def rank_file(rank: int) -> str:
     """The name of the file that a rank writes, as DCP calls it."""
     return f"__{rank}_0.distcp"
@@ -139,6 +156,13 @@ def describe(
         segments.sort(key=lambda segment: segment.start)
     files[METADATA] = [FileSegment.of_file(folder / METADATA)]
     Manifest(step, files).write(folder)
+
+
+class StoredItem(NamedTuple):
+    """What a rank tells rank 0 of an item that it has written."""
+
+    info: StorageInfo
+    crc32: int
 
 
 class ItemFile:
@@ -195,27 +219,3 @@ class _Checksummed(io.RawIOBase):
         """Write bytes, or anything that has a buffer of them."""
         self.crc32 = zlib.crc32(data, self.crc32)
         return self.file.write(data)
-
-
-class DirectoryReader(FileSystemReader):
-    """Reads a checkpoint that `DirectoryWriter` wrote, and compares each item with its checksum before it is loaded.
-
-    Args:
-        path: the checkpoint, as `latest` returns it.
-        manifest: what was read of it; None: read it.
-
-    Raises:
-        CheckpointError: a file is missing or has another size. When loading, on all ranks: an item was altered.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        super().__init__(path)
-        self.folder = Path(path)
-        self.manifest = manifest or Manifest.read(self.folder)
-        self._checked: set[tuple[str, int]] = set()
-
-    def _slice_file(self, file: Any, sinfo: StorageInfo) -> Any:  # called before each item is loaded
-        if (key := (sinfo.relative_path, sinfo.offset)) not in self._checked:
-            self.manifest.check(self.folder, sinfo.relative_path, file, sinfo.offset)
-            self._checked.add(key)
-        return super()._slice_file(file, sinfo)

@@ -100,18 +100,6 @@ def test_training_goes_on_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
     assert {name: source.tensors[f"optimizer.state.{name}.exp_avg"].shape for name in shapes} == shapes
 
 
-def _loads_into(rank: int, root: Path) -> None:
-    model, optimizer = trained(1, seed=1)
-    checkpoint.load({"model": model, "optimizer": optimizer}, root)
-    train(model, optimizer, range(2, 3))
-
-
-def test_another_number_of_ranks(two: Ranks, four: Ranks, tmp_path: Path) -> None:
-    """What two ranks saved four load."""
-    two.run(_goes_on, tmp_path)
-    four.run(_loads_into, tmp_path)
-
-
 def _wrapped(rank: int, root: Path) -> None:
     model, optimizer = trained(2)
     checkpoint.save({"model": model, "optimizer": optimizer}, root, 2)
@@ -127,7 +115,7 @@ def _wrapped(rank: int, root: Path) -> None:
 
 
 def test_wrappers_have_the_same_names(two: Ranks, tmp_path: Path) -> None:
-    """What `fully_shard` saved a compiled `FullyShardedDataParallel`, cut in other units, loads and trains on."""
+    """What `fully_shard` saved a compiled `FullyShardedDataParallel`, divided into other units, loads and trains on."""
     two.run(_wrapped, tmp_path)
 
 
