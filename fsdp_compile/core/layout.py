@@ -262,7 +262,7 @@ def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParam
     """`layout` with more padding at its end, if fewer shards then end within a row of a parameter.
 
     See Note [Why shards end between rows]. Of the sizes that are multiples of a row for each rank it takes the one with
-    the fewest such shards, then the smallest. Shards are multiples of `shard_alignment` elements, as those of `layout` are.
+    the fewest such shards, then the smallest. Shards stay multiples of `shard_alignment` elements.
     """
     rows = [math.prod(shape[1:]) for shape in layout.shapes]  # elements that one index into the first dimension gives
     used = layout.offsets[-1] + layout.numels[-1]
