@@ -11,7 +11,6 @@ means SHARDED and `FullyShardedDataParallel` means FULL, as with torch's functio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit
 
@@ -55,10 +55,9 @@ def settings_of(unit: Unit | None) -> StateDictSettings:
     return DEFAULT if unit is None or unit.state_settings is None else unit.state_settings
 
 
-def is_first(unit: Unit) -> bool:
+def is_first_rank(unit: Unit) -> bool:
     """Whether this is the first of all ranks that share the unit: the rank that `rank0_only` is about."""
-    groups = [unit.group] if unit.replicas is None else [unit.group, unit.replicas]
-    return all(dist.get_rank(group) == 0 for group in groups)
+    return all(is_first(group) for group in (unit.group, unit.replicas) if group is not None)
 
 
 def set_state_dict_type(

@@ -22,7 +22,7 @@ from fsdp_compile.comm.flat import all_gather_flat
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict.kinds import DEFAULT, FULL, LOCAL, is_first, settings_of
+from fsdp_compile.state_dict.kinds import DEFAULT, FULL, LOCAL, is_first_rank, settings_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed
 
 
@@ -113,7 +113,7 @@ def _full_copies(unit: Unit) -> list[Tensor | None]:
 
 def _has_values(unit: Unit) -> bool:
     """Whether the full state dict of this rank has values."""
-    return is_first(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]  # of FULL
+    return is_first_rank(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]  # of FULL
 
 
 def _called_by_dcp() -> bool:

@@ -26,7 +26,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.lookup import clean_names
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict.kinds import FULL, SHARDED, is_first, settings_of
+from fsdp_compile.state_dict.kinds import FULL, SHARDED, is_first_rank, settings_of
 from fsdp_compile.state_dict.optimizer_values import (
     State,
     StateDict,
@@ -216,7 +216,7 @@ def _by_name(
     states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
     if kind is FULL:
         unit = units_used_below(model)[0]
-        wanted = not getattr(config, "rank0_only", False) or is_first(unit)
+        wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
         states = _gathered(dict(params.values()), states, config, wanted, group or unit.group)
         if not wanted:
             return {}
@@ -359,7 +359,7 @@ def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> Sta
     params = {name: param for param, name in clean_names(model).items()}
     states: dict[str, State] = {}
     for name, state in outlines.items():
-        own = mine["state"].get(name, {}) if is_first(unit) else {}
+        own = mine["state"].get(name, {}) if is_first_rank(unit) else {}
         for key, value in state.items():
             if isinstance(value, Tensor):
                 message = own[key].to(unit.device).contiguous() if own else torch.empty_like(value, device=unit.device)
