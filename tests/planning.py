@@ -31,7 +31,7 @@ def mesh_seen_by(rank: int, world_size: int) -> DeviceMesh:
 
 
 def sharded(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, ShardedValue]:
-    """What `rank` stores of tensors in full shape that lie as `layout` says; memory of its own."""
+    """What `rank` stores of tensors in full shape that are laid out as `layout` says, in memory of its own."""
     mesh, state = mesh_seen_by(rank, layout.world_size), {}
     for name, offset in zip(layout.names, layout.offsets, strict=True):
         sharding = FlatSharding(tuple(full[name].shape), offset, layout.shard_numel)

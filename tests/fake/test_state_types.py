@@ -131,9 +131,9 @@ def test_deepcopy_keeps_what_is_set() -> None:
     """A copied model gives state dicts of the same kind, of its own shards."""
     model = fully_shard(mlp())
     set_state_dict_type(model, LOCAL)
-    twin = copy.deepcopy(model)
-    assert get_state_dict_type(twin) == DEFAULTS[LOCAL]
-    set_state_dict_type(twin, FULL)
+    copied = copy.deepcopy(model)
+    assert get_state_dict_type(copied) == DEFAULTS[LOCAL]
+    set_state_dict_type(copied, FULL)
     assert get_state_dict_type(model) == DEFAULTS[LOCAL]
     with summon_full_params(model):
         assert model.state_dict()["stem.weight"].shape == (11, 7)
@@ -142,8 +142,8 @@ def test_deepcopy_keeps_what_is_set() -> None:
 def test_values_follow_a_model_to_another_device() -> None:
     """They are gathered among devices of the kind that the model is on now, also after state dicts from before."""
     model = fully_shard(mlp())
-    twin = copy.deepcopy(model)
-    for each, kind in ((model, "cpu"), (twin, "meta"), (model, "cpu")):
+    copied = copy.deepcopy(model)
+    for each, kind in ((model, "cpu"), (copied, "meta"), (model, "cpu")):
         unit, _ = unit_of(each.stem.weight)
         unit.device = torch.device(kind)  # what `model.to` does to units beside their shards
         assert each.state_dict()["stem.weight"].device_mesh.device_type == kind

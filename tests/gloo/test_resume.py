@@ -72,7 +72,7 @@ def _goes_on_with_a_scalar(rank: int, root: Path) -> None:
     for seed in range(2):
         torch.manual_seed(seed)
         model = fully_shard(_Scaled())
-        optimizer = torch.optim.NAdam(model.parameters())  # has numbers beside the count of steps
+        optimizer = torch.optim.NAdam(model.parameters())  # has scalars beside the count of steps
         model(torch.randn(3, 7)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -146,12 +146,12 @@ def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: b
     """Stopped after 4 of 7 steps, the example goes on with the losses, weights, moments, schedule, batches and random
     numbers that it would have had, bit for bit."""
     pytest.importorskip("matplotlib", reason="the example draws its curves with it")
-    whole = two.run(_example, tmp_path / "whole", 7, False, compiled)
-    two.run(_example, tmp_path / "parts", 4, False, compiled)
-    parts = two.run(_example, tmp_path / "parts", 7, True, compiled)
-    assert parts == whole and len(whole[0]) == 7
+    uninterrupted = two.run(_example, tmp_path / "uninterrupted", 7, False, compiled)
+    two.run(_example, tmp_path / "resumed", 4, False, compiled)
+    resumed = two.run(_example, tmp_path / "resumed", 7, True, compiled)
+    assert resumed == uninterrupted and len(resumed[0]) == 7
     label = "compiled" if compiled else "eager"
-    a, b = (open_source(tmp_path / name / label) for name in ("whole", "parts"))
+    a, b = (open_source(tmp_path / name / label) for name in ("uninterrupted", "resumed"))
     assert a.step == b.step == 7 and a.keys.keys() == b.keys.keys()
     for name in a.tensors:
         assert torch.equal(a.read(name), b.read(name)), name

@@ -56,7 +56,7 @@ def counted(name: str) -> Iterator[list[int]]:
 def _sharded(name: str, strategy: str, seed: int) -> nn.Module:
     model = build(CASES[name], seed)
     options: dict[str, Any] = {"ignored_states": [model.alone]} if name == "normed" else {}
-    if strategy == "IN_PAIRS":  # ranks store parts in another order
+    if strategy == "IN_PAIRS":  # ranks store shards in another order
         return fully_shard(model, reshard_after_forward=2, **options)
     options |= {"devices_per_node": 2} if "HYBRID" in strategy else {}
     return fully_shard(model, sharding_strategy=ShardingStrategy[strategy], **options)
@@ -103,7 +103,7 @@ def test_there_and_back(name: str, two: Ranks, tmp_path: Path) -> None:
 
 
 def test_replicas_write_once(four: Ranks, tmp_path: Path) -> None:
-    """Hybrid sharding: of the ranks that store the same part one writes it; parts in another order land in theirs."""
+    """Hybrid sharding: of the ranks that store the same shard one writes it; the order of shards does not matter."""
     four.run(_there_and_back, tmp_path, "tied", ["HYBRID_SHARD", "FULL_SHARD", "IN_PAIRS"])
 
 
@@ -151,7 +151,7 @@ def _loaded_between_steps(rank: int, folder: Path) -> None:
 
 
 def test_loaded_between_steps(two: Ranks, tmp_path: Path) -> None:
-    """The next forward computes with what was loaded, also where full parameters were kept from the last one."""
+    """The next forward computes with what was loaded, also where parameters stayed unsharded since the last one."""
     two.run(_loaded_between_steps, tmp_path)
 
 
@@ -178,5 +178,5 @@ def _one_rank_fails(rank: int, folder: Path) -> None:
 
 
 def test_one_rank_fails(two: Ranks, tmp_path: Path) -> None:
-    """All ranks raise and name the rank that failed; what was exported before is whole."""
+    """All ranks raise and name the rank that failed; what was exported before is complete."""
     two.run(_one_rank_fails, tmp_path)

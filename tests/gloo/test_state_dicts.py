@@ -146,7 +146,7 @@ def test_three_kinds(two: Ranks, strategy: str, offload: bool) -> None:
     """Full, sharded and local: names, shapes, dtypes and values are the unsharded model's, each loads back.
 
     Tied names are all there, ignored parameters and buffers unchanged, other buffers left out as ever; full values are
-    copies. Local parts are loaded under LOCAL alone. E-SD-1, E-SD-7, E-SD-8, E-SD-9, E-SD-12.
+    copies. Local values are loaded under LOCAL alone. E-SD-1, E-SD-7, E-SD-8, E-SD-9, E-SD-12.
     """
     two.run(_kinds, strategy, offload)
 
@@ -273,8 +273,8 @@ def _trains_on(rank: int, how: str, strategy: str) -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     run = executor(model, how)
 
-    def step(runs: nn.Module, optim: torch.optim.Optimizer, seed: int) -> Tensor:
-        loss = backward(runs, MLP, mine(MLP, seed))
+    def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> Tensor:
+        loss = backward(model, MLP, mine(MLP, seed))
         optim.step()
         optim.zero_grad()
         return loss
@@ -300,11 +300,11 @@ def _trains_on(rank: int, how: str, strategy: str) -> None:
 
 def _over(model: nn.Module, other: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer's state as if it were over the parameters of another, equal model."""
-    twin = torch.optim.SGD(other.parameters(), lr=0.1)
+    copied = torch.optim.SGD(other.parameters(), lr=0.1)
     for mine_, theirs in zip(model.parameters(), other.parameters(), strict=True):
         if mine_ in optimizer.state:
-            twin.state[theirs] = optimizer.state[mine_]
-    return twin
+            copied.state[theirs] = optimizer.state[mine_]
+    return copied
 
 
 def _through_file(state: Any) -> Any:
@@ -362,7 +362,7 @@ def _optimizers(rank: int) -> None:
 
 
 def test_any_optimizer_to_the_unsharded_one_and_back(two: Ranks) -> None:
-    """Per-element tensors get names and original shapes, numbers stay 0-d, no state stays none, groups are kept.
+    """Per-element tensors get names and original shapes, scalars stay 0-d, no state stays none, groups stay.
 
     Full state is the unsharded optimizer's; full, sharded and the unsharded one's load back bit for bit. E-OSD-1..4.
     """
@@ -423,7 +423,7 @@ def _wrong_state(rank: int) -> None:
 
 
 def _ranks_disagree(rank: int) -> None:
-    model = shard(MLP, auto_wrap_policy=None)  # one unit: a parameter lies on both ranks
+    model = shard(MLP, auto_wrap_policy=None)  # one unit: both ranks store some of a parameter
     optimizer = start(model, OPTIMIZERS["adamw"])
     if rank == 1:
         for state in optimizer.state.values():
@@ -527,7 +527,7 @@ def _no_collectives(rank: int, folder: str) -> None:
 
 def test_no_collectives_beyond_planning(two: Ranks, tmp_path: Path) -> None:
     """Sharded state dicts are made and loaded without a collective; saving and loading them starts exactly the
-    collectives that a checkpoint of one number starts: DCP's own."""
+    collectives that a checkpoint of one tensor starts: DCP's own."""
     two.run(_no_collectives, str(tmp_path))
 
 
@@ -564,8 +564,8 @@ def _options(rank: int) -> None:
     model = shard(MLP)
     optimizer = start(model, OPTIMIZERS["adamw"])
     fill(model, optimizer)
-    whole = StateDictOptions(full_state_dict=True)
-    full = get_state_dict(model, optimizer, options=whole)
+    full_options = StateDictOptions(full_state_dict=True)
+    full = get_state_dict(model, optimizer, options=full_options)
     first = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert bool(first[0]) == bool(first[1].get("state")) == (rank == 0)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -573,7 +573,7 @@ def _options(rank: int) -> None:
     assert isinstance(flattened["state.stem.weight.exp_avg"], ShardedValue)
     sends = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     empty: Any = ({}, {})
-    for options, state in ((whole, full), (sends, full if rank == 0 else empty)):
+    for options, state in ((full_options, full), (sends, full if rank == 0 else empty)):
         other = shard(MLP)
         fresh = OPTIMIZERS["adamw"](other.parameters())
         set_model_state_dict(other, state[0], options=options)

@@ -155,13 +155,13 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000010.2"]
 
 
-@pytest.mark.parametrize("cut", [1, 1000])
-def test_truncated_file(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize("lost", [1, 1000])
+def test_truncated_file(tmp_path: Path, lost: int) -> None:
     """An error names the file and what was lost first; `latest` warns and passes over it."""
     checkpoint.save(state(1), tmp_path, 1)
     checkpoint.save(state(2), tmp_path, 2)
     path = tmp_path / "step-00000002" / "__0_0.distcp"
-    os.truncate(path, path.stat().st_size - cut)
+    os.truncate(path, path.stat().st_size - lost)
     with pytest.raises(checkpoint.CheckpointError, match=r"__0_0.distcp, with [a-z]+\.\w+: expected"):
         checkpoint.load(blank(), tmp_path, 2)
     with pytest.warns(UserWarning, match="passed over a damaged checkpoint"):
@@ -347,7 +347,7 @@ def test_no_copy_of_contiguous_tensors(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(storage._Checksummed, "write", record)
     shard = torch.randn(100_000)
-    parts = {"a": shard[1:1001].view(10, 100), "b": shard[1001:3001]}
-    checkpoint.save(parts, tmp_path, 0)
-    assert seen == [part.data_ptr() for part in parts.values()]
+    views = {"a": shard[1:1001].view(10, 100), "b": shard[1001:3001]}
+    checkpoint.save(views, tmp_path, 0)
+    assert seen == [view.data_ptr() for view in views.values()]
     assert (tmp_path / "step-00000000" / "__0_0.distcp").stat().st_size < 20_000
