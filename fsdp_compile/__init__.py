@@ -1,39 +1,47 @@
 """`torch.compile(fully_shard(model))`: fully sharded data parallelism on flat parameters, eager or compiled.
 
 fully_shard                  shard a model's parameters in place
+FSDPModule                   what `fully_shard` returns: the model, with methods such as `no_sync` and `clip_grad_norm_`
 FullyShardedDataParallel     the same as a wrapper, for scripts written for torch.distributed.fsdp
 summon_full_params           a context in which parameters have their full shape
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 explain                      the plan of a compiled step, with what it hides and what not; needs no GPU, no other rank
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
+
+`import fsdp_compile` is quick and imports nothing of torch: each name is imported when it is first asked for.
 """
 
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictSettings,
-    StateDictType,
-)
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from fsdp_compile.api import fully_shard
-from fsdp_compile.config import CompileConfig
-from fsdp_compile.eager.summon import summon_full_params
-from fsdp_compile.explain.report import explain
-from fsdp_compile.fsdp_module import FSDPModule
-from fsdp_compile.state_dict.kinds import get_state_dict_type, set_state_dict_type, state_dict_type
-from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
-from fsdp_compile.wrapper import FullyShardedDataParallel
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictSettings,
+        StateDictType,
+    )
+    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+    from fsdp_compile.api import explain, fully_shard
+    from fsdp_compile.config import CompileConfig
+    from fsdp_compile.eager.summon import summon_full_params
+    from fsdp_compile.fsdp_module import FSDPModule
+    from fsdp_compile.state_dict.kinds import get_state_dict_type, set_state_dict_type, state_dict_type
+    from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
+    from fsdp_compile.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
@@ -65,3 +73,54 @@ __all__ = [
     "state_dict_type",
     "summon_full_params",
 ]
+
+# Where names are defined that are not among torch's own, which `torch.distributed.fsdp` has.
+_MODULES = {
+    "CompileConfig": "fsdp_compile.config",
+    "CustomPolicy": "torch.distributed.fsdp.wrap",
+    "FSDPModule": "fsdp_compile.fsdp_module",
+    "FullyShardedDataParallel": "fsdp_compile.wrapper",
+    "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
+    "fully_shard": "fsdp_compile.api",
+    "get_state_dict_type": "fsdp_compile.state_dict.kinds",
+    "optim_state_dict": "fsdp_compile.state_dict.optimizer",
+    "optim_state_dict_to_load": "fsdp_compile.state_dict.optimizer",
+    "rekey_optim_state_dict": "fsdp_compile.state_dict.optimizer",
+    "set_state_dict_type": "fsdp_compile.state_dict.kinds",
+    "size_based_auto_wrap_policy": "torch.distributed.fsdp.wrap",
+    "state_dict_type": "fsdp_compile.state_dict.kinds",
+    "summon_full_params": "fsdp_compile.eager.summon",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES.get(name, "torch.distributed.fsdp")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:
+
+    class _Package(ModuleType):
+        """The type of this package, for which `fsdp_compile.explain` is always the function.
+
+        Python binds the package `fsdp_compile.explain` to the same name when it is first imported, in whatever order.
+        """
+
+        @property
+        def explain(self):
+            from fsdp_compile.api import explain
+
+            return explain
+
+        @explain.setter
+        def explain(self, package):
+            """Ignore `package`: `from fsdp_compile.explain.report import ...` does not need it to be bound."""
+
+    sys.modules[__name__].__class__ = _Package

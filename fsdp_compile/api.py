@@ -1,8 +1,8 @@
 """`fully_shard`: resolve arguments, choose units, shard their parameters, swap classes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile.comm.groups import RESHARDING, GroupArgument, divide, resolve_groups
+from fsdp_compile.config import CompileConfig
 from fsdp_compile.construct.broadcast import broadcast_states
 from fsdp_compile.construct.devices import given_device, move_from_cpu
 from fsdp_compile.construct.ignored import Ignored, collect_ignored
@@ -24,14 +25,14 @@ from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.eager.forward import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.fsdp_module import FSDPModule, KeepsState, gather_around_compiled
-from fsdp_compile.passes.inductor import install
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+if TYPE_CHECKING:
+    from fsdp_compile.explain.report import Report
 
 
 def fully_shard(
-    model: ModuleT,
+    model: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
     process_group: GroupArgument | None = None,
@@ -49,7 +50,7 @@ def fully_shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
-) -> ModuleT:
+) -> FSDPModule:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
     Parameters keep their identity and become 1-D views into this rank's shard, shape `[n]` with n >= 0 (full shape
@@ -133,10 +134,56 @@ def fully_shard(
     for prepared in prepare_units(model, chosen, settings, _is_unit):
         _make_unit(prepared, settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
-    install()
+    _install_passes()
     watch_optimizers()
     check_optimizers()
-    return model
+    return model  # type: ignore[return-value]  # its class has been swapped
+
+
+def explain(
+    model: nn.Module | Callable[[], nn.Module],
+    example_inputs: Sequence[Any],
+    *,
+    link: str,
+    world_size: int | None = None,
+    device: str | None = None,
+    budget: int | None = None,
+) -> "Report":
+    """Predict the plan that a compiled step of `model` would follow, without running it.
+
+    This needs no other rank, no GPU and no kernels.
+
+    Args:
+        model: a sharded model; an unsharded one, which is then sharded with `reshard_after_forward="auto"`; or a
+            function that makes either. What a function makes gets no memory, so it may be larger than this machine.
+        example_inputs: positional arguments of a forward. Under `torch.no_grad()` the plan is that of a forward alone.
+        link: what connects the ranks, as in `CompileConfig`.
+        world_size: number of ranks, where no process group is initialized: a fake one of that size is used meanwhile.
+        device: what computes, as in `CompileConfig`.
+        budget: number of bytes that may live at once, or None for no limit.
+
+    Returns:
+        A report: `str(report)` is a table of all collectives, `report.to_trace()` JSON for Perfetto.
+
+    Raises:
+        PlanError: no plan fits into `budget`.
+        ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
+    """
+    from fsdp_compile.explain.prediction import predict  # imports Inductor
+
+    def sharded() -> nn.Module:
+        made = model if isinstance(model, nn.Module) else model()
+        return made if _is_unit(made) else fully_shard(made, reshard_after_forward="auto")
+
+    config = CompileConfig(link=link, device=device, budget=budget)
+    return predict(sharded, example_inputs, config, world_size, without_memory=not isinstance(model, nn.Module))
+
+
+def _install_passes() -> None:
+    """Hook the passes into Inductor, which is imported here and not with the package."""
+    from fsdp_compile.passes.inductor import install
+
+    install()
 
 
 def _is_unit(module: nn.Module) -> bool:
