@@ -24,7 +24,7 @@ from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.eager.forward import buffer_dtypes, cast_buffers, exempt_classes
-from fsdp_compile.fsdp_module import FSDPModule, KeepsState, gather_around_compiled
+from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters, gather_around_compiled
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _connect(model: Any, ignored: Ignored, root: Runtime) -> None:
         managed = {name: at for name, at in found.items() if at}
         known = {lookup.name for lookup in getattr(type(module), "_fsdp_lookups", ())}
         if managed.keys() - known:
-            add_lookups(module, {name: at for name, at in managed.items() if name not in known}, KeepsState)
+            add_lookups(module, {name: at for name, at in managed.items() if name not in known}, HasShardedParameters)
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
     for scope in list(_scopes(model)):

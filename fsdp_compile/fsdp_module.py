@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
-from fsdp_compile.core.unit import check_idle
+from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager import Runtime, compiled_forward, sharded_forward
 from fsdp_compile.eager.clip import clip_grad_norm
 from fsdp_compile.eager.convert import convert
@@ -20,7 +20,7 @@ from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.state_dict import model as model_state
 
 
-class KeepsState:
+class HasShardedParameters(nn.Module):
     """What a module that owns sharded parameters, or is sharded itself, does about state dicts."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,17 +29,17 @@ class KeepsState:
         All ranks of the process group must call it if parameters are gathered (FULL), and get copies. SHARDED and LOCAL
         values share memory with the shards, as an unsharded model's values share memory with its parameters.
         """
-        return model_state.collect(self, super().state_dict, *args, **kwargs)  # type: ignore
+        return model_state.collect(self, super().state_dict, *args, **kwargs)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refresh_own_units(self)
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # a mixin of modules
-        model_state.save(self, destination, prefix)  # type: ignore[arg-type]  # likewise
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        model_state.save(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own_units(self)
-        model_state.load(self, state_dict, prefix, errors=rest[-1])  # type: ignore[arg-type]  # a mixin of modules
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]  # likewise
+        model_state.load(self, state_dict, prefix, errors=rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _refresh_own_units(module: Any) -> None:
@@ -49,11 +49,19 @@ def _refresh_own_units(module: Any) -> None:
             refresh(unit)
 
 
-class FSDPModule(KeepsState, Prologue, nn.Module):
-    """What a module that `fully_shard` was called on, or that it chose as a unit, is as well as its own class."""
+class FSDPModule(HasShardedParameters, Prologue, nn.Module):
+    """A module that `fully_shard` was called on, or that it chose as a unit: what it can do beside what its class does.
+
+    An instance is also one of its original class. Type checkers cannot express that: to them the attributes that are
+    not defined here are of any type.
+    """
 
     _fsdp: ModuleSharding
     _fsdp_runtime: Runtime
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -158,6 +166,11 @@ class FSDPModule(KeepsState, Prologue, nn.Module):
         """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""
         return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))
 
+    def extra_repr(self) -> str:
+        """As the module's own class says, and a line for each unit that the module gathers."""
+        units = [f"unit: {_describe(unit, self._fsdp)}" for unit in self._fsdp.units]
+        return "\n".join(filter(None, [super().extra_repr(), *units]))
+
     def is_root(self) -> bool:
         """Whether no sharded module is around this one."""
         return self._fsdp.is_root
@@ -225,6 +238,21 @@ def gather_around_compiled(module: Any) -> None:
     """Let the eager runtime gather around what `nn.Module.compile` made of `module`, if it was called."""
     if module._compiled_call_impl is not None:
         module._compiled_call_impl = functools.partial(compiled_forward, module, module._compiled_call_impl)
+
+
+def _describe(unit: Unit, sharding: ModuleSharding) -> str:
+    """Parameters, strategy, precision and memory of a unit, for `repr`."""
+    strategy = sharding.strategy.name
+    if unit.is_sharded:
+        strategy += f" over {unit.group_size} ranks"
+    if unit.replicas is not None:
+        strategy += f" in {unit.replicas.size()} copies"
+    stored = ", ".join(sorted({str(flat.shard.dtype).removeprefix("torch.") for flat in unit.flats}))
+    precision = unit.precision
+    casts = {"computed": precision.param_dtype, "reduced": precision.reduce_dtype, "buffers": precision.buffer_dtype}
+    dtypes = [f"{verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in casts.items() if dtype is not None]
+    nbytes = sum(flat.shard.nbytes for flat in unit.flats)
+    return ", ".join([f"{len(unit.params)} parameters", strategy, stored, *dtypes, f"shard of {nbytes:,} bytes"])
 
 
 def _check_root(module: Any, what: str, error: type[Exception]) -> None:
