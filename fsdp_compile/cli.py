@@ -1,25 +1,55 @@
 """The command `fsdp-compile`.
 
+    fsdp-compile explain FILE.py --link LINK --world-size N
     fsdp-compile checkpoint show SRC
-    fsdp-compile checkpoint convert SRC DST --format dcp|safetensors|torch [--world-size N] [--part model]
+    fsdp-compile checkpoint convert SRC DST --format dcp|safetensors|torch
 
-SRC is a folder of checkpoints (its newest counts), one checkpoint, a folder or file of safetensors, or a file of
-torch.save. Exit status: 0; 1 if a file is damaged or cannot be read or written; 2 if the arguments make no sense.
+Exit status: 0; 1 if a file is damaged or cannot be read or written; 2 if the arguments make no sense. Functions import
+what they need themselves, so that `--help` answers at once, without torch.
 """
 
 import argparse
+import re
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdp_compile.checkpoint import CheckpointError
-from fsdp_compile.checkpoint.convert import TARGETS, Source, convert, open_source
+if TYPE_CHECKING:
+    from fsdp_compile.checkpoint.convert import Source
+
+FORMATS = ("dcp", "safetensors", "torch")
+
+HELP = """examples:
+  fsdp-compile explain gpt.py --link h100-nvlink --world-size 8
+  fsdp-compile checkpoint show checkpoints
+
+`fsdp-compile COMMAND --help` says more."""
+EXPLAIN = """Print the plan that a compiled training step would follow: each collective, how much of it
+computing hides and what limits it. No GPU, no other rank and no memory for the model are needed."""
+EXPLAIN_EXAMPLE = """FILE.py defines two functions without arguments. make_model() returns the model, sharded or not;
+example_inputs() returns the tuple of arguments for its forward.
+
+example:
+  fsdp-compile explain gpt.py --link h100-nvlink --world-size 8 --device h100 --trace step.json"""
+CHECKPOINT = "List what a checkpoint holds, or write it in another format."
+CHECKPOINT_EXAMPLE = """SRC is a folder of checkpoints (its newest counts), one checkpoint, a folder or file of
+safetensors, or a file of torch.save.
+
+examples:
+  fsdp-compile checkpoint show checkpoints
+  fsdp-compile checkpoint convert checkpoints model --format safetensors"""
+SHOW = "List names, dtypes, shapes and bytes of all tensors, and the step."
+CONVERT = "Write a checkpoint in another format, with one tensor in memory at a time."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
+    """Run the command and return its exit status."""
     args = parse(arguments)
+    from fsdp_compile.checkpoint import CheckpointError
+
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -35,21 +65,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments; argparse ends the program where they make no sense."""
-    parser = argparse.ArgumentParser(prog="fsdp-compile", description="Tools for sharded models.")
-    checkpoint = parser.add_subparsers(required=True, metavar="checkpoint").add_parser("checkpoint")
+    parser = argparse.ArgumentParser(prog="fsdp-compile", description="Tools for sharded models.", epilog=HELP,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    groups = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain = _add(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE)
+    explain.set_defaults(run=run_explain)
+    explain.add_argument("file", type=Path, metavar="FILE.py", help="defines make_model() and example_inputs()")
+    explain.add_argument("--link", required=True, help="what connects the ranks, such as h100-nvlink, or "
+                         "custom:<latency in s>,<bandwidth in bytes/s>")  # fmt: skip
+    explain.add_argument("--world-size", type=_positive, required=True, metavar="N", help="number of ranks")
+    explain.add_argument("--device", help="what computes, such as h100 (default: this machine's)")
+    explain.add_argument("--budget", type=_positive, metavar="BYTES", help="memory that may be in use at once")
+    explain.add_argument("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
+    checkpoint = _add(groups, "checkpoint", CHECKPOINT, CHECKPOINT_EXAMPLE)
     commands = checkpoint.add_subparsers(required=True, metavar="show|convert")
-    show = commands.add_parser("show", help="list names, dtypes, shapes and bytes, and the step")
+    show = _add(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints")
     show.set_defaults(run=run_show)
-    change = commands.add_parser("convert", help="write it in another format, one tensor in memory at a time")
+    change = _add(commands, "convert", CONVERT, CHECKPOINT_EXAMPLE)
     change.set_defaults(run=run_convert)
     for command in (show, change):
         command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
     change.add_argument("target", type=Path, metavar="DST", help="a path that does not exist yet")
-    change.add_argument("--format", required=True, choices=TARGETS, help="of DST")
+    change.add_argument("--format", required=True, choices=FORMATS, help="of DST")
     change.add_argument("--world-size", type=_positive, default=1, metavar="N", help="spread over N files (default: 1)")
     change.add_argument("--part", metavar="KEY", help="only what lies under this first key, such as model, without it "
                         "(default: all; for safetensors: model, if there is such a key)")  # fmt: skip
     return parser.parse_args(arguments)
+
+
+def _add(commands: "argparse._SubParsersAction", name: str, description: str, example: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=re.split(r"[.:]", description)[0].replace("\n", " ").lower(),
+        description=description,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def _positive(text: str) -> int:
@@ -67,11 +118,38 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"fsdp-compile: warning: {message}", file=sys.stderr)
 
 
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def run_explain(args: argparse.Namespace) -> None:
+    """Print the report on the plan of the model that a file defines."""
+    from fsdp_compile.api import explain
+
+    names = runpy.run_path(str(args.file))
+    for name in ("make_model", "example_inputs"):
+        if not callable(names.get(name)):
+            raise ValueError(f"{args.file}: expected a function {name}() without arguments, found none")
+    report = explain(
+        names["make_model"],
+        names["example_inputs"](),
+        link=args.link,
+        world_size=args.world_size,
+        device=args.device,
+        budget=args.budget,
+    )
+    print(report, end="")
+    if args.trace:
+        args.trace.write_text(report.to_trace())
+        print(f"wrote {args.trace}")
+
+
 # --- show -------------------------------------------------------------------------------------------------------------
 
 
 def run_show(args: argparse.Namespace) -> None:
     """Print what is there, a line for each tensor."""
+    from fsdp_compile.checkpoint.convert import open_source
+
     source = open_source(args.source)
     rows = [("tensor", "dtype", "shape", "bytes")]
     for spec in source.tensors.values():
@@ -92,6 +170,8 @@ def run_show(args: argparse.Namespace) -> None:
 
 def run_convert(args: argparse.Namespace) -> None:
     """Write the checkpoint in another format, with a progress bar on a terminal."""
+    from fsdp_compile.checkpoint.convert import convert, open_source
+
     if args.format == "torch" and args.world_size > 1:
         raise ValueError(f"--world-size {args.world_size}: --format torch writes one file; leave it out")
     source = open_source(args.source)
@@ -105,13 +185,13 @@ def run_convert(args: argparse.Namespace) -> None:
           + (f"; left out {left} entries" if left else ""))  # fmt: skip
 
 
-def _usual_part(source: Source, to: str) -> str | None:
+def _usual_part(source: "Source", to: str) -> str | None:
     nested = any(keys[0] == "model" and len(keys) > 1 for keys in source.keys.values())
     return "model" if to == "safetensors" and nested else None
 
 
 def progress_bar(total: int) -> Callable[[int], None]:
-    """A function that is told of bytes done and draws them; where stderr is no terminal it draws nothing."""
+    """A function to call with the number of bytes just written: it draws a bar if stderr is a terminal."""
     done = 0
 
     def advance(size: int) -> None:

@@ -114,7 +114,7 @@ def _table(collectives: list[Collective]) -> Iterator[str]:
 
 def _totals(report: Report) -> Iterator[str]:
     step, computing = report.timeline.makespan, sum(task.seconds for task in report.workload.tasks)
-    gap = step / report.bound - 1 if report.bound else 0.0
+    gap = max(0.0, step / report.bound - 1) if report.bound else 0.0
     yield f"step      {1e3 * step:.3f} ms: computing {1e3 * computing:.3f}, the rest {1e3 * (step - computing):.3f}"
     yield f"bound     {1e3 * report.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
     limit = "no limit" if report.budget is None else f"{report.budget:,} bytes"

@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks
 
+from fsdp_compile.cli import main
 from fsdp_compile.explain.report import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
@@ -31,7 +33,7 @@ reduce blocks.0                      100   1020.000     50.000    970.000  depen
 reduce root                           70    720.000      0.000    720.000  link
 
 step      16520.000 ms: computing 12400.000, the rest 4120.000
-bound     16500.000 ms, which no plan can beat; this one is 0.12% above
+bound     16500.000 ms, a lower bound for all plans; this one takes 0.12% more
 memory    472 bytes at most, budget: no limit
 """,
     )
@@ -58,3 +60,28 @@ def test_trace():
     found = report(workload, search_plan(workload).plan)
     events = json.loads(found.to_trace())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(workload.tasks) + len(found.collectives)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)])
+
+def example_inputs():
+    return (torch.ones(8, 64),)
+"""
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fsdp-compile explain` prints the report on the model that a file defines, and writes its timeline."""
+    (tmp_path / "model.py").write_text(MODEL)
+    options = ["--link", "h100-nvlink", "--world-size", "8", "--device", "h100", "--trace", str(tmp_path / "trace")]
+    assert main(["explain", str(tmp_path / "model.py"), *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("collective ") and "\nreduce root " in printed and "\nbound " in printed
+    assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    (tmp_path / "empty.py").write_text("")
+    assert main(["explain", str(tmp_path / "empty.py"), *options]) == 2
+    assert "expected a function make_model() without arguments, found none" in capsys.readouterr().err

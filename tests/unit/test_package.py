@@ -1,0 +1,89 @@
+"""What importing the package costs and binds, and how soon the command answers."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp_compile
+from fsdp_compile.checkpoint.convert import TARGETS
+from fsdp_compile.cli import FORMATS
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_after(statements: str) -> set[str]:
+    """Names of the modules that are loaded in a process that has run `statements`."""
+    return set(json.loads(run("-c", f"import json, sys\n{statements}\nprint(json.dumps(list(sys.modules)))")))
+
+
+def test_import_is_light() -> None:
+    """`import fsdp_compile` loads neither Inductor nor `torch.testing`, and nothing else of torch either."""
+    assert not [name for name in loaded_after("import fsdp_compile") if name.split(".")[0] == "torch"]
+
+
+def test_names_load_no_passes() -> None:
+    """`fully_shard` can be imported without the passes, the planner and the part of Inductor that compiles.
+
+    Dynamo itself loads some of Inductor, and torch.distributed.fsdp some of `torch.testing`.
+    """
+    loaded = loaded_after("from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard")
+    assert "fsdp_compile.api" in loaded
+    assert not [name for name in loaded if name.startswith(("fsdp_compile.passes", "fsdp_compile.explain."))]
+    assert not {"torch._inductor.compile_fx", "torch._inductor.graph"} & loaded
+    ours = loaded - loaded_after("import torch._dynamo, torch.distributed.fsdp")
+    assert not [name for name in ours if name.startswith(("torch._inductor", "torch.testing"))]
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "import fsdp_compile",
+        "import fsdp_compile.explain",
+        "from fsdp_compile.explain.report import Report",
+        "from fsdp_compile import fully_shard; import fsdp_compile.explain.prediction",
+        "import fsdp_compile; fsdp_compile.explain; from fsdp_compile.explain import report",
+    ],
+)
+def test_explain_is_the_function(statements: str) -> None:
+    """`fsdp_compile.explain` is the function, whatever has been imported from the package of the same name before."""
+    run("-c", f"{statements}\nimport fsdp_compile\nfrom fsdp_compile import explain\n"
+              "assert explain is fsdp_compile.explain is fsdp_compile.api.explain, explain")  # fmt: skip
+
+
+def test_all_names() -> None:
+    """Each public name can be imported and is listed by `dir`; other names are errors as of any module."""
+    assert all(getattr(fsdp_compile, name) is not None for name in fsdp_compile.__all__)
+    assert set(fsdp_compile.__all__) <= set(dir(fsdp_compile))
+    with pytest.raises(AttributeError, match="module 'fsdp_compile' has no attribute 'shard'"):
+        fsdp_compile.shard  # noqa: B018
+
+
+def test_package_is_typed() -> None:
+    """The package says that it has types."""
+    assert Path(fsdp_compile.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.parametrize("command", [[], ["explain"], ["checkpoint"], ["checkpoint", "convert"]])
+def test_help(command: list[str]) -> None:
+    """`--help` has an example for each command and takes less than 0.3 s of processor time."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    printed = run("-m", "fsdp_compile", *command, "--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "example" in printed and "  fsdp-compile " in printed
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+def test_formats() -> None:
+    """The command knows the formats without importing what writes them."""
+    assert set(FORMATS) == set(TARGETS)
