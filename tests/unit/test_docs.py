@@ -51,3 +51,30 @@ def test_no_path_of_a_machine() -> None:
     """Documents name no absolute path and no host of a package registry."""
     for page in [*OUTSIDE, *(ROOT / "docs").glob("*.md")]:
         assert not re.findall(r"(?<![\w.:/])/(?:work|home|root|tmp|mnt)/\S*|file://\S*", page.read_text()), page
+
+
+def test_files_that_are_named_exist() -> None:
+    """Every file of the package and of the tests that a document names is there."""
+    missing = []
+    for page in [*OUTSIDE, *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"`([\w/]+/\w+\.py)\b", page.read_text()):
+            if not (ROOT / name).exists() and not (ROOT / "fsdp_compile" / name).exists():
+                missing.append(f"{page.name}: {name}")
+    assert missing == []
+
+
+def test_the_list_of_private_names_is_complete() -> None:
+    """docs/upgrading_torch.md has a row for each `_torch.py`."""
+    package = ROOT / "fsdp_compile"
+    rows = re.findall(r"^\| `([\w/]+/_torch\.py)`", (ROOT / "docs" / "upgrading_torch.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(path.relative_to(package).as_posix() for path in package.rglob("_torch.py"))
+
+
+def test_all_passes_are_described() -> None:
+    """docs/compiling.md names every pass, in the order in which they run."""
+    from fsdp_compile.passes import PASSES
+
+    text = (ROOT / "docs" / "compiling.md").read_text()
+    text = text[text.index("`fsdp_compile.passes.PASSES` is the list") :]
+    named = [name for name in re.findall(r"`(\w+)`", text) if name in {each.name for each in PASSES}]
+    assert list(dict.fromkeys(named)) == [each.name for each in PASSES]
