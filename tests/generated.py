@@ -79,7 +79,7 @@ class Program:
     code: str
     steps: list[Step] = field(init=False)
     alias_of: dict[str, str] = field(init=False, default_factory=dict)  # buffer -> the buffer whose memory it names
-    view_of: dict[str, str] = field(init=False, default_factory=dict)  # the same, where that is alive: windows
+    view_of: dict[str, str] = field(init=False, default_factory=dict)  # the same, where that is alive: slices
     parts: dict[str, list[str]] = field(init=False, default_factory=dict)  # what a call returned -> the tensors in it
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Program:
         return name
 
     def viewed(self, name: str) -> str:
-        """The buffer that `name` is a window of, or `name`: memory that was freed before is another buffer here."""
+        """The buffer that `name` is a slice of, or `name`: memory that was freed before is another buffer here."""
         while name in self.view_of:
             name = self.view_of[name]
         return name
@@ -136,7 +136,7 @@ class Program:
         return {name for step in self.steps if step.is_gather and step.out for name in self.returned(step)}
 
     def returned(self, step: Step) -> list[str]:
-        """What a call returns: one tensor, or those that it launches together."""
+        """What a call returns: one tensor, or those of a coalesced launch."""
         return self.parts.get(step.out, [step.out])
 
     def packed(self) -> set[str]:
@@ -167,7 +167,7 @@ class Program:
             if self.memory(move.source) in gathered | shards or self.memory(move.target) in packed
         ]
 
-    def ties(self) -> list[str]:
+    def shared_kernels(self) -> list[str]:
         """Kernels that write gradients of two units, the root aside: it shares one with what it is computed beside."""
         roots = {self.memory(step.names[0]) for step in [each for each in self.steps if each.is_reduce][-1:]}
         found = []
@@ -178,7 +178,7 @@ class Program:
         return found
 
     def products_into_packs(self) -> list[Step]:
-        """Matrix products that write into a window of a packed buffer."""
+        """Matrix products that write into a slice of a packed buffer."""
         packed = self.packed()
         return [
             s for s in self.steps if s.is_product and s.out and s.out in self.alias_of and self.memory(s.out) in packed

@@ -37,7 +37,7 @@ def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["gpt", "mlp", "tied", "frozen", "mha"])
 def test_every_product_that_makes_a_gradient_writes_it_in_place(name: str, backend: str) -> None:
-    """As many matrix products write into a window of a pack as there are trained weights of linear layers."""
+    """As many matrix products write into a slice of a pack as there are trained weights of linear layers."""
     _, backward = compiled(name, backend)
     torch.manual_seed(0)
     weights = {m.weight for m in CASES[name].build().modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
@@ -110,7 +110,7 @@ def test_the_count_sees_copies() -> None:
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 def test_other_strategies_copy_nothing(strategy: str) -> None:
-    """Kept parameters are not copied, and whole gradients are reduced in the buffer that they were written into."""
+    """Parameters that stay unsharded are not copied; gradients are reduced in the buffer that they are written into."""
     torch.manual_seed(0)
     case = MODELS["mlp"]
     model = torch.compile(fully_shard(case.build(), sharding_strategy=ShardingStrategy[strategy]), fullgraph=True)

@@ -88,7 +88,7 @@ def test_the_count_sees_copies() -> None:
 
 @pytest.mark.parametrize("name", BUILD)
 def test_products_write_gradients_in_place(name: str) -> None:
-    """As many products write into a window of a pack as there are linear layers; a block has one buffer."""
+    """As many products write into a slice of a pack as there are linear layers; a block has one buffer."""
     _, (_, backward) = compiled(name, "rule")
     layers = sum(isinstance(each, nn.Linear) for each in BUILD[name]()[0].modules())
     assert len(backward.products_into_packs()) == layers
@@ -99,4 +99,4 @@ def test_products_write_gradients_in_place(name: str) -> None:
 @pytest.mark.parametrize("name", BUILD)
 def test_no_kernel_ties_units_together(name: str, option: str) -> None:
     """Horizontal fusion does not put gradients of two units into one kernel."""
-    assert compiled(name, option)[1][1].ties() == []
+    assert compiled(name, option)[1][1].shared_kernels() == []

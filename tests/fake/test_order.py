@@ -13,17 +13,17 @@ from fsdp_compile import ShardingStrategy, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 
-def late_gathers(program: Program, turns: bool = False) -> list[int]:
+def late_gathers(program: Program, alternating: bool = False) -> list[int]:
     """Numbers of the gathers that start only after the unit before them has begun to compute.
 
-    Where gathers take turns with reduces: when it has ended.
+    Where all-gathers and reduce-scatters alternate: when it has ended.
     """
     steps = program.steps
     gathers = [i for i, step in enumerate(steps) if step.is_gather]
     late = []
     for number, (this, following) in enumerate(pairwise(gathers)):
         products = [i for i in products_of(program, steps[this].out) if i > this]
-        if products and following > products[-1 if turns else 0]:
+        if products and following > products[-1 if alternating else 0]:
             late.append(number + 1)
     return late
 
@@ -54,12 +54,12 @@ def test_gathers_start_one_unit_ahead(name: str, backend: str) -> None:
     """Gather i+1 starts before the first matrix product of unit i; in backward before the last one (E-LIM-15)."""
     for number, program in enumerate(cached(name, backend)):
         assert sum(step.is_gather for step in program.steps) == len(BUILD[name]().blocks) + 1
-        assert late_gathers(program, turns=number == 1) == []
+        assert late_gathers(program, alternating=number == 1) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", BUILD)
-def test_gathers_and_reduces_take_turns(name: str, backend: str) -> None:
+def test_gathers_and_reduces_alternate(name: str, backend: str) -> None:
     """In backward, while a block computes, a reduce is under way or the next gather, never both.
 
     So beside the block's own buffer one other is alive. The last block begins with both ends' work and is left out.
@@ -70,8 +70,8 @@ def test_gathers_and_reduces_take_turns(name: str, backend: str) -> None:
         gathers += step.is_gather
         reduces += step.is_reduce
         if step.is_wait:
-            brought = {other.out for other in backward.steps if other.is_gather}
-            gathers, reduces = (gathers - 1, reduces) if step.names[0] in brought else (gathers, reduces - 1)
+            gathered = {other.out for other in backward.steps if other.is_gather}
+            gathers, reduces = (gathers - 1, reduces) if step.names[0] in gathered else (gathers, reduces - 1)
         if step.is_product and reduces:
             most = max(most, gathers + reduces)
     assert most == 1
@@ -93,7 +93,7 @@ def test_no_kernel_ties_units_together(name: str, backend: str) -> None:
 
     The root is exempt where it shares a kernel with the unit it is computed beside.
     """
-    assert cached(name, backend)[1].ties() == []
+    assert cached(name, backend)[1].shared_kernels() == []
 
 
 class Branch(nn.Module):
@@ -120,13 +120,13 @@ class Parallel(nn.Module):
 
 def test_no_kernel_ties_branches_together() -> None:
     """Units that nothing but their place in the plan keeps apart: Inductor alone would fuse them, the pass stops it."""
-    ties = []
+    shared = []
     for disable in ((), ("pin_order",)):
         torch._dynamo.reset()
         model = fully_shard(Parallel())
         run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"disable": disable})
-        ties.append(programs(lambda run=run: run(torch.randn(8, 64)))[1].ties())
-    assert ties[0] == [] and ties[1] != []
+        shared.append(programs(lambda run=run: run(torch.randn(8, 64)))[1].shared_kernels())
+    assert shared[0] == [] and shared[1] != []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,14 +165,14 @@ def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any,
     return compile_fx(gm, inputs, config_patches=pipelines(CompileConfig(disable=("pin_order",))))
 
 
-def test_what_an_exchange_brought_is_reduced_at_once() -> None:
+def test_received_rows_are_reduced_at_once() -> None:
     """The mean of rows follows its wait directly: fused with a later one it would keep whole gradients alive."""
     _, backward = cached("gpt", "default")
-    brought = {step.out for step in backward.steps if step.function == "fsdp_collectives.all_to_all"}
-    assert len(brought) == sum(step.is_reduce for step in backward.steps) == 5
+    received = {step.out for step in backward.steps if step.function == "fsdp_collectives.all_to_all"}
+    assert len(received) == sum(step.is_reduce for step in backward.steps) == 5
     for step, following in pairwise(backward.steps):
-        if step.is_wait and step.names[0] in brought:
-            assert brought & set(following.names) == {step.names[0]}, following.text
+        if step.is_wait and step.names[0] in received:
+            assert received & set(following.names) == {step.names[0]}, following.text
 
 
 def test_all_waits_at_the_end_if_asked() -> None:
@@ -185,7 +185,7 @@ def test_all_waits_at_the_end_if_asked() -> None:
 
 
 def test_collectives_do_not_pass_the_dispatcher() -> None:
-    """Generated code calls the process group: starts, exchanges and waits pair up, and no operator stands between."""
+    """Generated code calls the process group: starts and waits pair up, and no operator stands between."""
     for program in cached("gpt", "default"):
         starts = sum(step.is_gather or step.is_reduce for step in program.steps)
         assert starts == sum(step.function == "fsdp_collectives.wait" for step in program.steps) > 0

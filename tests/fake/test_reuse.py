@@ -86,7 +86,7 @@ def test_sums_with_the_residual_stay_fused() -> None:
         lambda: compiled("mlp", fsdp_compile_backend, options={"disable": ("reuse_gathered",)}),
         lambda: _compiled(MODELS["mlp"].build(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
     ],
-    ids=["kept from forward", "disabled", "of another dtype"],
+    ids=["unsharded since forward", "disabled", "of another dtype"],
 )
 def test_not_reused(build) -> None:
     """What forward has gathered, or is of another dtype, is not overwritten."""
