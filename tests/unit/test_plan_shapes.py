@@ -67,7 +67,7 @@ def test_wide():
  5  free root
  6  free 1, reduce 1
  7  free 0
- 8  wait_reduce 1, reduce 0+root, wait_reduce 0+root
+ 8  reduce 0+root, wait_reduce 1, wait_reduce 0+root
 8.18 s, gap 0.00%, peak 371, 3 kept
 """,
     )
@@ -123,7 +123,7 @@ def test_tied():
  7  free 2, reduce 2, wait 1+0
  8  free 1, wait_reduce 2, reduce 1
  9  free 0, wait_reduce 1, reduce 0
-10  wait_reduce 0, reduce root, wait_reduce root
+10  reduce root, wait_reduce 0, wait_reduce root
 15.80 s, gap 0.00%, peak 472, 1 kept
 """,
     )
@@ -146,7 +146,7 @@ def test_hybrid():
  7  free 2, reduce 2, wait 1+0
  8  free 1, wait_reduce 2, reduce 1
  9  free 0, wait_reduce 1, reduce 0
-10  wait_reduce 0, reduce root, wait_reduce root
+10  reduce root, wait_reduce 0, wait_reduce root
 17.44 s, gap 0.69%, peak 472, 0 kept
 """,
     )

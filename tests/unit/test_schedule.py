@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from functools import partial
 from time import process_time
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.plan.beam import search
+from fsdp_compile.passes.plan.beam import beam_search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError, verify
 from fsdp_compile.passes.plan.rules import no_prefetch
@@ -20,7 +21,7 @@ LARGE = (1, 2, 3, 4, 6, 7, 10, 11, 12, 13, 14, 20, 21, 23, 26, 33, 38, 45, 51, 5
 
 
 def _check_shortest(workload, budget, merge):
-    found = search_plan(workload, budget, merge=merge)
+    found = search_plan(workload, budget, coalesce=merge)
     verify(workload, found.plan, budget)
     best = shortest(workload, float("inf") if budget is None else budget, merge)
     assert found.exact and found.seconds == pytest.approx(best), found.plan
@@ -159,9 +160,10 @@ def test_what_is_known_changes_no_plan():
     for seed in range(4):
         workload = blocks(12, rng=random.Random(seed), latency=0.3)
         budget = int(1.3 * smallest_budget(workload))
-        found = search(workload, frozenset(), budget, merge=4, beam_width=6)
-        assert search(workload, frozenset(), budget, merge=4, beam_width=6, incumbent=found.seconds).plan == found.plan
-        assert search(workload, frozenset(), budget, merge=4, beam_width=6, incumbent=lower_bound(workload) / 2) is None
+        search = partial(beam_search, workload, frozenset(), budget, coalesce=4, beam_width=6)
+        ours = search()
+        assert search(incumbent=ours.seconds).plan == ours.plan
+        assert search(incumbent=lower_bound(workload) / 2) is None
 
 
 def test_lean_needs_the_smallest_budget():

@@ -1,33 +1,41 @@
-"""The best plan for given units to keep: a search from task to task.
+"""The best plan for given units to keep unsharded: a search from task to task.
 
-Of the states before a task those are kept that no other one beats: it has launched as much, is no later and needs no
-more memory. That is exact, but with a `beam_width`: then the most promising ones are kept, no gather is launched far
-too early, and not every number of neighbours is launched together.
+This is list scheduling of one computing stream and one link within a budget of memory. Tasks compute in a fixed order,
+gathers are launched in the order of their first readers and reduces in the order in which they get ready, so a plan is
+a choice, before each task, of how many gathers and reduces to launch, several as one if that saves latency.
 
-Three choices cost nothing, and make the search small. A launch that the link would only queue until after the next task
-can as well be issued later. A reduce that is done can as well be waited for. One that is not need not be waited for
-until its memory is needed, unless an all-reduce over replicas follows.
+    run            states before task 0, 1, 2, ...
+      _expand      every launch that makes sense before the task
+      _compute     the task itself: wait for what it reads, take memory, free what is not read again
+      _prune       drop dominated states and those whose lower bound exceeds the incumbent; keep the best
 
-Tens of thousands of states are made for a deep model, within a second: they are tuples, sums are differences of sums
-from the start, and a plan's waits for gathers and its frees, which follow from the rest, are left to the end.
+A state is dominated if another has launched as much, is no later on any resource and needs no more memory. Without a
+beam width the search is exact. With one, the states of the least lower bound stay, which is a beam search (Lowerre:
+The Harpy speech recognition system, 1976), and gathers are launched within a limited prefetch distance.
+
+Three choices cost nothing and make the search small. A launch that the link would only queue until after the next task
+may as well be issued later. A reduce that is done may as well be waited for. A reduce that is not done is not waited
+for until its memory is needed, unless an all-reduce over replicas follows.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from fsdp_compile.passes.plan.launches import gathers_of, opens_of, reaches, reaches_back, reduces_of, suffix_sums
+from fsdp_compile.passes.plan.bound import Launch, gathers_of, reaches, reaches_back, reduces_of
 from fsdp_compile.passes.plan.plan import Kind, Plan, Step
 from fsdp_compile.passes.plan.simulate import simulate
 from fsdp_compile.passes.plan.workload import Workload
 
+PREFETCH_DISTANCE = 8.0  # with a beam width, gathers are launched so many times their duration early at most
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, the units that it keeps, its seconds and most live bytes."""
+    """A plan, the units that it keeps unsharded, its seconds and most live bytes."""
 
     plan: Plan
     keep: frozenset[int]
@@ -41,10 +49,10 @@ class Candidate:
         return cls(plan, keep, timeline.makespan, timeline.peak)
 
 
-class _Steps(NamedTuple):
-    """A list of launches and waits for reduces, last first, that states share: of units from a number to a number."""
+class _Launches(NamedTuple):
+    """A linked list, last first, that states share: a launch or wait of units `start` to `stop` before task `at`."""
 
-    before: "_Steps | None"
+    before: "_Launches | None"
     kind: Kind
     start: int
     stop: int
@@ -52,34 +60,26 @@ class _Steps(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Before some task: how many launches are issued, until when what is busy, what is not waited for, live bytes.
+    """What has happened before some task. Tens of thousands are made for a deep model: tuples are the cheapest."""
 
-    `done` is when each gather ends that no task has read; `pending` holds end, first and last + 1 of each launch of
-    reduces; before `least` no end can be.
-    """
-
-    gathers: int
-    reduces: int
-    now: float
-    link: float
-    replicas: float
-    done: tuple[float, ...]
-    pending: tuple[tuple[float, int, int], ...]
-    live: int
-    least: float
-    steps: _Steps | None
+    gathers: int  # launched
+    reduces: int  # launched
+    now: float  # until when the computing stream is busy
+    link: float  # likewise
+    replicas: float  # likewise, the link between replicas
+    done: tuple[float, ...]  # when each gather ends that no task has read yet
+    pending: tuple[tuple[float, int, int], ...]  # end, first and last + 1 of each launch of reduces not waited for
+    live: int  # bytes of gathered buffers and reduce-scatter inputs
+    least: float  # seconds before which no step can end, by the gathers that are launched
+    launches: _Launches | None
 
 
-SLACK = 8.0  # with a beam_width, how much earlier than they have to be gathers are launched: see opens_of
-_Key = tuple[float, float, float, int]  # see _order
-
-
-def search(
+def beam_search(
     workload: Workload,
     keep: frozenset[int],
     budget: int | None,
     *,
-    merge: int = 1,
+    coalesce: int = 1,
     beam_width: int | None = None,
     incumbent: float = inf,
 ) -> Candidate | None:
@@ -89,108 +89,100 @@ def search(
         workload: what the step computes.
         keep: units whose gathered buffers stay between forward and backward.
         budget: bytes that may live at most; None: no limit.
-        merge: how many neighbours the search may make one launch.
-        beam_width: states that are kept from task to task; None: all.
-        incumbent: seconds of a plan that is known already; the search ends where it cannot find one as
+        coalesce: how many neighbours one launch may take.
+        beam_width: states that are kept from task to task; None: all that are not dominated.
+        incumbent: seconds of a plan that is known; the search ends where it cannot find one as
             short, and else finds what it finds without.
     """
-    machine = _Search(workload, keep, inf if budget is None else budget, merge, beam_width, incumbent)
-    end = machine.run()
-    return None if end is None else Candidate.of(workload, machine.plan_of(end), keep)
+    search = _BeamSearch(workload, keep, inf if budget is None else budget, coalesce, beam_width, incumbent)
+    end = search.run()
+    return None if end is None else Candidate.of(workload, search.plan_of(end), keep)
 
 
-class _Search:
+class _BeamSearch:
     def __init__(
         self,
         workload: Workload,
         keep: frozenset[int],
         budget: float,
-        merge: int,
+        coalesce: int,
         beam_width: int | None,
         incumbent: float,
     ) -> None:
         self.workload, self.between, self.latency = workload, workload.between, workload.latency
-        self.budget, self.merge, self.beam_width, self.incumbent = budget, merge, beam_width, incumbent * (1 + 1e-12)
-        # How many one launch may take; of many, not every number.
-        self.sizes = [size for size in range(1, merge + 1) if size <= 4 or beam_width is None or not size & (size - 1)]
+        self.budget, self.beam_width, self.incumbent = budget, beam_width, incumbent * (1 + 1e-12)
+        # How many units one launch may take; of many, powers of 2 alone.
+        self.sizes = [each for each in range(1, coalesce + 1) if each <= 4 or beam_width is None or not each & each - 1]
         self.hybrid = any(unit.replicate for unit in workload.units)
         self.strict = budget < inf or self.hybrid  # whether memory, or when reduces are waited for, matters
-        self.gathers, self.reduces = gathers_of(workload, keep), reduces_of(workload)
-        # Without a limit on memory an idle link had better carry what there is: all gathers of a direction can be
-        # launched at once, in one order, and a reduce that queues behind them has no reader to keep waiting.
-        self.forced = not (self.strict or merge > 1)
-        self.opens = [0] * len(self.gathers)
-        if beam_width is not None:
-            self.opens = opens_of(workload, self.gathers, self.reduces, SLACK)
-        self._sum_launches()
-        self._sum_tasks(keep)
+        gathers, reduces = gathers_of(workload, keep), reduces_of(workload)
+        self.gathers, self.reduces = gathers, reduces
+        self.opens = [0] * len(gathers) if beam_width is None else _opens(workload, gathers, reduces)
 
-    def _sum_launches(self) -> None:
-        self.first = [launch.first for launch in self.gathers]
-        self.ready = [launch.first for launch in self.reduces]
-        self.read = [bisect_left(self.first, index) for index in range(len(self.workload.tasks) + 2)]
-        self.gather_seconds = [0.0, *accumulate(launch.seconds for launch in self.gathers)]
-        self.gather_bytes = [0, *accumulate(launch.bytes for launch in self.gathers)]
-        self.reduce_seconds = [0.0, *accumulate(launch.seconds for launch in self.reduces)]
-        self.reduce_bytes = [0, *accumulate(launch.bytes for launch in self.reduces)]
-        self.replicate = [0.0, *accumulate(launch.replicate for launch in self.reduces)]
-        launches = self._least_launches()
-        sums = [suffix_sums(launch.seconds for launch in each) for each in (self.gathers, self.reduces)]
-        self.unsent_gathers, self.unsent_reduces = (
-            [seconds + self.latency * count for seconds, count in zip(*each, strict=True)]
-            for each in zip(sums, launches, strict=True)
-        )
+        # Sums, so that those of neighbours are differences.
+        self.first = [launch.first for launch in gathers]
+        self.ready = [launch.first for launch in reduces]
+        self.read = [bisect_left(self.first, index) for index in range(len(workload.tasks) + 2)]
+        self.gather_seconds = [0.0, *accumulate(launch.seconds for launch in gathers)]
+        self.gather_bytes = [0, *accumulate(launch.bytes for launch in gathers)]
+        self.reduce_seconds = [0.0, *accumulate(launch.seconds for launch in reduces)]
+        self.reduce_bytes = [0, *accumulate(launch.bytes for launch in reduces)]
+        self.replicate = [0.0, *accumulate(launch.replicate for launch in reduces)]
 
-    def _least_launches(self) -> tuple[list[int], list[int]]:
-        """From each gather, and each reduce, how many launches follow at least."""
-        gathers, reduces = [0] * (len(self.gathers) + 1), [0] * (len(self.reduces) + 1)
-        stops = reaches(self.workload, self.gathers, self.budget, self.merge)
-        for start in range(len(stops) - 1, -1, -1):
-            gathers[start] = 1 + gathers[stops[start]]
-        starts = reaches_back(self.workload, self.reduces, self.budget, self.merge)
-        start = len(self.reduces)
-        while start:  # as few as possible, the last ones first
-            before = starts[start]
-            reduces[before:start] = [1 + reduces[start]] * (start - before)
-            start = before
-        return gathers, reduces
-
-    def _sum_tasks(self, keep: frozenset[int]) -> None:
-        tasks, units = self.workload.tasks, self.workload.units
+        # What each task takes, needs, allocates and frees.
+        tasks, units = workload.tasks, workload.units
         self.frees: list[list[int]] = [[] for _ in tasks]
-        for unit, _, last in self.workload.gathers(keep):
+        for unit, _, last in workload.gathers(keep):
             self.frees[last].append(unit)
         self.freed = [sum(units[unit].gathered for unit in each) for each in self.frees]
         self.allocated = [0] * len(tasks)
-        for unit, first, _ in self.workload.reduces():
+        for unit, first, _ in workload.reduces():
             self.allocated[first] += units[unit].packed
-        self.seconds = [task.seconds for task in tasks]
         self.needs = [task.memory + more for task, more in zip(tasks, self.allocated, strict=True)]
-        self.left = suffix_sums(self.seconds)
-        # The least that follows, from the first launch that is left: once the link is free; once all has computed.
+        self.seconds = [task.seconds for task in tasks]
+
+        # What follows at least: all computing; the link from each gather and reduce on; all from their tasks on.
+        self.left = _suffix_sums(self.seconds)
+        stops = reaches(workload, gathers, budget, coalesce)
+        counts = [0] * (len(gathers) + 1)  # launches from each gather on
+        for start in range(len(stops) - 1, -1, -1):
+            counts[start] = 1 + counts[stops[start]]
+        self.unsent_gathers = self._unsent(gathers, counts)
+        starts, stop = reaches_back(workload, reduces, budget, coalesce), len(reduces)
+        counts = [0] * (len(reduces) + 1)
+        while stop:  # as few as possible, the last ones first
+            counts[starts[stop] : stop] = [1 + counts[stop]] * (stop - starts[stop])
+            stop = starts[stop]
+        self.unsent_reduces = self._unsent(reduces, counts)
         self.after_gathers, self.after_ready = [0.0], [0.0]
-        for launch in reversed(self.gathers):
+        for launch in reversed(gathers):
             self.after_gathers.append(launch.seconds + max(self.left[launch.first], self.after_gathers[-1]))
-        for launch, tail in zip(reversed(self.reduces), reversed(self.unsent_reduces[:-1]), strict=True):
+        for launch, tail in zip(reversed(reduces), reversed(self.unsent_reduces[:-1]), strict=True):
             self.after_ready.append(max(self.after_ready[-1], tail - self.left[launch.first + 1]))
         self.after_gathers.reverse()
         self.after_ready.reverse()
 
+    def _unsent(self, launches: list[Launch], counts: list[int]) -> list[float]:
+        sums = _suffix_sums(launch.seconds for launch in launches)
+        return [seconds + self.latency * count for seconds, count in zip(sums, counts, strict=True)]
+
     def run(self) -> _State | None:
+        """The state after the last task and collective of the shortest plan."""
         states = [_State(0, 0, 0.0, 0.0, 0.0, (), (), 0, 0.0, None)]
         for index in range(len(self.seconds)):
-            after = (self._compute(state, index) for state in self._before(index, states))
+            after = (self._compute(state, index) for state in self._expand(index, states))
             states = self._prune((state for state in after if state is not None), index + 1)
-        ends = [self._end(state) for state in self._before(len(self.seconds), states)]
+        ends = [self._end(state) for state in self._expand(len(self.seconds), states)]
         return min((end for end in ends if end is not None), key=lambda end: end.now, default=None)
 
     def plan_of(self, state: _State) -> Plan:
-        steps: list[tuple[tuple[int, int], Step]] = []  # each by its task; frees first, then launches, then waits
+        """The plan that leads to `state`. Before a task, frees come first, then launches, then waits for gathers."""
+        steps: list[tuple[tuple[int, int], Step]] = []
 
-        def add(kind: Kind, units: list[int], at: int, order: int) -> None:
+        def add(kind: Kind, units: Iterable[int], at: int, order: int) -> None:
             steps.append(((at, order), Step(kind, tuple(self.workload.units[unit].name for unit in units), at)))
 
-        node = state.steps
+        node = state.launches
         while node is not None:
             launches = self.gathers if node.kind == "gather" else self.reduces
             units = [launch.unit for launch in launches[node.start : node.stop]]
@@ -206,118 +198,101 @@ class _Search:
 
     # --- before a task: what to launch ---
 
-    def _before(self, index: int, states: list[_State]) -> list[_State]:
+    def _expand(self, index: int, states: list[_State]) -> list[_State]:
         """All that can be reached from `states` by launches and waits before task `index`."""
         seen: set[tuple[object, ...]] = set()
-        found: list[_State] = []
+        reached: list[_State] = []
         while states:
             children: list[_State] = []
             for state in states:
                 while state.pending and state.pending[0][0] <= state.now:
                     state = self._wait_oldest(state, index)
-                key = state[:8]
-                if key in seen:
-                    continue
-                seen.add(key)
-                before = len(children)
-                self._launch(state, index, children)
-                if len(children) == before or not (self.forced and state.link <= state.now):
-                    found.append(state)
-            states = self._narrowed(children, index)
-        return found
+                if state[:8] not in seen:
+                    seen.add(state[:8])
+                    reached.append(state)
+                    children.extend(self._launch(state, index))
+            if self.beam_width is not None and len(children) > self.beam_width:
+                children.sort(key=lambda state: self._order(state, index))
+                children = self._best(children)
+            states = children
+        return reached
 
-    def _launch(self, state: _State, index: int, out: list[_State]) -> None:
-        """Add to `out` what one launch, or the wait for one reduce, makes of `state`."""
+    def _launch(self, state: _State, index: int) -> Iterator[_State]:
+        """What one launch, or the wait for one reduce, makes of `state`."""
         if self.hybrid and state.pending:
-            out.append(self._wait_oldest(state, index))
-        gathers, reduces = state.gathers, state.reduces
-        lacks = gathers < len(self.first) and self.first[gathers] <= index
-        if not lacks and self._is_queued_past(state, index):
-            return
-        if reduces < len(self.ready) and self.ready[reduces] < index:
-            self._launch_reduces(state, index, out)
-        if gathers < len(self.first) and self.opens[gathers] <= index:
-            self._launch_gathers(state, index, out)
-
-    def _launch_reduces(self, state: _State, index: int, out: list[_State]) -> None:
-        gathers, reduces, now, link, replicas, done, pending, live, least, steps = state
-        link = (now if now > link else link) + self.latency - self.reduce_seconds[reduces]
+            yield self._wait_oldest(state, index)
+        lacks = state.gathers < len(self.first) and self.first[state.gathers] <= index
+        if not lacks and index < len(self.seconds) and state.link > state.now:
+            roomy = self._room_for(state, self.needs[index], index)
+            if roomy is not None and state.link >= self._end_of(roomy, index):
+                return  # the link is busy beyond the task: what is launched now may as well be launched after it
         for size in self.sizes:
-            stop = reduces + size
+            stop = state.reduces + size
             if stop > len(self.ready) or self.ready[stop - 1] >= index:
                 break
-            end = link + self.reduce_seconds[stop]
-            new = _Steps(steps, "reduce", reduces, stop, index)
-            sent = (*pending, (end, reduces, stop))
-            out.append(_State(gathers, stop, now, end, replicas, done, sent, live, least, new))
-
-    def _launch_gathers(self, state: _State, index: int, out: list[_State]) -> None:
-        start, between, budget = state.gathers, self.between[index], self.budget
+            yield self._launch_reduces(state, stop, index)
         for size in self.sizes:
-            stop = start + size
-            if stop > len(self.first):
+            stop = state.gathers + size
+            if stop > len(self.first) or self.opens[stop - 1] > index:
                 break
-            if self.first[stop - 1] >= self.workload.backward > index or self.opens[stop - 1] > index:
+            if self.first[stop - 1] >= self.workload.backward > index:
                 break
-            more = self.gather_bytes[stop] - self.gather_bytes[start]
-            while state.live + more + between > budget:  # wait for as few reduces as leave room
-                if not state.pending:
-                    return
-                state = self._wait_oldest(state, index)
-            _, reduces, now, link, replicas, done, pending, live, least, steps = state
-            end = (now if now > link else link) + self.latency + self.gather_seconds[stop] - self.gather_seconds[start]
-            least = max(least, end + self.left[self.first[start]])
-            new = _Steps(steps, "gather", start, stop, index)
-            out.append(
-                _State(
-                    stop, reduces, now, end, replicas, done + (end,) * (stop - start), pending, live + more, least, new
-                )
-            )
+            more = self.gather_bytes[stop] - self.gather_bytes[state.gathers]
+            roomy = self._room_for(state, more + self.between[index], index)
+            if roomy is None:
+                break
+            yield self._launch_gathers(roomy, stop, more, index)
+
+    def _launch_reduces(self, state: _State, stop: int, index: int) -> _State:
+        gathers, start, now, link, replicas, done, pending, live, least, launches = state
+        seconds = self.latency + self.reduce_seconds[stop] - self.reduce_seconds[start]
+        end = (now if now > link else link) + seconds
+        launches = _Launches(launches, "reduce", start, stop, index)
+        return _State(gathers, stop, now, end, replicas, done, (*pending, (end, start, stop)), live, least, launches)
+
+    def _launch_gathers(self, state: _State, stop: int, more: int, index: int) -> _State:
+        start, reduces, now, link, replicas, done, pending, live, least, launches = state
+        seconds = self.latency + self.gather_seconds[stop] - self.gather_seconds[start]
+        end = (now if now > link else link) + seconds
+        done += (end,) * (stop - start)
+        least = max(least, end + self.left[self.first[start]])
+        launches = _Launches(launches, "gather", start, stop, index)
+        return _State(stop, reduces, now, end, replicas, done, pending, live + more, least, launches)
 
     def _wait_oldest(self, state: _State, index: int) -> _State:
-        gathers, reduces, now, link, replicas, done, pending, live, least, steps = state
+        gathers, reduces, now, link, replicas, done, pending, live, least, launches = state
         end, start, stop = pending[0]
         now = max(now, end)
-        if self.hybrid:
-            replicate = self.replicate[stop] - self.replicate[start]
-            replicas = max(now, replicas) + replicate + self.latency if replicate else replicas
+        replicate = self.replicate[stop] - self.replicate[start]
+        if replicate:
+            replicas = max(now, replicas) + replicate + self.latency
         live -= self.reduce_bytes[stop] - self.reduce_bytes[start]
-        new = _Steps(steps, "wait_reduce", start, stop, index)
-        return _State(gathers, reduces, now, link, replicas, done, pending[1:], live, least, new)
+        launches = _Launches(launches, "wait_reduce", start, stop, index)
+        return _State(gathers, reduces, now, link, replicas, done, pending[1:], live, least, launches)
 
-    def _is_queued_past(self, state: _State, index: int) -> bool:
-        """Whether the link is busy beyond task `index`: what is launched now could as well be launched after it."""
-        if index == len(self.seconds) or state.link <= state.now:
-            return False
-        roomy = self._room_for_task(state, index)
-        return roomy is not None and state.link >= self._end_of(roomy, index)
-
-    # --- a task ---
-
-    def _room_for_task(self, state: _State, index: int) -> _State | None:
-        """`state` after as few waits for reduces as task `index` needs; None if none are enough."""
-        while state.live + self.needs[index] > self.budget:
+    def _room_for(self, state: _State, more: int, index: int) -> _State | None:
+        """`state` after as few waits for reduces as leave room for `more` bytes; None if there is none."""
+        while state.live + more > self.budget:
             if not state.pending:
                 return None
             state = self._wait_oldest(state, index)
         return state
 
+    # --- a task ---
+
     def _end_of(self, state: _State, index: int) -> float:
         reads = self.read[index + 1] - self.read[index]
-        start = max(state.now, state.done[reads - 1]) if reads else state.now
-        return start + self.seconds[index]
+        return (max(state.now, state.done[reads - 1]) if reads else state.now) + self.seconds[index]
 
     def _compute(self, state: _State, index: int) -> _State | None:
         if state.gathers < self.read[index + 1]:
             return None
-        roomy = self._room_for_task(state, index)
+        roomy = self._room_for(state, self.needs[index], index)
         if roomy is None:
             return None
-        gathers, reduces, _, link, replicas, done, pending, live, least, steps = roomy
-        now = self._end_of(roomy, index)
-        done = done[self.read[index + 1] - self.read[index] :]
-        live += self.allocated[index] - self.freed[index]
-        return _State(gathers, reduces, now, link, replicas, done, pending, live, least, steps)
+        done = roomy.done[self.read[index + 1] - self.read[index] :]
+        live = roomy.live + self.allocated[index] - self.freed[index]
+        return roomy._replace(now=self._end_of(roomy, index), done=done, live=live)
 
     def _end(self, state: _State) -> _State | None:
         while state.pending:
@@ -328,42 +303,37 @@ class _Search:
 
     # --- which states to keep ---
 
-    def _order(self, state: _State, index: int) -> _Key:
-        """Seconds below which no end can be from here; and what else speaks for a state."""
+    def _order(self, state: _State, index: int) -> tuple[float, float, float, int]:
+        """Seconds below which no step can end from here; and what else speaks for a state."""
         gathers, reduces, now, link, _, _, _, live, least, _ = state
         free = now if now > link else link
         unsent = self.unsent_gathers[gathers] + self.unsent_reduces[reduces]
+        computed = now + self.left[index] + self.after_ready[reduces]
         carried = free + unsent if unsent else link
-        return (
-            max(least, now + self.left[index] + self.after_ready[reduces], free + self.after_gathers[gathers], carried),
-            free + unsent,
-            now,
-            live,
-        )
+        return max(least, computed, free + self.after_gathers[gathers], carried), free + unsent, now, live
 
-    def _narrowed(self, states: list[_State], index: int) -> list[_State]:
-        """The most promising states, and the one with the least memory: some plan fits if that one does."""
-        if self.beam_width is None or len(states) <= self.beam_width:
-            return states
-        ordered = sorted(states, key=lambda state: self._order(state, index))
-        return _with_least(ordered[: self.beam_width], ordered[self.beam_width :])
-
-    def _prune(self, found: Iterable[_State], index: int) -> list[_State]:
-        ordered = [(self._order(state, index), state) for state in found]
-        ordered.sort(key=lambda each: each[0])
+    def _prune(self, reached: Iterable[_State], index: int) -> list[_State]:
+        ordered = sorted(((self._order(state, index), state) for state in reached), key=lambda each: each[0])
         if self.beam_width is None:
             ordered = [each for each in ordered if each[0][0] <= self.incumbent]
-        elif ordered and ordered[0][0][0] > self.incumbent:  # `incumbent` changes no plan
+        elif ordered and ordered[0][0][0] > self.incumbent:  # see Note [Why more memory is never slower]
             return []
         states: list[_State] = []
         for number, (_, state) in enumerate(ordered):
             if len(states) == self.beam_width:
-                return _with_least(states, [each for _, each in ordered[number:]])
-            if not any(self._beats(other, state) for other in states):
+                return self._best([*states, *(each for _, each in ordered[number:])])
+            if not any(self._dominates(other, state) for other in states):
                 states.append(state)
         return states
 
-    def _beats(self, one: _State, other: _State) -> bool:
+    def _best(self, ordered: list[_State]) -> list[_State]:
+        """The first states, and of the others the one with the least memory: some plan fits if that one does."""
+        return [
+            *ordered[: self.beam_width],
+            min(ordered[self.beam_width :], key=lambda state: (state.live, -state.reduces)),
+        ]
+
+    def _dominates(self, one: _State, other: _State) -> bool:
         """Whether nothing can end earlier or fit better from `other` than from `one`."""
         if one.now > other.now or one.gathers < other.gathers or one.reduces < other.reduces:
             return False
@@ -377,19 +347,35 @@ class _Search:
             mine > its and mine > other.now for mine, its in zip(one.done, other.done, strict=False)
         ):
             return False
-        return not self.strict or _gives_back_earlier(one, other)
+        if not self.strict or one.pending == other.pending:
+            return True
+        more = len(other.pending) - len(one.pending)  # no more reduces to wait for, the same launches, none done later
+        return more >= 0 and all(
+            mine[1:] == its[1:] and mine[0] <= its[0]
+            for mine, its in zip(one.pending, other.pending[more:], strict=True)
+        )
 
 
-def _with_least(states: list[_State], others: list[_State]) -> list[_State]:
-    """`states`, and of the others the one with the least memory."""
-    return [*states, min(others, key=lambda state: (state.live, -state.reduces))]
+def _opens(workload: Workload, gathers: list[Launch], reduces: list[Launch]) -> list[int]:
+    """The task before which each gather may be issued first.
+
+    That is no earlier than it has to be if everything computes without a stop, and the prefetch distance.
+    """
+    starts = [0.0, *accumulate(task.seconds for task in workload.tasks)]
+    jobs = [(starts[launch.first], number, launch) for number, launch in enumerate(gathers)]
+    jobs += [(starts[launch.first + 1] + launch.seconds, -1, launch) for launch in reduces]
+    opens, latest = [0] * len(gathers), inf
+    for until, number, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
+        seconds = launch.seconds + workload.latency
+        latest = min(latest, until) - seconds
+        if number >= 0:
+            split = workload.backward if launch.first >= workload.backward else 0
+            opens[number] = max(split, bisect_right(starts, latest - PREFETCH_DISTANCE * seconds) - 1)
+            if number and gathers[number - 1].first < workload.backward <= launch.first:
+                latest = inf  # nothing of backward is launched in forward
+    return opens
 
 
-def _gives_back_earlier(one: _State, other: _State) -> bool:
-    """Whether `one` has no more reduces to wait for, the same launches, each done no later."""
-    if one.pending == other.pending:
-        return True
-    more = len(other.pending) - len(one.pending)
-    return more >= 0 and all(
-        mine[1:] == its[1:] and mine[0] <= its[0] for mine, its in zip(one.pending, other.pending[more:], strict=True)
-    )
+def _suffix_sums(numbers: Iterable[float]) -> list[float]:
+    """The sum from each number on, and 0 at the end."""
+    return list(accumulate(reversed(list(numbers)), initial=0.0))[::-1]

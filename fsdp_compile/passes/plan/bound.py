@@ -1,12 +1,80 @@
-"""What no plan can be below: the shortest step and the smallest memory."""
+"""Lower bounds: the smallest memory and the shortest step that any plan can have.
+
+The link is one machine and computing another; each bound is a chain of work that must follow in sequence, as in the
+bounds of two-machine flow shops (Johnson: Optimal two- and three-stage production schedules, 1954).
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
-from fsdp_compile.passes.plan.launches import Launch, gathers_of, reaches, reaches_back, reduces_of, room_for_gathers
 from fsdp_compile.passes.plan.workload import Workload
+
+
+class Launch(NamedTuple):
+    """What may be launched for a unit: a gather before task `first`, its first reader; a reduce after it."""
+
+    unit: int
+    first: int
+    bytes: int
+    seconds: float  # on the link, without latency
+    replicate: float = 0.0
+
+
+def gathers_of(workload: Workload, keep: frozenset[int]) -> list[Launch]:
+    """The gathers, by first reader."""
+    costs = [(unit, first, workload.units[unit]) for unit, first, _ in workload.gathers(keep)]
+    return [Launch(unit, first, cost.gathered, cost.gather) for unit, first, cost in costs]
+
+
+def reduces_of(workload: Workload) -> list[Launch]:
+    """The reduces, in the order in which they get ready."""
+    costs = [(unit, ready, workload.units[unit]) for unit, _, ready in workload.reduces()]
+    return [Launch(unit, ready, cost.packed, cost.reduce, cost.replicate) for unit, ready, cost in costs]
+
+
+def reaches(workload: Workload, gathers: list[Launch], budget: float, merge: int) -> list[int]:
+    """Up to which of `gathers` each one can be launched at most: in their order, within `budget` bytes.
+
+    Beside the first reader of each live all that are launched with it and read later.
+    """
+    sums = [0, *accumulate(launch.bytes for launch in gathers)]
+    rooms = [room_for_gathers(workload, launch.first, budget) for launch in gathers]
+    limits = [before + room for before, room in zip(sums, rooms, strict=False)]
+    found, stop = [], 0
+    for start in range(len(gathers)):
+        stop = max(stop, start + 1)
+        limit = min(limits[start:stop])
+        while stop < min(start + merge, len(gathers)) and sums[stop + 1] <= min(limit, limits[stop]):
+            limit = min(limit, limits[stop])
+            stop += 1
+        found.append(stop)
+    return found
+
+
+def reaches_back(workload: Workload, reduces: list[Launch], budget: float, merge: int) -> list[int]:
+    """From which of `reduces` on those before each number can be one launch, at best: see `reaches`.
+
+    Beside the last writer of each live all that are launched with it and were ready before, and what that task reads.
+    """
+    sums = [0, *accumulate(launch.bytes for launch in reduces)]
+    found, start = [0], 0
+    for stop, launch in enumerate(reduces, 1):
+        task = workload.tasks[launch.first]
+        beside = task.memory + sum(workload.units[unit].gathered for unit in task.reads)
+        room = budget - beside
+        while start < stop - 1 and (sums[stop] - sums[start] > room or stop - start > merge):
+            start += 1
+        found.append(start)
+    return found
+
+
+def room_for_gathers(workload: Workload, index: int, budget: float) -> float:
+    """Bytes that gathered buffers can have beside a task and what it writes."""
+    task = workload.tasks[index]
+    return budget - task.memory - sum(workload.units[unit].packed for unit in task.writes)
 
 
 def smallest_budget(workload: Workload, keep: frozenset[int] | None = None) -> int:

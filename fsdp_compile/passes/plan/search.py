@@ -1,30 +1,33 @@
-"""The planner: where to gather, wait, free and reduce, and what to keep, so that the step is short within its memory.
+"""The planner: where to gather, wait, free and reduce, and which units to keep unsharded, so that the step is short.
 
-Tasks compute in a fixed order and links are serial, so a plan is a choice, before each task, of what to launch.
-search.py finds the best such choice for given units to keep; here it is decided which to keep, and within how much
-memory to search.
+Up to 8 units every subset to keep is searched exactly; of more units the plans by rules, and beam searches within
+limits on memory. The shortest plan within the budget is taken, of equal ones that with the least memory.
+
+    search_plan           the plan for a workload and a budget
+      _all_subsets        few units: each subset to keep whose lower bound does not exceed the incumbent
+      _within_limits      many units: rules, and for each of some limits on memory
+        _choices          what to keep, and how many units one launch may take
+          beam_search     (beam.py) the best plan for these
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from math import frexp, inf
 from statistics import median
 
-from fsdp_compile.passes.plan.beam import Candidate, search
+from fsdp_compile.passes.plan.beam import Candidate, beam_search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
-from fsdp_compile.passes.plan.compact import compact
-from fsdp_compile.passes.plan.launches import on_grid
 from fsdp_compile.passes.plan.plan import Plan, PlanError
 from fsdp_compile.passes.plan.rules import alternating, keep_by_rule, no_prefetch, prefetch
 from fsdp_compile.passes.plan.workload import Workload
 
-FEW = 8  # units up to which everything is tried: all subsets to keep, all neighbours to launch together
-WIDTH = 8  # of many units, states that a search keeps from task to task at least
+EXACT_UNITS = 8  # up to so many units every subset to keep is searched, without a beam width
+BEAM_WIDTH = 8  # states that a beam search keeps from task to task at least,
 STATES = 2000  # and in all, more or less: to plan within a second
-NEAR = 1e-5  # a plan no further than this from the best one within the last limit is as good as that
-_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see prefetch: one ahead, FSDP2's, two ahead
-# Buffers of units beside what a plan needs at least: a little below whole and half ones, since activations differ.
+TOLERANCE = 1e-5  # of the shortest step known: a plan this near to it, within less memory, is as good
+_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see `prefetch`: one ahead, FSDP2's, two ahead
+# Room beside the smallest budget, in buffers; a little below whole and half ones, since activations differ by task.
 _ROOMS = (0, 0.45, 0.9, 1.9, 2.9, 3.9)
 
 
@@ -39,7 +42,7 @@ class PlannedStep:
         peak: bytes that live at most.
         bound: seconds below which no plan for this workload and budget can be.
         exact: whether no plan is shorter that launches gathers in the order of their first reader, reduces in the order
-            in which they get ready, and no more than `merge` units together.
+            in which they get ready, and no more than `coalesce` units together.
     """
 
     plan: Plan
@@ -51,137 +54,141 @@ class PlannedStep:
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the shortest one, as a part of the bound; 0: it is the shortest."""
+        """How far the plan may be from the shortest one, as a fraction of the bound; 0: it is the shortest."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
-def search_plan(workload: Workload, budget: int | None = None, *, merge: int = 2) -> PlannedStep:
-    """The best plan found for `workload`.
+def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int = 2) -> PlannedStep:
+    """The best plan that the search finds for `workload`.
 
     Args:
         workload: what the step computes.
         budget: bytes that may live at most; None: no limit.
-        merge: of up to 8 units, how many one launch may gather or reduce; 1: of many units too each has its own, as
+        coalesce: of up to 8 units, how many one launch may gather or reduce; 1: of many units too each has its own, as
             where the workload says so.
 
     Raises:
         PlanError: the budget is below the smallest one that has a plan; the message says which that is.
     """
-    merge = merge if workload.can_coalesce else 1
+    coalesce = coalesce if workload.can_coalesce else 1
     least = smallest_budget(workload)
     if budget is not None and budget < least:
         raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
                         f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
-    few, rounded = len(workload.units) <= FEW, on_grid(workload)
-    found = min(_all(rounded, budget, merge) if few else _some(rounded, budget, merge), key=_rank)
-    best = Candidate.of(workload, compact(workload, found.plan), found.keep)
-    bound = lower_bound(workload, None, budget, 1 if merge == 1 else None)
+    exact = len(workload.units) <= EXACT_UNITS
+    candidates = (_all_subsets if exact else _within_limits)(_on_grid(workload), budget, coalesce)
+    best = min(candidates, key=lambda each: (each.seconds, each.peak))
+    best = Candidate.of(workload, best.plan, best.keep)
+    bound = lower_bound(workload, None, budget, 1 if coalesce == 1 else None)
     names = tuple(workload.units[unit].name for unit in sorted(best.keep))
-    return PlannedStep(best.plan, names, best.seconds, best.peak, bound, exact=few)
+    return PlannedStep(best.plan, names, best.seconds, best.peak, bound, exact)
 
 
-def _all(workload: Workload, budget: int | None, merge: int) -> list[Candidate]:
-    """The best plan for each choice of what to keep, unless a bound says that it is not the best of all."""
-    attempts: list[Candidate] = []
-    best = float("inf")
-    for keep in _subsets(workload):
-        if lower_bound(workload, keep, budget) > best or not _fits(workload, keep, budget):
-            continue
-        found = search(workload, keep, budget, merge=merge, incumbent=best)
-        if found is not None:
-            attempts.append(found)
-            best = min(best, found.seconds)
-    return attempts
-
-
-def _subsets(workload: Workload) -> Iterator[frozenset[int]]:
+def _all_subsets(workload: Workload, budget: int | None, coalesce: int) -> list[Candidate]:
+    """The best plan for each choice of what to keep, unless its lower bound exceeds the incumbent."""
+    candidates: list[Candidate] = []
+    incumbent = inf
     for count in range(len(workload.may_keep), -1, -1):
-        yield from (workload.must_keep | set(chosen) for chosen in combinations(workload.may_keep, count))
+        for chosen in combinations(workload.may_keep, count):
+            keep = workload.must_keep | set(chosen)
+            fits = budget is None or smallest_budget(workload, keep) <= budget
+            if not fits or lower_bound(workload, keep, budget) > incumbent:
+                continue
+            candidate = beam_search(workload, keep, budget, coalesce=coalesce, incumbent=incumbent)
+            if candidate is not None:
+                candidates.append(candidate)
+                incumbent = min(incumbent, candidate.seconds)
+    return candidates
 
 
-def _some(workload: Workload, budget: int | None, merge: int) -> list[Candidate]:
-    """Plans that do not depend on the budget, those that it allows: more memory is never slower.
+# Note [Why more memory is never slower]
+# A beam search within more memory may find a longer plan, as other states crowd out those that would have led to the
+# shorter one. So no search is given the caller's budget. Plans are searched within limits that depend on the workload
+# alone, and the budget only says which of them count: a larger budget has all the plans of a smaller one. For the same
+# reason an incumbent ends a search early but changes none of its plans.
+def _within_limits(workload: Workload, budget: int | None, coalesce: int) -> list[Candidate]:
+    """Plans by rules, and for each limit on memory what a beam search finds within it.
 
-    They are the plans by rules, and for each limit of a ladder what is found within that. Left out is what cannot be
-    better than a plan that is known, and limits above the first one within which a plan is as good as within the last.
+    The limits are tried from the smallest to the first within which a plan is as short as within the last. Left out
+    are those whose lower bound exceeds what is known.
     """
-    rules = list(_by_rule(workload))
-    plans = [found for found in rules if budget is None or found.peak <= budget]
-    ladder = _ladder(workload, rules)
-    longest = max(found.seconds for found in rules)
-    last = _within(workload, ladder[-1], longest, merge)
-    near = min(found.seconds for found in (*last, *rules)) * (1 + NEAR)
-    bounds = {limit: lower_bound(workload, None, limit) for limit in ladder if budget is None or limit <= budget}
-    for limit in (limit for limit, bound in bounds.items() if bound <= near):
-        incumbent = max(near, min(found.seconds for found in plans))
-        found = last if limit == ladder[-1] else _within(workload, limit, incumbent, merge)
-        plans += found
-        if any(each.seconds <= near for each in found):
-            return plans
+    keep = keep_by_rule(workload)
+    rules = [Candidate.of(workload, no_prefetch(workload), workload.must_keep)]
+    rules += [Candidate.of(workload, prefetch(workload, *rule), keep) for rule in _RULES]
+    rules.append(Candidate.of(workload, alternating(workload), keep))
+    candidates = [each for each in rules if budget is None or each.peak <= budget]
+    limits = _limits(workload, {each.peak for each in rules})
+    last = _within(workload, limits[-1], max(each.seconds for each in rules), coalesce)
+    target = min(each.seconds for each in (*last, *rules)) * (1 + TOLERANCE)
+    bounds = {limit: lower_bound(workload, None, limit) for limit in limits if budget is None or limit <= budget}
+    for limit in (limit for limit, bound in bounds.items() if bound <= target):
+        incumbent = max(target, min(each.seconds for each in candidates))
+        added = last if limit == limits[-1] else _within(workload, limit, incumbent, coalesce)
+        candidates += added
+        if any(each.seconds <= target for each in added):
+            return candidates
     for limit, bound in reversed(bounds.items()):
-        best = min(found.seconds for found in plans)
-        if near < bound < best:
-            plans += _within(workload, limit, best, merge)
-    return plans
+        incumbent = min(each.seconds for each in candidates)
+        if target < bound < incumbent:
+            candidates += _within(workload, limit, incumbent, coalesce)
+    return candidates
 
 
-def _within(workload: Workload, limit: int, incumbent: float, merge: int) -> list[Candidate]:
+def _limits(workload: Workload, peaks: set[int]) -> list[int]:
+    """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all are kept."""
+    least, most = smallest_budget(workload), smallest_budget(workload, workload.must_keep | set(workload.may_keep))
+    rooms, typical = list(_ROOMS), _typical(workload)
+    while least + rooms[-1] * typical < most + 8 * typical:
+        rooms.append(rooms[-2] * 2)
+    limits = [*(least + int(room * typical) for room in rooms), most + 32 * typical]  # the last: two large launches
+    return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
+
+
+def _typical(workload: Workload) -> int:
+    """Bytes of a gathered buffer; of many small ones and a few large ones, enough that there are few limits."""
+    sizes = [unit.gathered for unit in workload.units]
+    return max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes)))
+
+
+def _within(workload: Workload, limit: int, incumbent: float, coalesce: int) -> list[Candidate]:
     """Plans within `limit` bytes that take no more than `incumbent` seconds."""
-    plans: list[Candidate] = []
-    beam_width = max(WIDTH, STATES // len(workload.tasks))
-    for keep, most in _choices(workload, limit, merge):
+    candidates: list[Candidate] = []
+    beam_width = max(BEAM_WIDTH, STATES // len(workload.tasks))
+    for keep, most in _choices(workload, limit, coalesce):
         if lower_bound(workload, keep, limit) > incumbent:
             continue
-        found = search(workload, keep, limit, merge=most, beam_width=beam_width, incumbent=incumbent)
-        if found is not None:
-            plans.append(found)
-            incumbent = min(incumbent, found.seconds)
-    return plans
+        candidate = beam_search(workload, keep, limit, coalesce=most, beam_width=beam_width, incumbent=incumbent)
+        if candidate is not None:
+            candidates.append(candidate)
+            incumbent = min(incumbent, candidate.seconds)
+    return candidates
 
 
-def _choices(workload: Workload, limit: int, merge: int) -> list[tuple[frozenset[int], int]]:
+def _choices(workload: Workload, limit: int, coalesce: int) -> list[tuple[frozenset[int], int]]:
     """What to keep, and how many neighbours one launch may gather or reduce.
 
-    The last units of forward are kept, which backward reads first: as many as fit, or half of them. Half of the room
-    is for what is launched together, or less.
+    The units that backward reads first are kept: as many as fit, or half of them. Half of the room or less is for
+    coalesced launches.
     """
     by_first_read = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
     keep = [workload.must_keep | set(by_first_read[:count]) for count in range(len(by_first_read) + 1)]
     most = max(0, bisect_right(keep, limit, key=lambda each: smallest_budget(workload, each)) - 1)
-    if merge == 1 or not workload.latency:
+    if coalesce == 1 or not workload.latency:
         return [(keep[count], 1) for count in sorted({most, most // 2}, reverse=True)]
     room = max(4, (limit - smallest_budget(workload)) // (2 * _typical(workload)))
     together = min(16, 1 << room.bit_length() - 1)  # a power of 2
     return [(keep[most], together), (keep[most], 2), *([(keep[most // 2], 2)] if most else [])]
 
 
-def _typical(workload: Workload) -> int:
-    """Bytes of a gathered buffer; of many small ones and a few large ones, enough that a ladder has few limits."""
-    sizes = [unit.gathered for unit in workload.units]
-    return max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes)))
+def _on_grid(workload: Workload) -> Workload:
+    """`workload` with all seconds rounded to multiples of 2^-50 of the step: sums of them are exact in any order."""
+    total = sum(task.seconds for task in workload.tasks)
+    total += sum(2 * unit.gather + unit.reduce + unit.replicate + 4 * workload.latency for unit in workload.units)
+    grid = 2.0 ** (frexp(total)[1] - 50)
 
+    def rounded(each: object, *names: str) -> dict[str, float]:
+        return {name: round(getattr(each, name) / grid) * grid for name in names}
 
-def _ladder(workload: Workload, rules: list[Candidate]) -> list[int]:
-    """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all are kept."""
-    least, most = smallest_budget(workload), smallest_budget(workload, workload.must_keep | set(workload.may_keep))
-    rooms, typical = list(_ROOMS), _typical(workload)
-    while least + rooms[-1] * typical < most + 8 * typical:
-        rooms.append(rooms[-2] * 2)
-    peaks = {found.peak for found in rules}
-    limits = [*(least + int(room * typical) for room in rooms), most + 32 * typical]  # the last: two launches of many
-    return sorted(peaks.union(limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks)))
-
-
-def _rank(found: Candidate) -> tuple[float, int]:
-    return found.seconds, found.peak
-
-
-def _by_rule(workload: Workload) -> Iterator[Candidate]:
-    """Plans that need no search: without any prefetch, and as other systems make them; ours is never slower."""
-    yield Candidate.of(workload, no_prefetch(workload), workload.must_keep)
-    for plan in (*(prefetch(workload, *rule) for rule in _RULES), alternating(workload)):
-        yield Candidate.of(workload, plan, keep_by_rule(workload))
-
-
-def _fits(workload: Workload, keep: frozenset[int], budget: int | None) -> bool:
-    return budget is None or smallest_budget(workload, keep) <= budget
+    tasks = tuple(replace(task, **rounded(task, "seconds")) for task in workload.tasks)  # type: ignore[arg-type]
+    units = tuple(replace(unit, **rounded(unit, "gather", "reduce", "replicate")) for unit in workload.units)  # type: ignore[arg-type]
+    return replace(workload, tasks=tasks, units=units, **rounded(workload, "latency"))  # type: ignore[arg-type]
