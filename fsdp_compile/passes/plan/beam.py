@@ -319,9 +319,9 @@ class _BeamSearch:
         elif ordered and ordered[0][0][0] > self.incumbent:  # see Note [Why more memory is never slower]
             return []
         states: list[_State] = []
-        for number, (_, state) in enumerate(ordered):
+        for rank, (_, state) in enumerate(ordered):
             if len(states) == self.beam_width:
-                return self._best([*states, *(each for _, each in ordered[number:])])
+                return self._best([*states, *(each for _, each in ordered[rank:])])
             if not any(self._dominates(other, state) for other in states):
                 states.append(state)
         return states
@@ -362,16 +362,16 @@ def _opens(workload: Workload, gathers: list[Launch], reduces: list[Launch]) -> 
     That is no earlier than it has to be if everything computes without a stop, and the prefetch distance.
     """
     starts = [0.0, *accumulate(task.seconds for task in workload.tasks)]
-    jobs = [(starts[launch.first], number, launch) for number, launch in enumerate(gathers)]
+    jobs = [(starts[launch.first], index, launch) for index, launch in enumerate(gathers)]
     jobs += [(starts[launch.first + 1] + launch.seconds, -1, launch) for launch in reduces]
     opens, latest = [0] * len(gathers), inf
-    for until, number, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
+    for until, index, launch in sorted(jobs, key=lambda job: job[:2], reverse=True):
         seconds = launch.seconds + workload.latency
         latest = min(latest, until) - seconds
-        if number >= 0:
+        if index >= 0:
             split = workload.backward if launch.first >= workload.backward else 0
-            opens[number] = max(split, bisect_right(starts, latest - PREFETCH_DISTANCE * seconds) - 1)
-            if number and gathers[number - 1].first < workload.backward <= launch.first:
+            opens[index] = max(split, bisect_right(starts, latest - PREFETCH_DISTANCE * seconds) - 1)
+            if index and gathers[index - 1].first < workload.backward <= launch.first:
                 latest = inf  # nothing of backward is launched in forward
     return opens
 

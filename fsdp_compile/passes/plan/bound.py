@@ -43,15 +43,15 @@ def reaches(workload: Workload, gathers: list[Launch], budget: float, merge: int
     sums = [0, *accumulate(launch.bytes for launch in gathers)]
     rooms = [room_for_gathers(workload, launch.first, budget) for launch in gathers]
     limits = [before + room for before, room in zip(sums, rooms, strict=False)]
-    found, stop = [], 0
+    farthest, stop = [], 0
     for start in range(len(gathers)):
         stop = max(stop, start + 1)
         limit = min(limits[start:stop])
         while stop < min(start + merge, len(gathers)) and sums[stop + 1] <= min(limit, limits[stop]):
             limit = min(limit, limits[stop])
             stop += 1
-        found.append(stop)
-    return found
+        farthest.append(stop)
+    return farthest
 
 
 def reaches_back(workload: Workload, reduces: list[Launch], budget: float, merge: int) -> list[int]:
@@ -60,15 +60,15 @@ def reaches_back(workload: Workload, reduces: list[Launch], budget: float, merge
     Beside the last writer of each live all that are launched with it and were ready before, and what that task reads.
     """
     sums = [0, *accumulate(launch.bytes for launch in reduces)]
-    found, start = [0], 0
+    earliest, start = [0], 0
     for stop, launch in enumerate(reduces, 1):
         task = workload.tasks[launch.first]
         beside = task.memory + sum(workload.units[unit].gathered for unit in task.reads)
         room = budget - beside
         while start < stop - 1 and (sums[stop] - sums[start] > room or stop - start > merge):
             start += 1
-        found.append(start)
-    return found
+        earliest.append(start)
+    return earliest
 
 
 def room_for_gathers(workload: Workload, index: int, budget: float) -> float:
@@ -109,8 +109,9 @@ def lower_bound(
     forward and backward, this is at least `g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r`.
 
     A budget adds to that. What is read after a task of backward is gathered after it, unless it fits in beside it, kept
-    or gathered early. And what is launched together lives together, so that there are more launches than one. That much
-    holds of plans that launch gathers in the order of their first reader, reduces in the order in which they get ready.
+    or gathered early. And what one coalesced launch gathers lives at once, so that there are more launches than one.
+    That much holds of plans that launch gathers in the order of their first reader, reduces in the order in which they
+    get ready.
 
     Args:
         workload: the step.
@@ -240,12 +241,12 @@ def _counts(reaches: list[int]) -> list[int]:
 
 
 def _most_worth(worths: list[float], sizes: list[int], room: float) -> float:
-    """The most that things of these sizes within `room` can be worth: no more than by parts, nor by their number."""
-    by_parts, rest = 0.0, room
+    """The most that things of these sizes within `room` can be worth: at most, by fractions and by their count."""
+    fractional, rest = 0.0, room
     for worth, size in sorted(zip(worths, sizes, strict=True), key=lambda each: -each[0] / max(each[1], 1)):
-        by_parts += worth * min(1.0, rest / size) if size else worth
+        fractional += worth * min(1.0, rest / size) if size else worth
         rest -= size
         if rest <= 0:
             break
     count = bisect_right([*accumulate(sorted(sizes))], room)
-    return min(by_parts, sum(sorted(worths, reverse=True)[:count]))
+    return min(fractional, sum(sorted(worths, reverse=True)[:count]))

@@ -2,7 +2,7 @@
 
 As text, one line for each step, to read, edit and load again:
 
-    at   0  gather       blocks.0 blocks.1      # one launch for both
+    at   0  gather       blocks.0 blocks.1      # one coalesced launch
     at   1  wait         blocks.0 blocks.1
 """
 
@@ -26,7 +26,7 @@ class Step:
     Attributes:
         kind: gather (start an all-gather), wait (for it), free (the gathered buffer), reduce (start a reduce-scatter),
             wait_reduce (wait for it, which frees its input; hybrid sharding: and start the all-reduce over replicas).
-        units: names; several of a gather or reduce are launched together.
+        units: names; several of a gather or reduce are one coalesced launch.
         at: the task that follows; the number of tasks for what comes after the last one.
     """
 
@@ -72,23 +72,23 @@ class Plan:
 
 
 def _from_text(text: str) -> Iterable[Step]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for count, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
         if words:
             if len(words) < 4 or words[0] != "at":
-                raise PlanError(f"line {number}: expected 'at TASK KIND UNIT...', found {line.strip()!r}")
-            yield _step(f"line {number}", words[1], words[2], words[3:])
+                raise PlanError(f"line {count}: expected 'at TASK KIND UNIT...', found {line.strip()!r}")
+            yield _step(f"line {count}", words[1], words[2], words[3:])
 
 
 def _from_json(text: str) -> Iterable[Step]:
     try:
-        found = json.loads(text)
+        entries = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"line {error.lineno}: expected JSON, found {error.msg}") from None
-    for number, entry in enumerate(found, 1):
+    for count, entry in enumerate(entries, 1):
         if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], list)):
-            raise PlanError(f"step {number}: expected [TASK, KIND, [UNIT, ...]], found {json.dumps(entry)}")
-        yield _step(f"step {number}", entry[0], entry[1], entry[2])
+            raise PlanError(f"step {count}: expected [TASK, KIND, [UNIT, ...]], found {json.dumps(entry)}")
+        yield _step(f"step {count}", entry[0], entry[1], entry[2])
 
 
 def _step(where: str, at: object, kind: object, units: Iterable[object]) -> Step:
@@ -136,14 +136,14 @@ def _check_cycles(workload: Workload, plan: Plan) -> None:
     for step in plan.steps:
         reduces = step.kind in ("reduce", "wait_reduce")
         for name in step.units:
-            found = last.get((reduces, name))
+            before = last.get((reduces, name))
             expected = _FOLLOWS[step.kind]
-            if (found.kind if found else "free" if step.kind == "gather" else None) != expected:
+            if (before.kind if before else "free" if step.kind == "gather" else None) != expected:
                 raise PlanError(
-                    f"{step}: expected the {expected or 'only reduce'} of {name} before, found {found or 'nothing'}"
+                    f"{step}: expected the {expected or 'only reduce'} of {name} before, found {before or 'nothing'}"
                 )
-            if step.kind in ("wait", "wait_reduce") and found is not None and found.units != step.units:
-                raise PlanError(f"{step}: expected to wait for all of one launch, found the launch {found}")
+            if step.kind in ("wait", "wait_reduce") and before is not None and before.units != step.units:
+                raise PlanError(f"{step}: expected to wait for all of one launch, found the launch {before}")
             last[reduces, name] = step
     for (reduces, _), step in last.items():
         if step.kind != ("wait_reduce" if reduces else "free"):
@@ -158,19 +158,19 @@ def _open_intervals(plan: Plan, name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_reads(workload: Workload, plan: Plan) -> None:
-    for number, unit in enumerate(workload.units):
+    for index, unit in enumerate(workload.units):
         intervals = list(_open_intervals(plan, unit.name))
-        for index, task in enumerate(workload.tasks):
-            if number in task.reads and not any(wait <= index < free for _, wait, free in intervals):
-                raise PlanError(f"task {index}, {task.name}, reads {unit.name}: expected it gathered, found it freed")
+        for at, task in enumerate(workload.tasks):
+            if index in task.reads and not any(wait <= at < free for _, wait, free in intervals):
+                raise PlanError(f"task {at}, {task.name}, reads {unit.name}: expected it gathered, found it freed")
         for gather, _, free in intervals:
-            _check_boundary(workload, number, gather, free)
+            _check_boundary(workload, index, gather, free)
 
 
-def _check_boundary(workload: Workload, number: int, gather: int, free: int) -> None:
+def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> None:
     """Forward and backward are two graphs: between them there is a gathered buffer, or none, as the unit demands."""
-    unit, crosses = workload.units[number], gather < workload.backward < free
-    keeps = crosses and any(first < free for first, _ in [workload.reads_in_backward.get(number, (free, free))])
+    unit, crosses = workload.units[index], gather < workload.backward < free
+    keeps = crosses and any(first < free for first, _ in [workload.reads_in_backward.get(index, (free, free))])
     if crosses and not keeps:
         raise PlanError(f"at {free} free {unit.name}: expected it freed with the forward that gathered it")
     if keeps and unit.keep_unsharded is False:
@@ -179,8 +179,8 @@ def _check_boundary(workload: Workload, number: int, gather: int, free: int) -> 
 
 def _check_reduces(workload: Workload, plan: Plan) -> None:
     reduces = {name: step for step in plan.of("reduce") for name in step.units}
-    for number, (_, ready) in workload.writes.items():
-        name = workload.units[number].name
+    for index, (_, ready) in workload.writes.items():
+        name = workload.units[index].name
         if name not in reduces:
             raise PlanError(f"{name}: expected a reduce of its gradients, found none")
         if reduces[name].at <= ready:

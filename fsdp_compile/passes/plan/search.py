@@ -26,7 +26,7 @@ EXACT_UNITS = 8  # up to so many units every subset to keep is searched, without
 BEAM_WIDTH = 8  # states that a beam search keeps from task to task at least,
 STATES = 2000  # and in all, more or less: to plan within a second
 TOLERANCE = 1e-5  # of the shortest step known: a plan this near to it, within less memory, is as good
-_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see `prefetch`: one ahead, FSDP2's, two ahead
+_RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see `prefetch`: one unit, FSDP2's, two units
 # Room beside the smallest budget, in buffers; a little below whole and half ones, since activations differ by task.
 _ROOMS = (0, 0.45, 0.9, 1.9, 2.9, 3.9)
 

@@ -86,7 +86,7 @@ class _Run:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.number = {unit.name: index for index, unit in enumerate(workload.units)}
+        self.index = {unit.name: index for index, unit in enumerate(workload.units)}
         self.now = 0.0  # until when the computing stream is busy
         self.link = self.replicas = 0.0
         self.done: dict[tuple[str, str], float] = {}  # of the last launch of a kind, for each unit
@@ -98,10 +98,10 @@ class _Run:
         self.timeline.memory[at] = max(self.timeline.memory[at], self.live + beneath)
 
     def step(self, step: "Step") -> None:
-        numbers = [self.number[name] for name in step.units]
-        units = [self.workload.units[number] for number in numbers]
+        indices = [self.index[name] for name in step.units]
+        units = [self.workload.units[index] for index in indices]
         if step.kind in ("gather", "reduce"):
-            self._launch(step, numbers)
+            self._launch(step, indices)
             self.live += sum(unit.gathered for unit in units) if step.kind == "gather" else 0
         elif step.kind == "free":
             self.live -= sum(unit.gathered for unit in units)
@@ -113,9 +113,9 @@ class _Run:
             self.live -= sum(unit.packed for unit in units)
             self._replicate(step, sum(unit.replicate for unit in units))
 
-    def _launch(self, step: "Step", numbers: Iterable[int]) -> None:
+    def _launch(self, step: "Step", indices: Iterable[int]) -> None:
         start = max(self.now, self.link)
-        self.link = start + self.workload.launch_seconds(step.kind, numbers)
+        self.link = start + self.workload.launch_seconds(step.kind, indices)
         self.timeline.link.append(Span(f"{step.kind} {' '.join(step.units)}", start, self.link))
         self.done.update({(step.kind, name): self.link for name in step.units})
 

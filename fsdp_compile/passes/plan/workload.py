@@ -14,11 +14,11 @@ class Task:
     """A stretch of computation in which no collective is issued or waited for.
 
     Attributes:
-        name: for people.
+        name: for messages and traces.
         seconds: how long it computes by itself.
         memory: bytes that live while it runs, whatever the plan is: activations, shards, optimizer states.
-        reads: numbers of the units whose full parameters it reads.
-        writes: numbers of the units whose full gradients it writes a part of.
+        reads: indices of the units whose unsharded parameters it reads.
+        writes: indices of the units whose unsharded gradients it writes, or some of them.
     """
 
     name: str
@@ -40,7 +40,7 @@ class UnitCost:
         packed: bytes of the reduce-scatter's input.
         replicate: hybrid sharding: seconds that the all-reduce of the shard over the replicas occupies its own link.
         keep_unsharded: whether the gathered buffer stays from forward to backward; None: the planner decides.
-        module: what it shares with other units of the same module; empty: nothing.
+        module: a name that units of the same module share; empty: no other unit is of its module.
     """
 
     name: str
@@ -60,8 +60,8 @@ class Workload:
     Attributes:
         tasks: in the order in which they compute.
         backward: index of the first task of backward; `len(tasks)` if there is none. No gather is issued across it.
-        units: the units, by number.
-        latency: seconds of a launch beside what its units take; units launched together pay it once.
+        units: the units, by index.
+        latency: seconds of a launch beside what its units take; a coalesced launch of several units pays it once.
         can_coalesce: whether one launch may take several units.
 
     Raises:
@@ -108,7 +108,7 @@ class Workload:
 
     @cached_property
     def between(self) -> tuple[int, ...]:
-        """Bytes that live before each task and after the last, plan aside: no more than beside either neighbour."""
+        """Bytes that live before each task and after the last: no more than beside either neighbour."""
         memory = [task.memory for task in self.tasks]
         return tuple(map(min, [*memory[:1], *memory], [*memory, *memory[-1:]]))
 
@@ -120,7 +120,7 @@ class Workload:
 
     @property
     def must_keep(self) -> frozenset[int]:
-        """Units that are kept by demand."""
+        """Units whose gathered buffer has to stay between forward and backward."""
         both = self.reads_in_forward.keys() & self.reads_in_backward.keys()
         return frozenset(unit for unit in both if self.units[unit].keep_unsharded)
 
@@ -129,11 +129,11 @@ class Workload:
 
         A unit in `keep` is gathered in forward alone and read until its last task of backward.
         """
-        found = []
+        gathers = []
         for unit, (first, last) in self.reads_in_forward.items():
-            found.append((first, unit, self.reads_in_backward[unit][1] if unit in keep else last))
-        found += [(first, u, last) for u, (first, last) in self.reads_in_backward.items() if u not in keep]
-        return [(unit, first, last) for first, unit, last in sorted(found)]
+            gathers.append((first, unit, self.reads_in_backward[unit][1] if unit in keep else last))
+        gathers += [(first, u, last) for u, (first, last) in self.reads_in_backward.items() if u not in keep]
+        return [(unit, first, last) for first, unit, last in sorted(gathers)]
 
     def reduces(self) -> list[tuple[int, int, int]]:
         """`(unit, first task, last task)` that write each unit's gradients, in the order in which they get ready."""
@@ -142,11 +142,11 @@ class Workload:
 
 
 def _intervals(tasks: Iterable[tuple[int, tuple[int, ...]]]) -> dict[int, tuple[int, int]]:
-    found: dict[int, tuple[int, int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     for index, units in tasks:
         for unit in units:
-            found[unit] = (found.get(unit, (index, index))[0], index)
-    return found
+            spans[unit] = (spans.get(unit, (index, index))[0], index)
+    return spans
 
 
 def _check_not_negative(name: str, value: float) -> None:
