@@ -26,6 +26,7 @@ from fsdp_compile.checkpoint.save_load import all_succeed
 from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.core.lookup import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.state_dict.sharded_value import managed
 
 
 def save_safetensors(
@@ -129,14 +130,10 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
                 names.setdefault(tensor, []).append(clean_name(f"{path}.{name}" if path else name))
     for tensor, called in names.items():
         shape, first, is_written = tuple(tensor.shape), 0, is_first(group)
-        member = unit_of(tensor) if isinstance(tensor, nn.Parameter) else None
-        if member is not None:
-            unit, index = member
-            flat, at = unit.in_flat(index)
-            record = flat.layout.record(at, flat.rank)
-            copies = unit.replicas if unit.is_sharded else unit.group  # the ranks that store the same elements
-            shape, first = flat.layout.shapes[at], record.first if record else 0
-            is_written = record is not None and (copies is None or dist.get_rank(copies) == 0)
+        if isinstance(tensor, nn.Parameter) and (parameter := managed(tensor)):
+            replicas = parameter.unit.replicas  # the ranks that store the same elements
+            shape, first = parameter.shape, parameter.first
+            is_written = parameter.is_stored_here and (replicas is None or is_first(replicas))
         spec = TensorSpec(called[0], tensor.dtype, shape)
         yield _LocalTensor(spec, called, tensor, tensor.detach().reshape(-1), first, is_written)
 

@@ -7,11 +7,11 @@ model-00001-of-00002.safetensors ...   several files, and model.safetensors.inde
 # Note [Why files of safetensors are written in place]
 # A tensor is one range of bytes in its file, and so is what a rank stores of it. Therefore every rank writes exactly
 # its elements, once, to where they belong, and reads exactly its elements from there. The `safetensors` package writes
-# complete tensors and reads complete tensors or slices along a dimension. torch.distributed.checkpoint's
-# HuggingFaceStorageWriter (looked at in 2.11 and 2.13) is built on it: each rank writes a file of its own with its
-# chunks, and one rank then copies all of them into the final files; nothing replaces an earlier export as a whole, and
-# the index is written beside files that may be incomplete. So the format, which is small, is read and written here. The
-# tests compare with the package in both directions.
+# complete tensors, and reads complete tensors or slices along a dimension. The HuggingFaceStorageWriter of
+# torch.distributed.checkpoint, as of torch 2.13, is built on it: each rank writes its chunks into a file of its own,
+# and when all have done so one rank copies everything into the final files, under their final names from the start. So
+# each byte is written twice, and an export that stops leaves a folder that is neither the old one nor the new one. The
+# format is small; it is read and written here, and tests compare with the package in both directions.
 
 import ctypes
 import json

@@ -57,6 +57,11 @@ class ShardSpec:
             raise RuntimeError(f"mesh: expected one that this rank is in, found {self.mesh}; pass its own mesh")
         return coordinate[0], *self.sharding.local_range(coordinate[0])
 
+    @property
+    def first(self) -> int:
+        """Index of the first element that this rank stores, in the flattened tensor; 0 if it stores none."""
+        return self._rank_and_range[1]
+
     def chunks_of(self, rank: int) -> tuple[Chunk, ...]:
         """What `rank` stores, as chunks."""
         if self.is_scalar:
@@ -75,7 +80,7 @@ class ShardSpec:
 
     def local_of(self, full: Tensor) -> Tensor:
         """What this rank stores of a tensor of the full shape, 1-D; a view where `full` is contiguous."""
-        first = 0 if self.is_scalar else self._rank_and_range[1]
+        first = 0 if self.is_scalar else self.first
         return full.reshape(-1)[first : first + self.numel]
 
     @cached_property
@@ -89,7 +94,7 @@ class ShardSpec:
 
         If several ranks offered their copies, DCP would choose the same rank for all of them, which then writes longer.
         """
-        return not self.is_scalar or self._rank_and_range[1] == 0
+        return not self.is_scalar or self.first == 0
 
     def dtensor_spec(self, dtype: torch.dtype) -> DTensorSpec:
         """What a DTensor with these values says of itself."""
@@ -306,6 +311,11 @@ class ManagedParameter:
     def is_stored_here(self) -> bool:
         """Whether this rank stores some of its elements."""
         return self._spec(False).numel > 0
+
+    @property
+    def first(self) -> int:
+        """Index of the first of these elements in the flattened parameter; 0 if there are none."""
+        return self._spec(False).first
 
     def _spec(self, is_scalar: bool) -> ShardSpec:
         """What the parameter's values, or its scalars, have in common. The unit owns it."""
