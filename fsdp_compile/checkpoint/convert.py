@@ -9,10 +9,10 @@ A name is the path of keys that lead to a tensor or value, joined by dots, as DC
 """
 
 # Note [Why conversion has readers and writers of its own]
-# `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils, as of torch 2.13,
-# load the complete state into memory, know no checksums, and leave half of a file behind when they fail. Here a source
-# reads one tensor at a time, a target has room for every tensor before the first is written, and what was written gets
-# its name by one rename at the end. All else is DCP's and torch.save's: their metadata, their files, their pickles.
+# `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils, as of torch 2.13, load the
+# complete state into memory, know no checksums, and leave half of a file behind when they fail. Here a source reads one
+# tensor at a time, a target has room for every tensor before the first is written, and what was written gets its name
+# by one rename at the end. All else is DCP's and torch.save's: their metadata, their files, their pickles.
 
 import io
 import math
