@@ -4,15 +4,17 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test bench size spec features format clean compiler
 
-run: compiler .venv/stamp
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+run: compiler .venv/run
+	@echo "starting 2 processes"
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
-test: compiler .venv/stamp
+test: compiler .venv/test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -37,7 +39,7 @@ spec:
 features:
 	@$(PYTHON) tools/feature_table.py
 
-format: .venv/stamp
+format: .venv/test
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
@@ -46,19 +48,24 @@ clean:
 	rm -rf build *.egg-info *.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fsdp_compile tests bench examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Three environments in one folder, each with what the one before has: for running the example, testing, benchmarks.
 # torch comes first and alone: a range would let pip take the newest build, with gigabytes of CUDA packages.
-.venv/stamp: pyproject.toml constraints.txt
+.venv/run: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: needs Python 3.11 or later, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
-	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
-	touch $@
+	@test -x $(PY) || $(PYTHON) tools/narrate.py "creating .venv" $(PYTHON) -m venv .venv
+	@$(PYTHON) tools/narrate.py "installing $$(grep ^torch== constraints.txt)" $(PIP) torch
+	@$(PYTHON) tools/narrate.py "installing fsdp_compile, numpy and matplotlib" $(PIP) -e '.[examples]'
+	@touch $@
+
+.venv/test: .venv/run
+	@$(PYTHON) tools/narrate.py "installing what the tests need" $(PIP) -e '.[test,examples]'
+	@touch $@
 
 # torchtitan for SimpleFSDP, whose files need torch alone: its trainer's dependencies stay out.
-.venv/bench: .venv/stamp
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt torchtitan
-	touch $@
+.venv/bench: .venv/test
+	@$(PYTHON) tools/narrate.py "installing torchtitan" $(PIP) --no-deps torchtitan
+	@touch $@
 
 compiler:
 	@command -v $(CXX) >/dev/null \

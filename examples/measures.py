@@ -45,14 +45,45 @@ def timed(step: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> tup
     return loss, time.perf_counter() - begin
 
 
-def progress(label: str, run: Run, steps: int) -> None:
-    """Redraw one line on rank 0's terminal; write nothing where stderr is no terminal."""
-    if dist.get_rank() != 0 or not sys.stderr.isatty():
-        return
-    done, bar = len(run.losses), "#" * (30 * len(run.losses) // steps)
-    said = f"loss {run.losses[-1]:.3f}  {run.tokens / run.seconds[-1]:8,.0f} tokens/s" if done else "first step ..."
-    line = f"\r{label:>8} [{bar:<30}] {done}/{steps}  {said:<32}"
-    print(line, end="\n" if done == steps else "", file=sys.stderr, flush=True)
+class Progress:
+    """Says on rank 0's stderr how far a run has come: on a terminal in one line, else in a line every 5 seconds.
+
+    A thread says it, for the first step of a compiled run takes longer than that.
+    """
+
+    def __init__(self, label: str, run: Run, steps: int) -> None:
+        self.label, self.run, self.steps = label, run, steps
+        self.terminal, self.begin, self.over = sys.stderr.isatty(), time.monotonic(), threading.Event()
+        self.thread = threading.Thread(target=self._repeat, daemon=True)
+        if dist.get_rank() == 0:
+            self._say()
+            self.thread.start()
+
+    def end(self) -> None:
+        """Say that all steps are done."""
+        self.over.set()
+        if self.thread.is_alive():
+            self.thread.join()
+            self._say(end="\n")
+
+    def _repeat(self) -> None:
+        while not self.over.wait(0.2 if self.terminal else 5.0):
+            self._say()
+
+    def _say(self, end: str = "") -> None:
+        done, bar = len(self.run.losses), "#" * (30 * len(self.run.losses) // self.steps)
+        if done:
+            said = f"loss {self.run.losses[-1]:.3f}  {self.run.tokens / self.run.seconds[-1]:8,.0f} tokens/s"
+        else:
+            doing = "compiling, then the first step" if self.label == "compiled" else "first step"
+            said = f"{doing}: {time.monotonic() - self.begin:.0f} s"
+        line = f"{self.label:>8} [{bar:<30}] {done}/{self.steps}  {said:<40}"
+        print(
+            f"\r{line}" if self.terminal else line.rstrip(),
+            end=end if self.terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 class PeakMemory:

@@ -68,6 +68,20 @@ def draw_speeds(axes: Axes, runs: dict[str, Run]) -> None:
     axes.margins(x=0.3, y=0.12)
 
 
+def comparison(runs: dict[str, Run], ranks: int, device: torch.device) -> str:
+    """One sentence: what was compared, and what came out."""
+    if len(runs) < 2:
+        return f"Nothing was compared: only the {next(iter(runs))} run was asked for."
+    eager, compiled = runs["eager"], runs["compiled"]
+    ratio = compiled.speed / eager.speed
+    apart = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, compiled.losses, strict=True))
+    return (
+        f"Compared on {ranks} rank(s) of {device}: {len(eager.losses)} training steps of one sharded model from the "
+        f"same weights on the same batches, run eagerly and by torch.compile; the losses differ by at most {apart:.2%}, "
+        f"and the compiled steps process {ratio:.2f} times as many tokens per second."
+    )
+
+
 def disagreement(eager: Run, compiled: Run, bf16: bool) -> str | None:
     """Say where the curves part, or None: rounding may move a loss by the tolerance, a wrong gradient moves it more."""
     early, end = TOLERANCE[bf16]

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from data import Batches, load_text
 from gpt import GPT, GPTConfig
-from measures import PeakMemory, Run, progress, timed
+from measures import PeakMemory, Progress, Run, timed
 from options import parse_arguments
-from outcome import disagreement, draw, table
+from outcome import comparison, disagreement, draw, table
 from resume import Checkpoints
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -54,19 +54,18 @@ def train(compiled: bool, text: Tensor, args: argparse.Namespace, device: torch.
     states = Checkpoints(model, optimizer, scheduler, batches, run, args.save and args.save / label)
     if args.resume:
         states.load()
-    begun = len(run.losses)
-    progress(label, run, args.steps)
+    begun, progress = len(run.losses), Progress(label, run, args.steps)
     while len(run.losses) < args.steps:
         x, y = batches.next()
         loss, seconds = timed(step, x.to(device), y.to(device))
         scheduler.step()
         run.seconds.append(seconds)
         run.losses.append(mean_over_ranks(loss))
-        progress(label, run, args.steps)
         if len(run.losses) == begun + 1:
             memory.forget()
         if len(run.losses) % args.every == 0 or len(run.losses) == args.steps:
             states.save()
+    progress.end()
     run.peak = memory.stop()
     return run
 
@@ -106,10 +105,11 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def report(runs: dict[str, Run], args: argparse.Namespace, device: torch.device) -> None:
-    """Print the table and write the picture."""
+    """Print the table, write the picture, and say in a sentence what was compared."""
     print(table(runs, device))
     draw(runs, args.out)
-    print(f"wrote {args.out}", flush=True)
+    print(f"wrote {args.out}")
+    print(comparison(runs, dist.get_world_size(), device), flush=True)
 
 
 def main() -> None:
