@@ -77,7 +77,7 @@ def comparison(runs: dict[str, Run], ranks: int, device: torch.device) -> str:
     apart = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, compiled.losses, strict=True))
     return (
         f"Compared on {ranks} rank(s) of {device}: {len(eager.losses)} training steps of one sharded model from the "
-        f"same weights on the same batches, run eagerly and by torch.compile; the losses differ by at most {apart:.2%}, "
+        f"same weights on the same batches, run eagerly and by torch.compile; the losses differ by up to {apart:.2%}, "
         f"and the compiled steps process {ratio:.2f} times as many tokens per second."
     )
 

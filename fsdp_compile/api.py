@@ -1,4 +1,9 @@
-"""`fully_shard`: resolve arguments, choose units, shard their parameters, swap classes."""
+"""`fully_shard` and `explain`.
+
+    check arguments -> choose and check units (construct/) -> shard them one by one -> connect modules, units and root
+
+See Note [Nothing is changed on refusal] in construct/validate.py.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType, UnionType
@@ -53,57 +58,59 @@ def fully_shard(
 ) -> FSDPModule:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
-    Parameters keep their identity and become 1-D views into this rank's shard, shape `[n]` with n >= 0 (full shape
-    under NO_SHARD); during forward and backward, module code finds them in full shape. Gradients arrive on the sharded
-    parameters as the mean over the group, in the same 1-D shape. An optimizer may be made before or after this call.
+    Parameters keep their identity and become 1-D views into this rank's shard, of shape `[n]` with n >= 0 (of their
+    full shape under NO_SHARD). During forward and backward module code finds them in full shape. Gradients arrive on
+    the sharded parameters as the mean over the group, in the same 1-D shape. An optimizer may be made before or after
+    this call. For type checkers the return value is an `FSDPModule`, and `model` keeps its own type.
 
     All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
 
     Args:
         model: module with at least one parameter; all of floating dtypes and on one device per unit, but for those on
             the meta device. Submodules that are sharded already keep their units.
-        mesh: device mesh, 1-D, to shard over; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
-            `process_group`; neither: the whole world.
+        mesh: device mesh to shard over, 1-D; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
+            `process_group` may be given; without them all ranks shard.
         process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).
-        sharding_strategy: FULL_SHARD (also if None) frees full parameters between forward and backward, SHARD_GRAD_OP
-            keeps them, NO_SHARD copies parameters on every rank and averages gradients. HYBRID_SHARD and
-            _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes. A shard group of one rank means
-            NO_SHARD.
-        reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. A number n, a
-            divisor of the ranks to shard over: between forward and backward each rank keeps an n-th of the parameters,
-            and backward gathers within runs of n ranks only; 1 means False, the number of all ranks True. "auto": a
-            compiled step keeps those units whose second gather would make it longer, as far as its budget goes
-            (`CompileConfig`); an eager one frees all. Beside a `sharding_strategy` it may only say what that says, a
-            number or "auto" only beside those that free.
-        auto_wrap_policy: which submodules are gathered on their own. "auto": the outermost repeated blocks; None:
-            `model` is one unit; a set of module classes; or a `ModuleWrapPolicy`, `CustomPolicy` or callable as
-            `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
-        mixed_precision: dtypes of full parameters, of reduced gradients and of buffers, and which inputs are cast. The
+        sharding_strategy: FULL_SHARD, which None stands for, frees unsharded parameters between forward and backward,
+            and SHARD_GRAD_OP does not. NO_SHARD stores all parameters on every rank and averages gradients.
+            HYBRID_SHARD and _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes. With a shard
+            group of one rank all strategies are NO_SHARD.
+        reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
+            n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
+            and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
+            True. With "auto" a compiled step does not reshard those units whose second all-gather would make it longer,
+            as far as its budget allows (`CompileConfig`); an eager step reshards all. Beside a `sharding_strategy` this
+            argument must say the same; a number or "auto" fits only strategies that free parameters.
+        auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks; with
+            None `model` is one unit; otherwise a set of module classes, or a `ModuleWrapPolicy`, `CustomPolicy` or
+            callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a module.
+        mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast. The
             shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None, batch
-            normalisation, or the classes in its `_module_classes_to_ignore`, becomes units without mixed precision.
+            normalization, or the classes in its `_module_classes_to_ignore`, becomes units without mixed precision.
         cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
-        ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialised.
+        ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialized.
         ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
-        device_id: device to compute on; what is on the CPU moves there, unit by unit. None: where the parameters are.
+        device_id: device to compute on; what is on the CPU moves there, unit by unit. None means the device
+            of the parameters.
         param_init_fn: called on every module that directly owns tensors on the meta device, or owns none, to give its
-            own ones memory and values. None: they are made empty and `module.reset_parameters()` is called.
+            own tensors memory and values. If None, they get memory and `module.reset_parameters()` is called.
         sync_module_states: send parameters and buffers of the first rank to all others before sharding.
-        devices_per_node: for hybrid strategies without mesh and groups, the ranks of one node. None: LOCAL_WORLD_SIZE,
-            or the number of accelerators.
-        backward_prefetch: BACKWARD_PRE gathers the next unit while this one's backward computes, BACKWARD_POST after
-            it, None when it is needed.
-        forward_prefetch: whether eager forward gathers one unit ahead, in the order of the first iteration.
-        limit_all_gathers: whether the host waits before it gathers while two units that were freed may still be read
-            by the device. Equal in all calls under one root, else ValueError at the first forward; of the other two
-            settings the outermost call's are in force.
+        devices_per_node: for hybrid strategies without mesh and groups, the ranks of one node. None means
+            LOCAL_WORLD_SIZE, or the number of accelerators.
+        backward_prefetch: with BACKWARD_PRE the next unit is gathered while the backward of this one computes, with
+            BACKWARD_POST after it, with None when it is needed.
+        forward_prefetch: whether an eager forward prefetches the next unit, in the order of the first iteration.
+        limit_all_gathers: whether the host waits before an all-gather while the device may still read two units that
+            were freed. It must be equal in all calls under one root, else the first forward raises ValueError; of the
+            other two settings those of the outermost call are in force.
 
     Raises:
-        RuntimeError: no process group is initialised, or a unit's parameters are spread over devices.
+        RuntimeError: no process group is initialized, or a unit's parameters are spread over devices.
         TypeError: an argument has the wrong type.
         ValueError: an argument or a parameter cannot be sharded; the message says which and what to do.
 
-    Nothing has been changed when one of these is raised. What `param_init_fn` or `reset_parameters` raises, or a
-    ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
+    Nothing has been changed when one of these is raised. An error that `param_init_fn` or `reset_parameters` raises,
+    or a ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
     """
     _check_model(model)
     _check_type("sharding_strategy", sharding_strategy, ShardingStrategy | None)
@@ -274,8 +281,8 @@ def _connect(model: Any, ignored: Ignored, root: Runtime) -> None:
     model._fsdp.ignored_modules, model._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
     users: dict[Unit, list[nn.Module]] = {}
     for module in model.modules():
-        found = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
-        managed = {name: at for name, at in found.items() if at}
+        units = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
+        managed = {name: at for name, at in units.items() if at}
         known = {lookup.name for lookup in getattr(type(module), "_fsdp_lookups", ())}
         if managed.keys() - known:
             add_lookups(module, {name: at for name, at in managed.items() if name not in known}, HasShardedParameters)

@@ -95,8 +95,8 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Choose whether backward passes from now on reduce the gradients of this module's units and those below.
 
-        Without, gradients add up whole and local, in full size on every rank; the next reduce takes their sum.
-        Compiled, this holds for backward passes of forwards that run from now on.
+        Without synchronization each rank accumulates its own unsharded gradients; the next reduce takes their sum.
+        In a compiled model this holds for the backward passes of forwards that run from now on.
         """
         for unit in units_gathered_below(self):
             set_sync(unit, requires_gradient_sync)
@@ -105,8 +105,8 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside do not reduce gradients (E-ACC-1). Also usable as a decorator.
 
-        A rank may leave out backward passes inside. All ranks must enter, though, if a compiled forward from before the
-        first `no_sync` is still to have its backward: that one reduces what was kept as well, on all ranks or on none.
+        A rank may leave out backward passes inside. All ranks must enter, though, if the backward of a compiled forward
+        from before the first `no_sync` is still to come: it reduces accumulated gradients too, on all ranks or on none.
 
         Raises:
             RuntimeError: this module is not the root: a module around it is sharded too.
@@ -126,25 +126,25 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.
 
-        That forward does not gather again (E-PRE-7), unless parameters were changed since: to know that of all ranks it
-        exchanges one number with them, if this was not called within the same forward of the root. Edits through
-        `param.data` cannot be seen. A compiled forward gathers for itself.
+        That forward does not gather again (E-PRE-7), unless parameters were changed since. Whether any rank changed
+        them is found out by an all-reduce of one number, if this was not called within the same forward of the root.
+        Edits through `param.data` cannot be seen. A compiled forward gathers for itself.
 
         Args:
-            async_op: return a handle at once, whose `wait` orders what follows after the gather; the forward waits by
-                itself. False: wait, return None.
+            async_op: if True, return a handle at once, whose `wait` orders what follows after the all-gather; the
+                forward waits by itself. If False, wait and return None.
 
         Raises:
             AssertionError: within `summon_full_params`.
         """
-        handle = self._fsdp_runtime.unshard(self._fsdp.units, computes_in_full_precision(self))
+        unsharding = self._fsdp_runtime.unshard(self._fsdp.units, computes_in_full_precision(self))
         if async_op:
-            return handle
-        handle.wait()
+            return unsharding
+        unsharding.wait()
         return None
 
     def reshard(self) -> None:
-        """Free what `unshard` gathered, and what a forward kept for its backward, which gathers again then.
+        """Free what `unshard` gathered, and what a forward left for its backward, which then gathers again.
 
         ValueError while a forward or backward of this module is under way.
         """
@@ -178,8 +178,8 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FSDPModule"]:
         """The sharded modules among `module` and those below, in the order of `module.modules()`; or only roots."""
-        found = (each for each in module.modules() if isinstance(each, FSDPModule))
-        return [each for each in found if each.is_root() or not root_only]
+        modules = (each for each in module.modules() if isinstance(each, FSDPModule))
+        return [each for each in modules if each.is_root() or not root_only]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of this module's parameters in place so that their norm is at most `max_norm`.

@@ -137,8 +137,8 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """The wrappers in the tree of `module`; with `root_only`, those that no other wrapper encloses."""
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        return [each for each in found if each.module._fsdp.is_root] if root_only else found
+        wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        return [each for each in wrappers if each.module._fsdp.is_root] if root_only else wrappers
 
 
 def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

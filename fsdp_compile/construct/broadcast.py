@@ -1,4 +1,4 @@
-"""Equal values on all ranks: tensors of the first rank are sent to the others, many in one message."""
+"""Equal values on all ranks: the first rank sends its tensors to the others, many of them in one message."""
 
 from collections.abc import Iterable, Iterator
 
@@ -52,9 +52,9 @@ def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one device that fill a bucket; a larger tensor is one by itself.
+    """Groups of tensors of one device that fill a bucket; a tensor that is larger than a bucket gets its own.
 
-    Wide dtypes first: so every tensor starts at a multiple of its item size in a bucket of bytes.
+    Wide dtypes come first, so that every tensor starts at a multiple of its item size in a bucket of bytes.
     """
     bucket: list[Tensor] = []
     nbytes = 0
@@ -69,8 +69,8 @@ def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]
 
 
 def _send(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
-    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
-    message = parts[0] if len(parts) == 1 else torch.cat(parts)
+    segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
+    message = segments[0] if len(segments) == 1 else torch.cat(segments)
     collectives.broadcast(message, group)
-    for tensor, part in zip(bucket, message.split([part.numel() for part in parts]), strict=True):
-        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+    for tensor, segment in zip(bucket, message.split([segment.numel() for segment in segments]), strict=True):
+        tensor.copy_(segment.view(tensor.dtype).view(tensor.shape))

@@ -1,7 +1,7 @@
-"""On which device a unit computes, and how its tensors get there. The CPU is a device like any other.
+"""On which device a unit computes, and how its tensors get there. The CPU is treated as any other device.
 
 Each unit decides for itself, from the devices of the parameters it manages (E-INIT-12 to 17). Parameters on the meta
-device have no place yet: they follow the others.
+device have no device yet: they follow the others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,13 +51,13 @@ def carried_devices(group: dist.ProcessGroup) -> frozenset[str]:
 
 
 def compute_device(
-    found: Iterable[tuple[str, torch.device]], given: torch.device | None, carried: frozenset[str]
+    devices: Iterable[tuple[str, torch.device]], given: torch.device | None, carried: frozenset[str]
 ) -> torch.device:
-    """The device of a unit whose managed parameters lie on the devices `found`, as (name, device) pairs.
+    """The device that a unit computes on.
 
     Args:
-        found: names are for messages.
-        given: what `device_id` says.
+        devices: name and device of each parameter that the unit manages; names are for messages.
+        given: what `device_id` says, or None.
         carried: the device types that the unit's group communicates from.
 
     Raises:
@@ -65,7 +65,7 @@ def compute_device(
         ValueError: they are on another device than `given` (E-INIT-16).
     """
     first: dict[torch.device, str] = {}
-    for name, device in found:
+    for name, device in devices:
         first.setdefault(device, name)
     first.pop(torch.device("meta"), None)
     others = [device for device in first if device.type != "cpu"]

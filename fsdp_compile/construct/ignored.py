@@ -1,4 +1,4 @@
-"""What `fully_shard` leaves alone: modules and parameters that the caller, or another sharding API, keeps to itself."""
+"""What `fully_shard` leaves alone: modules and parameters that the caller names, or that another API has sharded."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -75,27 +75,27 @@ def _given(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module], 
     return states, []
 
 
-def _as_list(what: str, found: Any) -> list[Any]:
+def _as_list(what: str, values: Any) -> list[Any]:
     try:
-        return list(found)
+        return list(values)
     except TypeError:
-        raise TypeError(f"{what}: expected an iterable, found {type(found).__name__}; pass a list") from None
+        raise TypeError(f"{what}: expected an iterable, found {type(values).__name__}; pass a list") from None
 
 
-def _check_all(what: str, found: list[Any], kind: type) -> None:
-    if not all(isinstance(each, kind) for each in found):
-        types = ", ".join(sorted({type(each).__name__ for each in found}))
+def _check_all(what: str, values: list[Any], kind: type) -> None:
+    if not all(isinstance(each, kind) for each in values):
+        types = ", ".join(sorted({type(each).__name__ for each in values}))
         kinds = "modules" if what == "ignored_modules" else "modules only or parameters only"
         raise ValueError(f"{what}: expected {kinds}, found {types}; leave the others out")
 
 
 def _subtree(root: nn.Module, is_unit: IsUnit) -> list[nn.Module]:
     """`root` and the modules below it, without nested units and what is below these."""
-    found: dict[nn.Module, None] = {}
+    subtree: dict[nn.Module, None] = {}
     waiting = [root]
     while waiting:
         module = waiting.pop()
-        if module not in found and not is_unit(module):
-            found[module] = None
+        if module not in subtree and not is_unit(module):
+            subtree[module] = None
             waiting.extend(module.children())
-    return list(found)
+    return list(subtree)

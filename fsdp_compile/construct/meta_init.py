@@ -1,10 +1,11 @@
-"""Deferred initialisation: parameters and buffers on the meta device get memory and values, one unit at a time.
+"""Deferred initialization: parameters and buffers on the meta device get memory and values, one unit at a time.
 
-    before   weight: meta      bias: real      a module that owns both
-    during   weight: empty     bias: copy      what initialises the module sees these
-    after    weight: new       bias: real      what held values is back, untouched
+    before   weight: on meta    bias: has values    a module that owns both
+    during   weight: empty      bias: a copy        what the function that initializes the module sees
+    after    weight: values     bias: as before     the bias is untouched, whatever was done to its copy
 
-Every parameter stays the object it was, so ties and optimizers hold; a tied one is initialised at its first place.
+Every parameter stays the object it was, so tied parameters stay tied and optimizers go on working. A tied parameter is
+initialized in the first module that has it. See Note [Initializing without changing what has values].
 """
 
 import weakref
@@ -67,12 +68,12 @@ def materialize(modules: NamedModules, device: torch.device, init: InitFn | None
         absent = _absent(module, ignored)
         if absent or (init and not _own_tensors(module)):
             with _warned(path, module), torch.no_grad(), _stand_ins(module, absent):
-                _initialise(module, absent, device, init)
+                _initialize(module, absent, device, init)
             for name, tensor in absent.items():
                 _keep_identity(path, module, name, tensor, device)
 
 
-def _initialise(module: nn.Module, absent: dict[str, Tensor], device: torch.device, init: InitFn | None) -> None:
+def _initialize(module: nn.Module, absent: dict[str, Tensor], device: torch.device, init: InitFn | None) -> None:
     if init is not None:
         init(module)
         return
@@ -85,8 +86,8 @@ def _initialise(module: nn.Module, absent: dict[str, Tensor], device: torch.devi
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that `module` itself registered, by name."""
-    places = (*module._parameters.items(), *module._buffers.items())
-    return {name: tensor for name, tensor in places if tensor is not None}
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name: tensor for name, tensor in tensors if tensor is not None}
 
 
 def _absent(module: nn.Module, ignored: Set[Any]) -> dict[str, Tensor]:
@@ -107,53 +108,62 @@ def _warned(path: str, module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _stand_ins(module: nn.Module, absent: dict[str, Tensor]) -> Iterator[None]:
-    """While initialising, put copies in the place of what holds values already; also where only a shard is left."""
-    kept = {name: tensor for name, tensor in _own_tensors(module).items() if name not in absent}
-    for name, tensor in kept.items():
+    """Put copies in the place of tensors that have values, so that initializing the module does not change them."""
+    present = {name: tensor for name, tensor in _own_tensors(module).items() if name not in absent}
+    for name, tensor in present.items():
         _set(module, name, _copy_of(tensor))
     try:
         yield
     finally:
-        for name, tensor in kept.items():
+        for name, tensor in present.items():
             _set(module, name, tensor)
+
+
+# Note [Initializing without changing what has values]
+# `reset_parameters` and `param_init_fn` initialize a whole module. Some of its tensors may have values that must stay:
+# they were on a device from the start, or they are shared with a unit that has been sharded already, in which case
+# their full values do not exist any more. While such a module is initialized it has copies of these tensors in full
+# shape, which are dropped afterwards. A tensor on the meta device cannot be given memory in place, because `data` of
+# another device cannot be assigned to it. So the function works on a new tensor, and `swap_tensors` then exchanges the
+# contents of the two objects: the parameter that optimizers and other modules know gets the values.
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
-    found = unit_of(tensor)
-    whole = tensor.new_zeros(found[0].shapes[found[1]]) if found else tensor.detach().clone()
-    copy = nn.Parameter(whole, tensor.requires_grad)
+    managed = unit_of(tensor)
+    full = tensor.new_zeros(managed[0].shapes[managed[1]]) if managed else tensor.detach().clone()
+    copy = nn.Parameter(full, tensor.requires_grad)
     vars(copy).update(vars(tensor))  # marks that an initialiser may look at
     return copy
 
 
 def _set(module: nn.Module, name: str, tensor: Any) -> None:
-    places: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    places[name] = tensor
+    registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    registry[name] = tensor
 
 
 def _keep_identity(path: str, module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> None:
     """Give `tensor`, the object that was on meta, the values that are now in its place."""
-    found = _own_tensors(module).get(name)
-    _check_initialised(_full_name(path, name, tensor), tensor, found, device)
-    if found is not None and found is not tensor:
-        if isinstance(found, nn.Parameter):
-            found.requires_grad_(tensor.requires_grad)
-        _become(tensor, found)
+    initialized = _own_tensors(module).get(name)
+    _check_initialized(_full_name(path, name, tensor), tensor, initialized, device)
+    if initialized is not None and initialized is not tensor:
+        if isinstance(initialized, nn.Parameter):
+            initialized.requires_grad_(tensor.requires_grad)
+        _become(tensor, initialized)
         _set(module, name, tensor)
 
 
-def _check_initialised(name: str, before: Tensor, found: Tensor | None, device: torch.device) -> None:
-    if found is None or found.is_meta:
-        what = "nothing" if found is None else "it on the meta device"
+def _check_initialized(name: str, before: Tensor, initialized: Tensor | None, device: torch.device) -> None:
+    if initialized is None or initialized.is_meta:
+        what = "nothing" if initialized is None else "it on the meta device"
         raise ValueError(f"{name}: expected param_init_fn to give it memory and values, found {what}; "
                          f"call module.to_empty(device=..., recurse=False) in it")  # fmt: skip
-    expected, got = ((tuple(t.shape), t.dtype) for t in (before, found))
+    expected, got = ((tuple(t.shape), t.dtype) for t in (before, initialized))
     if got != expected:
         raise ValueError(f"{name}: expected shape and dtype {expected} after initialising, found {got}; keep them")
-    if found.device not in (device, torch.device("cpu")):
-        raise ValueError(f"{name}: expected device {device} after initialising, found {found.device}; "
+    if initialized.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{name}: expected device {device} after initialising, found {initialized.device}; "
                          f"pass it as device_id, or initialise there")  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""What `fully_shard` is going to do, worked out and checked before anything is changed."""
+"""What `fully_shard` is going to do, worked out and checked before anything is changed.
+
+See Note [Nothing is changed on refusal].
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +24,12 @@ from fsdp_compile.construct.meta_init import InitFn, check_materializable
 from fsdp_compile.construct.wrap_policy import Chosen
 from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.unit import unit_of
+
+# Note [Nothing is changed on refusal]
+# `fully_shard` has two halves. `prepare_units` works out all units and makes every check that can be made from modules,
+# parameters and arguments; it changes nothing, so that a model which is refused is as it was. Only then does api.py
+# change units one by one: initialize, move, broadcast, shard. What user code raises in that half (`param_init_fn`,
+# `reset_parameters`) cannot be foreseen and leaves a model that is sharded in part; a warning names the module.
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
@@ -82,7 +91,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
         _check_container(module, path)
         _check_params(params, path)
         device = compute_device(((_join(path, n), p.device) for n, p in params), settings.device, carried)
-        named = [(paths[found], found) for found in modules]
+        named = [(paths[each], each) for each in modules]
         check_materializable(named, settings.init, settings.ignored.params)
         precision = chosen[module].get("mixed_precision", settings.precision)
         placement = place(strategy, settings.groups)
@@ -102,7 +111,7 @@ def _divide(
     for module in chosen:
         own_params = [(n, p) for n, p in module.named_parameters() if p not in params and unit_of(p) is None]
         reachable = _breadth_first(module, lambda m: m in chosen or is_unit(m) or m in ignored.modules)
-        own_modules = [found for found in reachable if found not in modules]
+        own_modules = [each for each in reachable if each not in modules]
         params.update(param for _, param in own_params)
         modules.update(own_modules)
         yield module, own_params, own_modules
@@ -135,13 +144,13 @@ def _strategy_of(path: str, differs: dict[str, Any], strategy: ShardingStrategy)
 
 
 def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    found = [root]
+    modules = [root]
     seen = {root}
-    for module in found:
+    for module in modules:
         new = [child for child in module.children() if child not in seen and not stops(child)]
-        found += new
+        modules += new
         seen.update(new)
-    return found
+    return modules
 
 
 def _warn_one_rank(strategies: Iterable[ShardingStrategy], groups: Groups) -> None:

@@ -1,4 +1,4 @@
-"""Which modules become units of their own."""
+"""Which modules become units of their own: the automatic choice, and the policies that torch's wrapper takes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
@@ -37,14 +37,12 @@ def choose_units(
         ValueError: `policy` is a string other than "auto".
     """
     chosen = _ask(model, policy, is_taken, ignored)
-    found = _innermost_first(model, is_taken, ignored) if policy is not None else []
-    exempted: Chosen = {module: {"mixed_precision": None} for module in found if isinstance(module, exempt)}
+    candidates = _innermost_first(model, is_taken, ignored) if policy is not None else []
+    exempted: Chosen = {module: {"mixed_precision": None} for module in candidates if isinstance(module, exempt)}
     exempted.pop(model, None)
     if not exempted:
         return chosen
-    return {
-        module: chosen.get(module, {}) | exempted.get(module, {}) for module in found if module in chosen | exempted
-    }
+    return {each: chosen.get(each, {}) | exempted.get(each, {}) for each in candidates if each in chosen | exempted}
 
 
 def _ask(model: nn.Module, policy: AutoWrapPolicy, is_taken: Callable[[nn.Module], bool], ignored: Ignored) -> Chosen:
@@ -128,25 +126,25 @@ def _ask_policy(
 def _ask_custom_policy(
     model: nn.Module, policy: CustomPolicy, is_taken: Callable[[nn.Module], bool], ignored: Ignored
 ) -> Chosen:
-    """What a `CustomPolicy` answers, innermost first; about modules that are left alone it is asked in vain.
+    """What a `CustomPolicy` answers, innermost first; its answers about modules that are left alone are ignored.
 
     torch's policy classes share no public call, only this method: checked on torch 2.11 and 2.13.
     """
     answers: Chosen = policy._run_policy(model, set(ignored.modules), {})
-    found = _innermost_first(model, is_taken, ignored)
-    return {module: answers[module] for module in found if module in answers and module is not model}
+    candidates = _innermost_first(model, is_taken, ignored)
+    return {module: answers[module] for module in candidates if module in answers and module is not model}
 
 
 def _innermost_first(model: nn.Module, is_taken: Callable[[nn.Module], bool], ignored: Ignored) -> list[nn.Module]:
     """`model` and the modules below it that are not left alone, each after those below it."""
-    found: dict[nn.Module, None] = {}
+    ordered: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in found or is_taken(module) or module in ignored.modules:
+        if module in ordered or is_taken(module) or module in ignored.modules:
             return
         for child in module.children():
             visit(child)
-        found[module] = None
+        ordered[module] = None
 
     visit(model)
-    return list(found)
+    return list(ordered)
