@@ -86,8 +86,8 @@ def fully_shard(
             callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a
             module.
         mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast.
-            The shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None, batch
-            normalization, or the classes in its `_module_classes_to_ignore`, becomes units without mixed precision.
+            The shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None,
+            batch normalization, or the classes in its `_module_classes_to_ignore`, becomes units without mixed precision.
         cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
         ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialized.
         ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
