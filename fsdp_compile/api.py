@@ -87,7 +87,7 @@ def fully_shard(
             module.
         mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast.
             The shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None,
-            batch normalization, or the classes in its `_module_classes_to_ignore`, becomes units without mixed precision.
+            batch normalization, or the classes in `_module_classes_to_ignore`, becomes units without mixed precision.
         cpu_offload: whether shards and gradients are stored, and the optimizer runs, on the CPU.
         ignored_modules: modules to leave alone, with all below them: not sharded, moved or initialized.
         ignored_states: the same as modules, or parameters to leave alone. At most one of the two arguments.
