@@ -24,6 +24,7 @@ from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_unit
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
 from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.lookup import add_lookups, add_mixin
+from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
@@ -142,7 +143,7 @@ def fully_shard(
     for prepared in prepare_units(model, chosen, settings, _is_unit):
         _make_unit(prepared, settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
-    _install_passes()
+    call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
     return model  # type: ignore[return-value]  # its class has been swapped
@@ -188,7 +189,7 @@ def explain(
 
 
 def _install_passes() -> None:
-    """Hook the passes into Inductor, which is imported here and not with the package."""
+    """Hook the passes into Inductor, which is imported here: when a sharded model is first traced."""
     from fsdp_compile.passes.inductor import install
 
     install()

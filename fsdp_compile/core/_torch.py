@@ -5,6 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
+
+__all__ = [
+    "call_after_backward",
+    "carries_optimizers",
+    "current_backward",
+    "replace_data",
+    "set_grad",
+    "step_carried_optimizers",
+    "without_dispatch_modes",
+]
 
 
 def current_backward() -> int:

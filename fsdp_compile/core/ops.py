@@ -21,12 +21,14 @@ This file has the signatures, the derivatives and the shapes. Bodies that commun
 insert them. `flat_param_id` names a flat parameter by an integer in a tensor on the CPU (flat_param.py).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from fsdp_compile.core._torch import without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.unshard_spec import UnshardSpec
 
@@ -105,8 +107,23 @@ def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
 torch.library.impl("fsdp_flat::views", "CompositeImplicitAutograd", view_parameters)
 
 
+_before_tracing: dict[Callable[[], None], None] = {}
+
+
+def call_before_tracing(function: Callable[[], None]) -> None:
+    """Have `function` called once, when an unshard is traced next: before any graph that holds it is compiled.
+
+    What only compilation needs, such as the passes and Inductor, is thus loaded when `torch.compile` is used.
+    """
+    _before_tracing[function] = None
+
+
 @torch.library.register_fake("fsdp_flat::unshard")
 def _unshard_fake(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
+    while _before_tracing:
+        function, _ = _before_tracing.popitem()
+        with without_dispatch_modes():  # modules that are imported now may create tensors
+            function()
     parsed = UnshardSpec.parse(spec)
     return shard.new_empty(parsed.layout.numel, dtype=parsed.compute_dtype or shard.dtype)
 

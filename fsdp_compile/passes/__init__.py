@@ -1,47 +1,24 @@
-"""All that sees a graph, in pipeline order.
+"""All that sees a graph. `PASSES` lists what is done to it, in order; this is where each step lies.
 
-pipeline.py             Pass, the type of all passes, and the pipeline that Inductor calls
-insert_collectives.py   markers become functional collectives with separate waits
-merge_calls.py          before that: a unit that is called several times is gathered once and reduced once
-keep.py                 which units stay gathered, where that is left open
-reshard.py              gathers are recomputed in backward or saved; proof that nothing else is saved
-pack_grads.py           gradients are written straight into the reduce-scatter's input: pass and Inductor lowering
-reuse_gathered.py       which is the gathered buffer itself, where that is possible; overwrite.py: after all reads
-order.py                the graph in the order of a plan; pin that order
-  choose.py             which plan: from a file, the best by cost, or by rules.py: a unit ahead, in turns
-  from_graph.py         tasks and units of a graph; liveness.py: bytes that live
-  profile_tasks.py      seconds of tasks, measured while a graph runs; times.py: used for other graphs of the model
-coalesce.py             what the plan launches together becomes one call
-exchange.py             reduce-scatters that gloo runs become exchanges of slices
-gather_into.py          all-gathers write into a buffer that the graph allocates
-direct.py               generated code calls the process group itself: lowering, and what it calls
-check_ranks.py          each graph names its collectives, and ranks compare that at its first run
-inductor.py             the hook-up: default path and backend
+pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided
+inductor.py    the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
+_torch.py      private names of the compiler
 
-Plans, on plain numbers:
+graph/         what passes ask of a graph: tags, kinds of nodes, fusion, work, memory, tasks and units, text
+joint/         forward and backward in one graph: markers become collectives; which units reshard after forward
+post_grad/     each graph alone: gradients in place, reading, planning, ordering, lowering, checks, pinning
+plan/          plans as data, without torch: rules, search, simulation, verification
+cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
 
-workload.py             what a step computes and communicates: tasks and units
-plan.py                 which unit is gathered, waited for, freed and reduced before which task; as text and JSON
-simulate.py             what a plan takes, in seconds and bytes; verify.py: whether it keeps the rules of a plan
-rules.py                plans without a search
-schedule.py             the best plan: what to keep, within how much memory
-search.py               the best one for given units to keep; launches.py: what it may launch, and from where on
-bound.py                what no plan can beat
-compact.py              gathers no earlier than pays
+A step of training goes through
 
-Costs, as numbers or expressions:
-
-cost.py                 seconds of collectives and of computing; machines.py: links and devices with their figures
-work.py                 what a node computes, reads and writes
-pricing.py              what the nodes and collectives of one graph cost, by the configuration
-
-Shared: tags.py, what a node is to us; views.py, what kind of node it is, and who reads it through views; text.py, a
-graph printed; torch_private.py, the compiler's state.
+    joint       insert_collectives -> choose_reshard -> reshard            then the partitioner splits the graph
+    forward     check_saved -> read_graph -> choose_plan -> verify_plan -> order -> check_order -> ... -> pin_order
+    backward    the same, with pack_in_place and reuse_gathered before it is read
 """
 
-from fsdp_compile.passes.joint.choose_reshard import choose_reshard
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
-from fsdp_compile.passes.joint.reshard import check_saved, reshard
+from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered

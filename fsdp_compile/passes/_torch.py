@@ -1,17 +1,39 @@
-"""Private compiler state that passes read. Checked on torch 2.11 and 2.13."""
+"""Private names of torch's compiler that the passes use. Checked on torch 2.11 and 2.13.
+
+What to look for when torch moves:
+
+compile_fx(gm, inputs, config_patches=)   applies the patches to the backward too, which is compiled later
+config.joint_custom_post_pass             called within the partitioner, before the cut, on a graph that may be unsorted
+config.post_grad_custom_post_pass         called on forward and backward each, before the graph is lowered
+config.realize_reads_threshold            how many buffers a value that several read may take before it is stored
+CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
+get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
+TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
+names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
+ShapeEnv.backed_var_to_val                the size that each symbol had in tracing
+"""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-import sympy
 from torch import fx
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["CustomGraphPass", "inductor_config"]
+__all__ = ["CustomGraphPass", "OpOverload", "inductor_config", "tree_leaves"]
+
+
+def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile `gm` by Inductor, with `patches` of its configuration for this compilation only."""
+    from torch._inductor.compile_fx import compile_fx  # slow to import, and plain torch.compile imports it itself
+
+    return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]  # declared wider
 
 
 def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
@@ -35,10 +57,10 @@ def direction() -> str:
     return next((word for word in ("joint", "forward", "backward") if f"_{word}_" in name), "inference")
 
 
-def graph_number() -> int:
-    """The number of the graph that is being compiled; its joint graph, forward and backward have the same."""
-    found = re.search(r"__(\d+)_", get_graph_being_compiled())
-    return int(found[1]) if found else 0
+def graph_index() -> int:
+    """The index that AOTAutograd gave to the graph that is being compiled; forward and backward share it."""
+    match = re.search(r"__(\d+)_", get_graph_being_compiled())
+    return int(match[1]) if match else 0
 
 
 def is_caller_owned(placeholder: fx.Node) -> bool:
@@ -53,11 +75,9 @@ def is_tangent(node: fx.Node) -> bool:
 
 def size_hint(size: Any) -> int:
     """The number that a size has, or had when it was traced."""
-    return size if isinstance(size, int) else int(hint_of(size.node.expr))
-
-
-def hint_of(expression: sympy.Expr) -> sympy.Expr:
-    """`expression` with the sizes put in that its symbols had when they were traced."""
+    if isinstance(size, int):
+        return size
     context = TracingContext.try_get()
     shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
-    return expression.xreplace({symbol: shapes.backed_var_to_val[symbol] for symbol in expression.free_symbols})
+    expression = size.node.expr
+    return int(expression.xreplace({symbol: shapes.backed_var_to_val[symbol] for symbol in expression.free_symbols}))

@@ -20,7 +20,14 @@ from torch import fx
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes._torch import CustomGraphPass, direction, graph_number, inductor_config, sort
+from fsdp_compile.passes._torch import (
+    CustomGraphPass,
+    compile_by_inductor,
+    direction,
+    graph_index,
+    inductor_config,
+    sort,
+)
 from fsdp_compile.passes.graph.tags import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
 
@@ -60,10 +67,8 @@ def compile_with(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """Compile by Inductor with `passes`, for this compilation only."""
-    from torch._inductor.compile_fx import compile_fx
-
     patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config, passes)}
-    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]  # declared wider
+    return compile_by_inductor(gm, list(example_inputs), patches)
 
 
 def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline"]:
@@ -95,7 +100,7 @@ class Pipeline(CustomGraphPass):
         if is_ours(graph, MARKERS):
             _check_registered()
             sort(graph)
-            run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_number()))
+            run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_index()))
 
     def uuid(self) -> Any | None:
         """The caches' key. See Note [What the compile caches key on].

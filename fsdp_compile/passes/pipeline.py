@@ -36,7 +36,7 @@ class GraphContext:
         graph: the graph; passes edit it in place.
         config: the configuration of this compilation.
         direction: "joint", "forward", "backward" or "inference".
-        number: the number that AOTAutograd gave to the graph; forward and backward have the same.
+        graph_index: the index that AOTAutograd gave to the graph; its joint graph, forward and backward share it.
         reading: tasks, units and the nodes of their collectives, as `read_graph` found them.
         workload: what of that the planner sees, with measured seconds if the configuration names a profile.
         plan: the plan that the graph follows.
@@ -45,7 +45,7 @@ class GraphContext:
     graph: fx.Graph
     config: CompileConfig
     direction: str
-    number: int
+    graph_index: int
     reading: "Reading" = field(init=False)
     workload: "Workload" = field(init=False)
     plan: "Plan" = field(init=False)
@@ -89,7 +89,7 @@ def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
 
 def run_passes(passes: Sequence[Pass], context: GraphContext) -> None:
     """Run `passes` on the graph of `context`, which is printed after each of them if that is asked for."""
-    printed = PrintedGraph(context.direction, context.number)
+    printed = PrintedGraph(context.direction, context.graph_index)
     for step in passes:
         step.run(context)
         context.graph.lint()

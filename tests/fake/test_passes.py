@@ -1,5 +1,7 @@
 """The pipeline: passes by name, foreign passes and foreign graphs, cache keys, and what the forward may save."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -85,8 +87,10 @@ def test_install_chains_to_a_pass_that_is_there() -> None:
 
 @pytest.mark.parametrize("hook", ["joint_custom_post_pass", "post_grad_custom_post_pass"])
 def test_a_pass_that_replaces_ours_is_noticed(hook: str) -> None:
-    """If another pass takes our place after fully_shard, compiling raises instead of keeping all parameters."""
+    """If another pass takes our place when ours is installed, compiling raises instead of keeping all parameters."""
     model = fully_shard(small())
+    torch.compile(model, backend="eager")(X)
+    torch._dynamo.reset()
     with (
         inductor_config.patch({hook: Recorder(lambda graph: None)}),
         pytest.raises(Exception, match=f"{hook}: expected the pipeline that fully_shard registered"),
@@ -122,16 +126,34 @@ def test_graphs_without_markers_are_left_alone() -> None:
 
 
 def test_nothing_else_in_the_process_changes() -> None:
-    """fully_shard sets two of Inductor's hooks and no other setting of Inductor or Dynamo."""
+    """Compiling a sharded model sets two of Inductor's hooks and no other setting of Inductor or Dynamo."""
     hooks = {"joint_custom_post_pass": None, "post_grad_custom_post_pass": None}
     with inductor_config.patch(hooks):
         before = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
-        fully_shard(small())
+        torch.compile(fully_shard(small()), backend="eager")(X)
         after = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
     assert {
         name for name in before[0] if before[0][name] is not after[0][name] and before[0][name] != after[0][name]
     } == set(hooks)
     assert before[1] == after[1]
+
+
+def test_passes_are_loaded_by_the_first_trace() -> None:
+    """fully_shard loads neither our passes nor the compiling half of Inductor; tracing a sharded model does."""
+    script = """if True:
+        import sys, torch, torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from fsdp_compile import fully_shard
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        model = fully_shard(torch.nn.Linear(3, 2))
+        loaded = [name for name in sys.modules if name.startswith(("fsdp_compile.passes", "torch._inductor.graph"))]
+        assert not loaded, loaded
+        torch.compile(model, backend="eager")(torch.ones(4, 3))
+        from torch._inductor import config
+        assert type(config.joint_custom_post_pass).__name__ == "Pipeline"
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_key_changes_with_all_that_decides_code() -> None:

@@ -1,5 +1,10 @@
-"""What kind of node a node is, and looking through views in a graph: the one place that knows."""
+"""What kind of node a node is: a view, a matrix product, a loop; who reads it; what Inductor fuses.
 
+All that looks at graphs asks here, so that views, products and fusion mean the same to planned seconds, to planned
+memory and to the passes that edit graphs.
+"""
+
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,15 +12,20 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fsdp_compile.passes._torch import OpOverload
+
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 
-_LIKE = {  # not in torch's registry as of 2.13
+_COUNTED_AS = {  # operators that torch's flop counter lacks as of 2.13, and the ones whose formulas they share
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
-_POINTWISE = {aten.select_scatter, aten.slice_scatter, aten.constant_pad_nd}  # for Inductor, without torch's tag
+# Pointwise for Inductor, without torch's tag: scatters into a slice, padding, and casts before decomposition.
+_POINTWISE = {aten.select_scatter, aten.slice_scatter, aten.constant_pad_nd, aten._to_copy, aten.full_like}
+_REDUCTIONS = {aten._softmax}  # likewise, before decomposition
+_CONSTANTS = {aten.full, torch.ops.prims.iota}  # computed from nothing, in whichever loop reads them
 
 # Views that keep the elements' logical order: a flattened result is the flattened input.
 SAME_ORDER = frozenset(
@@ -33,6 +43,14 @@ SAME_ORDER = frozenset(
 )
 
 
+def packet_of(node: fx.Node) -> Any:
+    """What `node` calls, whichever the overload."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+# --- views and readers ------------------------------------------------------------------------------------------------
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether `node` is a view of its first argument."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
@@ -44,48 +62,30 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
-def packet_of(node: fx.Node) -> Any:
-    """What `node` calls, whichever the overload."""
-    return getattr(node.target, "overloadpacket", node.target)
-
-
-def formula_of(node: fx.Node) -> Callable[..., Any] | None:
-    """How torch counts the operations of what `node` calls; None: it does not."""
-    packet = packet_of(node)
-    return flop_registry.get(_LIKE.get(packet, packet))
-
-
-def is_product(node: fx.Node) -> bool:
-    """Whether the node does the kind of work that hides communication: an operator in torch's flop counter."""
-    # Of what is only counted like one, attention on CPU and flex attention, no graph is cut into tasks.
-    is_operator = isinstance(node.target, torch._ops.OpOverload)
-    return is_operator and packet_of(node) not in _LIKE and formula_of(node) is not None
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether the node computes each element from elements of its inputs: kernels that read it may compute it."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
-
-
-def is_loop(node: fx.Node) -> bool:
-    """Whether Inductor computes the node in a loop that it may fuse with others: pointwise, or a reduction."""
-    return is_pointwise(node) or torch.Tag.reduction in getattr(node.target, "tags", ())
-
-
 def is_view_or_cast(node: fx.Node) -> bool:
     """Whether `node` is its first argument in another shape or dtype."""
     return is_view(node) or node.target is CAST
 
 
+def is_passed_on(node: fx.Node) -> bool:
+    """Whether the value of `node` is in the memory of its first argument: a view, an element of a tuple, a constant."""
+    return is_view(node) or node.target is operator.getitem or packet_of(node) is aten.lift_fresh_copy
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether `node` is a scalar, such as a size, and no tensor."""
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
 def derived(node: fx.Node, kind: Callable[[fx.Node], bool] = is_view_or_cast) -> list[fx.Node]:
-    """The users of `node` of a kind, the views and casts if none is named, and theirs; each once."""
-    found: dict[fx.Node, None] = {}
+    """The users of `node` that are of a kind, by default views and casts, and theirs; each once."""
+    members: dict[fx.Node, None] = {}
     work = [node]
     while work:
-        users = [user for user in work.pop().users if kind(user) and user not in found]
-        found.update(dict.fromkeys(users))
+        users = [user for user in work.pop().users if kind(user) and user not in members]
+        members.update(dict.fromkeys(users))
         work += users
-    return list(found)
+    return list(members)
 
 
 def reads(node: fx.Node, through: Callable[[fx.Node], bool] = is_view) -> Iterator[fx.Node]:
@@ -100,3 +100,61 @@ def reads(node: fx.Node, through: Callable[[fx.Node], bool] = is_view) -> Iterat
 def readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The views of `node`, views of views included, and the other nodes that read it or them; each once."""
     return derived(node, is_view), list(dict.fromkeys(reads(node)))
+
+
+# --- matrix products --------------------------------------------------------------------------------------------------
+
+
+def flop_formula(node: fx.Node) -> Callable[..., Any] | None:
+    """How torch counts the floating-point operations of what `node` calls. None: torch does not count them."""
+    packet = packet_of(node)
+    return flop_registry.get(_COUNTED_AS.get(packet, packet))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether the node does the kind of work that hides communication: an operator in torch's flop counter.
+
+    Attention on the CPU and flex attention have a formula too, but no graph is cut into tasks at them.
+    """
+    is_operator = isinstance(node.target, OpOverload)
+    return is_operator and packet_of(node) not in _COUNTED_AS and flop_formula(node) is not None
+
+
+# --- fusion -----------------------------------------------------------------------------------------------------------
+
+# Note [What Inductor fuses]
+# Inductor computes pointwise operations, reductions and constants in loops, and fuses loops that read each other into
+# one kernel. Three consequences, which planned seconds (work.py) and planned memory (memory.py) share:
+#   1. A value that only loops read passes between them in registers (`stays_in_loops`): neither the write nor the
+#      reads cost time, and what a chain of loops takes from elsewhere is read once.
+#   2. A pointwise value or a constant that only loops read may have no memory at all: each of its readers computes it,
+#      and reads what it was computed from (`may_be_inlined`). A reduction is stored, as its readers need all of it.
+#   3. Which of these happens is Inductor's choice, made later by heuristics that differ between versions. Time takes
+#      the likely case. Memory must be an upper bound, so where Inductor may choose, both possibilities count.
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether the node computes each element from elements of its inputs."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
+
+
+def is_loop(node: fx.Node) -> bool:
+    """Whether Inductor computes the node in a loop that it may fuse with others."""
+    is_reduction = torch.Tag.reduction in getattr(node.target, "tags", ()) or packet_of(node) in _REDUCTIONS
+    return is_pointwise(node) or is_reduction or packet_of(node) in _CONSTANTS
+
+
+def value_readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read the value of `node`; those that ask for its size alone do not."""
+    return (reader for reader in reads(node, is_passed_on) if not is_scalar(reader))
+
+
+def stays_in_loops(node: fx.Node) -> bool:
+    """Whether the value of `node` passes between loops alone. See Note [What Inductor fuses]."""
+    return is_loop(node) and all(map(is_loop, value_readers(node)))
+
+
+def may_be_inlined(node: fx.Node) -> bool:
+    """Whether the readers of `node` may compute it for themselves. See Note [What Inductor fuses]."""
+    is_constant = node.op == "call_function" and not node.all_input_nodes
+    return (is_pointwise(node) or is_constant) and all(map(is_loop, value_readers(node)))

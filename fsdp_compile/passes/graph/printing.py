@@ -71,14 +71,14 @@ def _format_argument(argument: Any) -> str:
 class PrintedGraph:
     """The files and log records of one graph on its way through the passes of one stage."""
 
-    def __init__(self, direction: str, number: int) -> None:
+    def __init__(self, direction: str, graph_index: int) -> None:
         asked = os.environ.get("FSDP_COMPILE_PRINT", "0")
         self.direction, self.files = direction, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.folder: Path | None = None
         if asked not in ("", "0"):
             root = Path("fsdp_compile_graphs" if asked == "1" else asked)
-            self.folder = root / f"rank{self.rank}" / f"graph{number}_{_ORDER[direction]}_{direction}"
+            self.folder = root / f"rank{self.rank}" / f"graph{graph_index}_{_ORDER[direction]}_{direction}"
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, graph: fx.Graph, name: str) -> None:

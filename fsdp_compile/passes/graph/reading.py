@@ -1,8 +1,11 @@
-"""A graph after autograd as the planner sees it: tasks and units, and the nodes that a plan moves.
+"""A graph with collectives as the planner sees it: tasks and units, and the nodes that a plan moves.
 
-The nodes that start collectives or wait for them, and what hangs on those, are what a plan moves. All others compute,
-in the order in which they stand. That order is cut into tasks wherever a plan may have something to do: before a unit
-is first read, after it was last read, after its last gradient, and before each matrix product.
+A plan moves the nodes that start collectives or wait for them, and what prepares or follows those. All others compute,
+in the order in which they stand in the graph. That order is cut into tasks wherever a plan may have something to do:
+
+    nodes of the graph   add  mm  relu  mm  mul  sum          reads of unit a: mm .. relu, gradients of a: sum
+    tasks                add | mm  relu | mm  mul  sum |      cut before a unit is first read, after it was last read,
+                                                              after its last gradient, before each matrix product
 """
 
 from collections import Counter
@@ -15,7 +18,7 @@ from torch import fx
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.liveness import live_bytes, size_of
+from fsdp_compile.passes.graph.memory import live_bytes, size_of
 from fsdp_compile.passes.graph.node_kinds import CAST, is_product, is_view, readers
 from fsdp_compile.passes.graph.tags import get_tag, module_path, tag_of, tagged
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
@@ -99,10 +102,10 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     gathers = {names[start]: _gather(start) for start in tagged(graph, "gather") if start in names}
     reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
     computing, tail = _computing(graph, gathers, reduces)
-    place = {node: index for index, node in enumerate(computing)}
+    position = {node: index for index, node in enumerate(computing)}
     backward = _first_of_backward(computing) if joint else 0
-    reads = {name: _spans(gather.readers, place, backward) for name, gather in gathers.items()}
-    writes = {name: _writes(name, reduce, reads, place) for name, reduce in reduces.items()}
+    reads = {name: _spans(gather.readers, position, backward) for name, gather in gathers.items()}
+    writes = {name: _writes(name, reduce, reads, position) for name, reduce in reduces.items()}
     cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
@@ -135,9 +138,9 @@ def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
 
 
 def _names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A name for each start of a gather or a reduce: the unit's path; several units of one path are numbered."""
+    """A name for each start of a gather or a reduce: the unit's path, with a suffix if several units have that path."""
     names: dict[object, str] = {}
-    found: dict[fx.Node, str] = {}
+    by_start: dict[fx.Node, str] = {}
     taken: Counter[str] = Counter()
     for start in tagged(graph, "gather", "reduce"):
         tag = tag_of(start)
@@ -147,8 +150,8 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
             if unit not in names:
                 taken[path] += 1
                 names[unit] = path if taken[path] == 1 else f"{path}:{taken[path]}"
-            found[start] = names[unit]
-    return found
+            by_start[start] = names[unit]
+    return by_start
 
 
 def _is_last_gather(start: fx.Node) -> bool:
@@ -157,7 +160,7 @@ def _is_last_gather(start: fx.Node) -> bool:
 
 
 def _is_further_reduce(start: fx.Node) -> bool:
-    """Whether a reduce is a second stage, or hybrid sharding's all-reduce, of what the first has brought."""
+    """Whether a reduce is a second stage, or hybrid sharding's all-reduce, of the result of the first one."""
     sent: fx.Node = start.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return sent.target is WAIT
 
@@ -170,19 +173,19 @@ def _gather(start: fx.Node) -> Gather:
     views, others = readers(wait)
     others = [reader for reader in others if reader.target is not PACK_GRADS]  # which writes there, when all have read
     nodes = _with_ancestors(start)
-    split = next((number + 1 for number, node in enumerate(nodes[:-1]) if node.target in STARTS), 0)
+    split = next((index + 1 for index, node in enumerate(nodes[:-1]) if node.target in STARTS), 0)
     return Gather(nodes[:split], nodes[split:], [wait, *sorted(views)], others)
 
 
 def _with_ancestors(start: fx.Node) -> list[fx.Node]:
     """`start` and what it is computed from, a cast or a view of an input, in the graph's order."""
-    found = {start}
+    ancestors = {start}
     work = [start]
     while work:
-        inputs = {node for node in work.pop().all_input_nodes if node.op != "placeholder"} - found
-        found |= inputs
+        inputs = {node for node in work.pop().all_input_nodes if node.op != "placeholder"} - ancestors
+        ancestors |= inputs
         work += inputs
-    return sorted(found)
+    return sorted(ancestors)
 
 
 def _reduce(start: fx.Node) -> Reduce:
@@ -205,7 +208,7 @@ def _to_the_end(start: fx.Node) -> list[fx.Node]:
 
 
 def with_preparation(start: fx.Node) -> list[fx.Node]:
-    """What starts a reduce or hands gradients over, after our packing, adding of what was kept, and scaling."""
+    """What starts or defers a reduce, after the nodes that pack, add accumulated gradients, and scale."""
     nodes = [start]
     while isinstance(sent := nodes[0].args[0], fx.Node) and (tag := get_tag(sent)) is not None:
         if tag.kind not in ("pack", "add_accumulated", "scale"):
@@ -215,7 +218,7 @@ def with_preparation(start: fx.Node) -> list[fx.Node]:
 
 
 def _finishing(wait: fx.Node) -> list[fx.Node]:
-    """What makes a reduced tensor the shard's gradient: the rest of a division, a cast to the shard's dtype."""
+    """What makes a reduced tensor the gradient of the shard: the rest of a division, a cast to the shard's dtype."""
     scales = [user for user in wait.users if (tag := get_tag(user)) is not None and tag.kind == "scale"]
     return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
 
@@ -267,16 +270,16 @@ def _first_of_backward(computing: list[fx.Node]) -> int:
     return len(computing)
 
 
-def _spans(nodes: Iterable[fx.Node], place: Mapping[fx.Node, int], split: int) -> list[Span]:
+def _spans(nodes: Iterable[fx.Node], position: Mapping[fx.Node, int], split: int) -> list[Span]:
     """From the first to the last of `nodes`, before and from `split`; placeholders come first, outputs last."""
-    places = [place.get(node, len(place) - 1 if node.op == "output" else 0) for node in nodes]
-    sides = [[at for at in places if at < split], [at for at in places if at >= split]]
+    positions = [position.get(node, len(position) - 1 if node.op == "output" else 0) for node in nodes]
+    sides = [[at for at in positions if at < split], [at for at in positions if at >= split]]
     return [(min(side), max(side)) for side in sides if side]
 
 
-def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], place: Mapping[fx.Node, int]) -> list[Span]:
-    """From the first to the last gradient; in the gathered buffer from when that is read no more: as if it were new."""
-    spans = _spans(reduce.gradients, place, 0)
+def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position: Mapping[fx.Node, int]) -> list[Span]:
+    """From the first to the last gradient. In the gathered buffer: from its last read on, as if it were a new one."""
+    spans = _spans(reduce.gradients, position, 0)
     if not reduce.reused:
         return spans
     free = reads[name][-1][1] + 1
@@ -292,9 +295,9 @@ def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int
 
 
 def _touched(spans: Mapping[str, list[Span]], units: list[str], begin: int, end: int) -> tuple[int, ...]:
-    """Numbers of the units with a span that meets the positions from `begin` to before `end`."""
-    numbered = [(number, *span) for number, unit in enumerate(units) for span in spans.get(unit, ())]
-    return tuple(number for number, first, last in numbered if first < end and begin <= last)
+    """Indices of the units with a span that overlaps the positions from `begin` to before `end`."""
+    indexed = [(index, *span) for index, unit in enumerate(units) for span in spans.get(unit, ())]
+    return tuple(index for index, first, last in indexed if first < end and begin <= last)
 
 
 def _task_name(nodes: list[fx.Node]) -> str:
@@ -312,16 +315,17 @@ def _memory(
     gathered: Set[str],
     joint: bool,
 ) -> list[int]:
-    """Bytes at each position, gathered and packed buffers aside: those are the plan's business.
+    """Bytes at each position, except gathered and packed buffers: those are part of the plan.
 
-    Of a unit that is not `gathered` here, as it was kept, the shard lives and the whole buffer, whatever is an input.
+    A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard is alive then, and its full
+    buffer, of which only what backward reads is an input of the graph.
     """
     packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
     results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
-    kept = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
-    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in kept]
-    place = {node: index for index, node in enumerate(computing)}
-    return live_bytes(graph, place, packed, [*unseen, *zip(ready, results, strict=True)], joint)
+    unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
+    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
+    position = {node: index for index, node in enumerate(computing)}
+    return live_bytes(graph, position, packed, [*unseen, *zip(ready, results, strict=True)], joint)
 
 
 def _beside_matrices(reduce: Reduce) -> int:
@@ -339,7 +343,7 @@ def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs 
         gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
-        keep_unsharded=_keep(gather.start[-1]) if gather else False,
+        keep_unsharded=_keep_unsharded(gather.start[-1]) if gather else False,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
     )
 
@@ -349,7 +353,7 @@ def _allocates(node: fx.Node) -> bool:
     return node.target is not WAIT and not is_view(node)
 
 
-def _keep(gather: fx.Node) -> bool | None:
-    """Whether a gathered buffer stays for backward; None: to be decided."""
+def _keep_unsharded(gather: fx.Node) -> bool | None:
+    """Whether a gathered buffer is kept for backward; None: not decided yet."""
     reshards = tag_of(gather).reshard
     return None if reshards is None else not reshards

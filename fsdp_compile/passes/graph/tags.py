@@ -29,14 +29,20 @@ class Tag:
     """What a node does for which unit.
 
     Attributes:
-        kind: cast (of the shard before its gather, of a gradient before it is packed), gather (all-gather), wait (for a
-            gather), view (of one parameter), pack, add_accumulated (the gradients accumulated under no_sync),
-            defer_reduce (of packed gradients, to the eager runtime), scale (of gradients, around a sum in float16),
-            reduce (reduce-scatter or all-reduce), wait_reduce, mean (of the rows that an exchange brought).
-        unit: number of the unit in order of its first gather in the traced forward.
+        kind: what the node does:
+            cast            of the shard before its gather, or of a gradient before it is packed
+            gather, wait    all-gather of the parameters, and the wait for it
+            view            of one parameter in the gathered buffer
+            pack            the gradients into one buffer
+            add_accumulated  to that the gradients that were accumulated under no_sync
+            defer_reduce    passes packed gradients to the eager runtime, which reduces them later
+            scale           of gradients, around a sum in float16
+            reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
+            mean            of the rows that an all-to-all brought in place of a reduce-scatter
+        unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
-        launch: of a gather or reduce that the plan launches together with others: which launch, by a number.
+        launch: which coalesced launch of the plan a gather or reduce belongs to; None: it is launched alone.
     """
 
     kind: Kind

@@ -1,15 +1,22 @@
 """Markers become functional collectives with separate waits, so that later passes can move start and wait apart.
 
-unshard, and the split beneath `views`  ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
-                                            two of the former if backward gathers again in a smaller group
-reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
-defer_reduce                               ->  stays, and is tagged
-the concatenation that both read        ->  pack_grads, which Inductor lowers without copies (pack_grads.py)
-a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
+First a unit that the traced forward calls several times is gathered once and reduced once:
+
+    unshard(s), unshard(s)                  ->  unshard(s)
+    add(reduce_grads(a), reduce_grads(b))   ->  reduce_grads(a + b), gradient by gradient
+
+Then each marker is replaced:
+
+    unshard and the split beneath `views`   ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
+                                                two of the former if backward gathers again in a smaller group
+    reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
+    defer_reduce                            ->  stays, and is tagged
+    the concatenation that both read        ->  pack_grads, which Inductor lowers without copies
+    a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,39 +28,133 @@ from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, RED
 from fsdp_compile.core.unshard_spec import UnshardSpec
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.tags import Kind, Tag, module_path, set_tag
-from fsdp_compile.passes.joint.merge_calls import merge_calls
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 
-_RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; reshard.py decides instead
+_REDUCES = (REDUCE_GRADS, DEFER_REDUCE)
+_RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; `reshard` decides instead
+
+# Note [Graphs without a rank]
+# All ranks must run the same collectives in the same order, and on the CPU they share one compile cache. So no constant
+# in a graph may depend on the rank, in any pass. The layout of a unit is one string that is equal on all ranks; slices
+# of gathered parameters have offsets in the full buffer; a shard's size is the same everywhere, thanks to padding; and
+# which part of a parameter a rank owns is known to the eager runtime alone. Under hybrid sharding, the names of groups
+# differ between ranks, as torch makes them; `check_ranks` numbers groups instead of naming them.
 
 
 def insert_collectives(context: GraphContext) -> None:
     """Replace the markers; tag what takes their place."""
     graph = context.graph
-    merge_calls(graph)
-    tags = _tags_by_marker(graph)
-    for marker, unit in tags.items():
+    _merge_calls(graph)
+    for marker, unit in _units_of_markers(graph).items():
         _EXPANSIONS[marker.target](graph, marker, unit)
 
 
-Emit = Callable[..., fx.Node]
-_Unit = tuple[int, str, bool | None]  # number, path, reshard: what a tag says beside its kind
+class _Unit(NamedTuple):
+    """What a tag says besides its kind."""
+
+    unit: int
+    path: str
+    reshard: bool | None
 
 
-def _tags_by_marker(graph: fx.Graph) -> dict[fx.Node, _Unit]:
-    """Number the units; a backward marker belongs to the unit whose unshard has the same autograd sequence number."""
+def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, _Unit]:
+    """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard."""
     units: dict[fx.Node, _Unit] = {}
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
+        sequence = node.meta.get("seq_nr")
         if node.target is UNSHARD:
-            reshards = UnshardSpec.parse(node.args[3]).reshard_after_forward
-            units[node] = by_sequence[node.meta.get("seq_nr")] = (len(units), module_path(node), reshards)
-        elif node.target in _EXPANSIONS:
-            units[node] = by_sequence.get(node.meta.get("seq_nr"), (-1, "?", True))
+            reshard = UnshardSpec.parse(node.args[3]).reshard_after_forward
+            units[node] = by_sequence[sequence] = _Unit(len(units), module_path(node), reshard)
+        elif node.target in _REDUCES:
+            units[node] = by_sequence.get(sequence, _Unit(-1, "?", True))
     return units
+
+
+# --- several calls of one unit ----------------------------------------------------------------------------------------
+
+
+def _merge_calls(graph: fx.Graph) -> None:
+    """Let equal unshards be one, and reduces that are only added up."""
+    sequences = _merge_unshards(graph)
+    for target in _REDUCES:
+        for marker in graph.find_nodes(op="call_function", target=target):
+            marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
+    totals = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    if sum(_merge_reduces(graph, total) for total in totals):
+        graph.eliminate_dead_code()
+
+
+def _merge_unshards(graph: fx.Graph) -> dict[Any, Any]:
+    """By the autograd sequence number of an unshard that was merged, that of the one which stays."""
+    first_calls: dict[tuple[Any, ...], fx.Node] = {}
+    sequences: dict[Any, Any] = {}
+    for marker in graph.find_nodes(op="call_function", target=UNSHARD):
+        first = first_calls.setdefault(marker.args, marker)
+        if first is not marker:
+            sequences[marker.meta.get("seq_nr")] = first.meta.get("seq_nr")
+            marker.replace_all_uses_with(first)
+            graph.erase_node(marker)
+    return sequences
+
+
+def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
+    """Replace `total` by one marker of a sum, if it is the sum of two markers of one unit; whether it was."""
+    one, other = (_marker_beneath(addend) for addend in total.args)
+    if one is None or other is None or total.kwargs or one.meta["seq_nr"] is None:
+        return False
+    if (one.target, one.meta["seq_nr"], *one.args[1:]) != (other.target, other.meta["seq_nr"], *other.args[1:]):
+        return False  # of two units, or to be reduced in two ways
+    with graph.inserting_before(total):
+        packed = _sum_of_packs(graph, one.args[0], other.args[0])
+        merged = _copy_with(graph, one, (packed, *one.args[1:]))
+        addend: Any = total.args[0]
+        result = merged if addend is one else _copy_with(graph, addend, (merged, *addend.args[1:]))
+    total.replace_all_uses_with(result)
+    graph.erase_node(total)
+    return True
+
+
+def _marker_beneath(addend: Any) -> fx.Node | None:
+    """The marker of a reduce that `addend` is, or is a cast of, if nothing else reads it."""
+    if not isinstance(addend, fx.Node):
+        return None
+    node: Any = addend.args[0] if addend.target is CAST and len(addend.users) == 1 else addend
+    return node if node.target in _REDUCES and len(node.users) == 1 else None
+
+
+def _sum_of_packs(graph: fx.Graph, one: Any, other: Any) -> fx.Node:
+    if one.target is ADD_ACCUMULATED:  # accumulated gradients count once
+        return _copy_with(graph, one, (_sum_of_packs(graph, one.args[0], other.args[0]), *one.args[1:]))
+    if one.target is aten.cat.default and other.target is aten.cat.default:
+        sums = [_sum(graph, a, b) for a, b in zip(one.args[0], other.args[0], strict=True)]
+        return _copy_with(graph, one, (sums,))
+    return _sum(graph, one, other)
+
+
+def _sum(graph: fx.Graph, one: Any, other: Any) -> fx.Node:
+    if _is_zeros(one) or _is_zeros(other):
+        return other if _is_zeros(one) else one
+    total = graph.call_function(aten.add.Tensor, (one, other))
+    total.meta = dict(one.meta)
+    return total
+
+
+def _copy_with(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    copy = graph.call_function(node.target, args, node.kwargs)  # type: ignore[arg-type]  # fx targets are declared wider
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _is_zeros(segment: fx.Node) -> bool:
+    """Whether a segment is what the split's derivative puts where there is no gradient."""
+    return segment.target is aten.full.default and bool(segment.args[1] == 0)
+
+
+# --- each marker ------------------------------------------------------------------------------------------------------
 
 
 def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
@@ -63,23 +164,17 @@ def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     full: Any = shard if spec.compute_dtype is None else emit("cast", CAST, shard, spec.compute_dtype)
     for index, group in enumerate(spec.groups if spec.is_sharded else ()):
         is_last = index == len(spec.groups) - 1  # what an earlier stage brings is retained for backward
-        gather = emit if is_last else _emitter(graph, marker, (*unit[:2], False))
+        gather = emit if is_last else _emitter(graph, marker, unit._replace(reshard=False))
         full = gather("wait", collectives.WAIT, gather("gather", collectives.ALL_GATHER, full, group.size, group.name))
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
-        _slice_instead(graph, split, full, spec.layout, emit)
+        for element in list(split.users):  # a slice for each one that is used: unlike the split, it can be moved
+            segment = spec.layout.segments[element.args[1]]  # type: ignore[index]  # likewise
+            begin, end = segment.offset, segment.offset + segment.numel
+            element.replace_all_uses_with(emit("view", aten.slice.Tensor, full, 0, begin, end))
+            graph.erase_node(element)
+        graph.erase_node(split)
     marker.replace_all_uses_with(full)
     graph.erase_node(marker)
-
-
-def _slice_instead(graph: fx.Graph, split: fx.Node, full: Any, layout: FlatParamLayout, emit: Emit) -> None:
-    """A slice for each run that is used: unlike a split, it can be moved to where it is used."""
-    for run in list(split.users):
-        segment = layout.segments[run.args[1]]  # type: ignore[index]  # likewise
-        run.replace_all_uses_with(
-            emit("view", aten.slice.Tensor, full, 0, segment.offset, segment.offset + segment.numel)
-        )
-        graph.erase_node(run)
-    graph.erase_node(split)
 
 
 def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
@@ -90,10 +185,10 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     how = averaging(packed.meta["val"].dtype, spec.data_parallel_size)
     if packed.target is ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
-        packed = emit("add_accumulated", ADD_ACCUMULATED, _pack_instead(packed, spec.layout, 1.0, emit), flat_param_id)
+        packed = emit("add_accumulated", ADD_ACCUMULATED, _pack(packed, spec.layout, 1.0, emit), flat_param_id)
         packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
     else:
-        packed = _pack_instead(packed, spec.layout, how.before, emit)
+        packed = _pack(packed, spec.layout, how.before, emit)
     all_reduced = [spec.replicas] if spec.replicas is not None else []  # hybrid: the shard alone crosses the slow links
     if spec.is_sharded:
         for group in reversed(spec.groups):
@@ -111,10 +206,10 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
 
 
 def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    packed, number, text = marker.args
+    packed, flat_param_id, text = marker.args
     emit = _emitter(graph, marker, unit)
-    packed = _pack_instead(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
-    marker.replace_all_uses_with(emit("defer_reduce", DEFER_REDUCE, packed, number, text))
+    packed = _pack(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
+    marker.replace_all_uses_with(emit("defer_reduce", DEFER_REDUCE, packed, flat_param_id, text))
     graph.erase_node(marker)
 
 
@@ -124,21 +219,22 @@ _EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, _Unit], None]] = {
     DEFER_REDUCE: _expand_defer_reduce,
 }
 
+Emit = Callable[..., fx.Node]
 
-def _pack_instead(sent: fx.Node, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.Node:
+
+def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.Node:
     """`pack_grads` in place of the concatenation of all segments that autograd derived from our own split.
 
     Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
     """
-    segments = layout.segments
     dtype = sent.args[1] if sent.target is CAST else None
-    concatenated: fx.Node = sent if dtype is None else sent.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(segments):  # type: ignore[arg-type]  # likewise
+    concatenated = sent if dtype is None else sent.args[0]
+    if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(layout.segments):
         return sent if divisor == 1 else emit("scale", SCALE, sent, divisor)
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
-    for run, segment in zip(concatenated.args[0], segments, strict=True):  # type: ignore[arg-type]  # fx arguments are untyped
-        if segment.parameter is not None and not _is_zeros(run):
-            grads[segment.parameter] = _prepare(run, dtype, divisor, emit)
+    for grad, segment in zip(concatenated.args[0], layout.segments, strict=True):
+        if segment.parameter is not None and not _is_zeros(grad):
+            grads[segment.parameter] = _prepare(grad, dtype, divisor, emit)
     return emit("pack", PACK_GRADS, grads, layout.text)
 
 
@@ -146,28 +242,22 @@ def _prepare(grad: fx.Node, dtype: Any, divisor: float, emit: Emit) -> fx.Node:
     """Cast and divide one gradient as soon as it exists."""
     steps: list[tuple[Kind, Any, Any]] = [("cast", CAST, dtype)] if dtype is not None else []
     steps += [("scale", SCALE, divisor)] if divisor > 1 else []
-    for step in steps:
-        prepared = emit(*step[:2], grad, step[2])
+    for kind, target, argument in steps:
+        prepared = emit(kind, target, grad, argument)
         if grad.op != "placeholder":
             grad.append(prepared)
         grad = prepared
     return grad
 
 
-def _is_zeros(run: fx.Node) -> bool:
-    """What the split's derivative puts where a run has no gradient."""
-    return run.target is aten.full.default and bool(run.args[1] == 0)
-
-
 def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Emit:
     """A function that adds a tagged node in the marker's place, with the value that it would have."""
-    inherited = {
-        k: v for k, v in marker.meta.items() if k not in (*_RECOMPUTE_KEYS, "val", "tensor_meta", "eager_input_vals")
-    }
+    dropped = (*_RECOMPUTE_KEYS, "val", "tensor_meta", "eager_input_vals")
+    inherited = {key: value for key, value in marker.meta.items() if key not in dropped}
 
     def emit(kind: Kind, target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(marker):
-            node = graph.create_node("call_function", target, args, name=f"{kind}_{unit[1] or 'root'}")
+            node = graph.create_node("call_function", target, args, name=f"{kind}_{unit.path or 'root'}")
         node.meta = dict(inherited)
         values = fx.map_arg(args, lambda arg: arg.meta["val"])
         with marker.meta["val"].fake_mode:

@@ -11,20 +11,17 @@ of tasks.
 import logging
 import pathlib
 import re
-from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes._torch import hint_of
 from fsdp_compile.passes.cost.hardware import DEVICES, Device, device, link
 from fsdp_compile.passes.cost.profile import with_profile
 from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
-from fsdp_compile.passes.graph.liveness import size_of
+from fsdp_compile.passes.graph.memory import size_of
 from fsdp_compile.passes.graph.reading import Costs, read, stretches_of
 from fsdp_compile.passes.graph.tags import tagged
 from fsdp_compile.passes.graph.work import node_work
@@ -106,8 +103,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
     def of_node(node: fx.Node) -> float:
         work = node_work(node)
-        moved = _as_float(work.read_bytes + work.written_bytes)
-        return compute_seconds(_as_float(work.flops), moved, _dtype_of(node), computer)
+        return compute_seconds(work.flops, work.read_bytes + work.written_bytes, _dtype_of(node), computer)
 
     def of_collective(start: fx.Node) -> float:
         if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
@@ -126,7 +122,7 @@ def relative_costs(graph: fx.Graph) -> Costs:
 
     def of_node(node: fx.Node) -> float:
         work = node_work(node)
-        return _as_float(work.flops + flops_per_byte * (work.read_bytes + work.written_bytes))
+        return work.flops + flops_per_byte * (work.read_bytes + work.written_bytes)
 
     return Costs(of_node, lambda start: 0.0, memory=False)
 
@@ -150,8 +146,3 @@ def _dtype_of(node: fx.Node) -> str:
     inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
     dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
     return str(next(dtypes, torch.float32)).removeprefix("torch.")
-
-
-def _as_float(value: Any) -> float:
-    """A number for an expression in symbols: that of the sizes it was traced with."""
-    return float(hint_of(value)) if isinstance(value, sympy.Basic) else float(value)
