@@ -7,6 +7,7 @@ config.joint_custom_post_pass             called within the partitioner, before 
 config.post_grad_custom_post_pass         called on forward and backward each, before the graph is lowered
 config.realize_reads_threshold            how many buffers a value that several read may take before it is stored
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
+callback_handler.end_callbacks            called with one argument when a frame or a deferred backward has been compiled
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
+from torch._dynamo.callback import callback_handler
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -27,6 +29,12 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["CustomGraphPass", "OpOverload", "inductor_config", "tree_leaves"]
+
+
+def call_after_compiling(function: Callable[[Any], None]) -> None:
+    """Have `function` called whenever Dynamo has compiled a frame, or a backward that was left for later."""
+    if function not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(function)
 
 
 def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:

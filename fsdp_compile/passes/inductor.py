@@ -8,6 +8,8 @@ Two ways in, one set of passes:
 
 import hashlib
 import pathlib
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
@@ -22,6 +24,7 @@ from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
+    call_after_compiling,
     compile_by_inductor,
     direction,
     graph_index,
@@ -43,6 +46,7 @@ def install() -> None:
     for hook, pipeline in pipelines(CompileConfig.from_environment()).items():
         if not isinstance(getattr(inductor_config, hook), Pipeline):
             setattr(inductor_config, hook, pipeline)
+    _notice.update("tracing a sharded model")
 
 
 def fsdp_compile_backend(
@@ -154,3 +158,37 @@ def _as_tuple(previous: Any) -> tuple[Any, ...]:
     if previous is None:
         return ()
     return tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
+
+
+class _Notice:
+    """Says in one line on rank 0 what is being compiled, where that takes long. A timer waits meanwhile, until the end.
+
+    Dynamo says when a compilation has ended, that of a backward too; nothing is left running then.
+    """
+
+    AFTER = 5.0  # seconds
+
+    def __init__(self) -> None:
+        self.doing = ""
+        self.timer: threading.Timer | None = None
+
+    def update(self, doing: str) -> None:
+        """From now on `doing` is what takes the time."""
+        self.doing = doing
+        if self.timer is None and (not dist.is_initialized() or dist.get_rank() == 0):
+            call_after_compiling(self.end)
+            self.timer = threading.Timer(self.AFTER, self._say)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def end(self, _: Any = None) -> None:
+        """The compilation has ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def _say(self) -> None:
+        print(f"fsdp_compile: {self.doing}; later steps do not wait for this", file=sys.stderr)
+
+
+_notice = _Notice()
