@@ -263,14 +263,14 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
 
 
 def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
-    group, shards, reshard_after_forward, replicas, halves = prepared.placement
+    group, shards, reshard_after_forward, replicas, stage_groups = prepared.placement
     return Unit(
         prepared.params,
         group,
         shards,
         reshard_after_forward,
         replicas=replicas,
-        halves=halves,
+        stage_groups=stage_groups,
         may_stay=settings.may_stay,
         precision=prepared.precision,
         offload=settings.offload,

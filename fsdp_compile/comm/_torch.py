@@ -1,12 +1,20 @@
-"""Private names of torch about process groups. Checked on torch 2.11 and 2.13.
+"""Private names of torch about process groups and collectives. Checked on torch 2.11 and 2.13.
 
-When torch moves: `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13; `_allgather_base` is
-what `dist.all_gather_into_tensor` calls; the store of `_get_process_group_store` must be the group's own.
+When torch moves:
+- importing `_functional_collectives` registers the operators of `_c10d_functional` and the shapes of their results;
+  collectives.py lists those that are used, and in `GROUP_ARGUMENT` the position of the group among their arguments;
+- `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13;
+- `_allgather_base` is what `dist.all_gather_into_tensor` calls;
+- the store of `_get_process_group_store` must be the group's own.
 """
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives  # noqa: F401  (registers OPERATORS)
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+OPERATORS = torch.ops._c10d_functional
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -11,22 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives  # noqa: F401  (registers the operators and their fake bodies)
 
-from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm._torch import OPERATORS, group_named
 
-_c10d = torch.ops._c10d_functional
-
-ALL_GATHER = _c10d.all_gather_into_tensor.default
-ALL_GATHER_INTO = _c10d.all_gather_into_tensor_out.default
-REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
-ALL_TO_ALL = _c10d.all_to_all_single.default
-ALL_GATHER_COALESCED = _c10d.all_gather_into_tensor_coalesced.default
-REDUCE_SCATTER_COALESCED = _c10d.reduce_scatter_tensor_coalesced.default
-BROADCAST = _c10d.broadcast_.default
-ALL_REDUCE = _c10d.all_reduce.default
-ALL_REDUCE_IN_PLACE = _c10d.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
-WAIT = _c10d.wait_tensor.default
+ALL_GATHER = OPERATORS.all_gather_into_tensor.default
+ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
+REDUCE_SCATTER = OPERATORS.reduce_scatter_tensor.default
+ALL_TO_ALL = OPERATORS.all_to_all_single.default
+ALL_GATHER_COALESCED = OPERATORS.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER_COALESCED = OPERATORS.reduce_scatter_tensor_coalesced.default
+BROADCAST = OPERATORS.broadcast_.default
+ALL_REDUCE = OPERATORS.all_reduce.default
+ALL_REDUCE_IN_PLACE = OPERATORS.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
+WAIT = OPERATORS.wait_tensor.default
 GROUP_ARGUMENT = {  # of the operators that start a collective: where the group stands
     ALL_GATHER: 2,
     ALL_GATHER_INTO: 2,

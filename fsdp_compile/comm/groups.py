@@ -4,9 +4,9 @@
 shard groups      0..7, 8..15                     shards with 8..15
 replica groups    {0, 8}, {1, 9}, ... {7, 15}     replicates with {1, 9}
 
-16 ranks, gathered again within 8                 rank 9
-peers             {0, 8}, {1, 9}, ... {7, 15}     gathers an eighth of the parameters with {1, 9}, and keeps it
-neighbours        0..7, 8..15                     gathers the rest with 8..15: the ranks that backward asks again
+16 ranks, resharded to 8 ranks                    rank 9
+peers             {0, 8}, {1, 9}, ... {7, 15}     gathers an eighth of the parameters with {1, 9}, and retains it
+neighbors         0..7, 8..15                     gathers the rest with 8..15, and again in backward
 """
 
 import os
@@ -31,7 +31,7 @@ class Groups:
 
     shard: dist.ProcessGroup  # its ranks split one copy of the parameters
     replicate: dist.ProcessGroup | None = None  # hybrid: its ranks hold the same slice in different copies
-    halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # of `shard`: peers and neighbours
+    stages: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # of `shard`: peers and neighbors
 
     @property
     def replicas(self) -> int:
@@ -51,7 +51,7 @@ class Placement(NamedTuple):
     shards: int
     reshard_after_forward: bool
     replicate: dist.ProcessGroup | None  # averages the reduced shards as well
-    halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # gathers go through these, one after the other
+    stages: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # gathers go through these, one after the other
 
 
 def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
@@ -66,7 +66,7 @@ def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
     if strategy is ShardingStrategy.NO_SHARD:
         return Placement(groups.shard, 1, False, None)
     reshards = strategy in RESHARDING
-    return Placement(groups.shard, groups.shard.size(), reshards, replicate, groups.halves if reshards else None)
+    return Placement(groups.shard, groups.shard.size(), reshards, replicate, groups.stages if reshards else None)
 
 
 def resolve_groups(
@@ -86,7 +86,7 @@ def resolve_groups(
         devices_per_node: ranks of one shard group, if hybrid groups are to be made from the world.
 
     Raises:
-        RuntimeError: no default group is initialised.
+        RuntimeError: no default group is initialized.
         TypeError: an argument has the wrong type.
         ValueError: the arguments contradict each other, the strategy, or the number of ranks.
     """
@@ -94,7 +94,7 @@ def resolve_groups(
         raise ValueError(
             f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
         )
-    _check_initialised()
+    _check_initialized()
     hybrid = strategy in HYBRID
     if devices_per_node is not None and not (hybrid and mesh is None and process_group is None):
         raise ValueError(
@@ -110,7 +110,7 @@ def resolve_groups(
     return Groups(_world())
 
 
-def _check_initialised() -> None:
+def _check_initialized() -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "process_group: expected an initialised default group, found none; "
@@ -140,37 +140,37 @@ def _of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
     return Groups(mesh.get_group(1), mesh.get_group(0))
 
 
-def _single(found: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:
-    if isinstance(found, (tuple, list)):
+def _single(given: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:
+    if isinstance(given, (tuple, list)):
         raise ValueError(
-            f"process_group: expected one group for {strategy.name}, found a {type(found).__name__} of {len(found)}; "
+            f"process_group: expected one group for {strategy.name}, found a {type(given).__name__} of {len(given)}; "
             f"pass one of them, or a hybrid strategy for (shard group, replica group)"
         )
-    _check_member(found)
-    if not isinstance(found, dist.ProcessGroup):
-        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {found!r}")
-    return found
+    _check_member(given)
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {given!r}")
+    return given
 
 
-def _check_member(found: Any) -> None:
+def _check_member(given: Any) -> None:
     """Refuse what `new_group` returns to ranks outside of the group (E-ERR-51)."""
-    if found is dist.GroupMember.NON_GROUP_MEMBER:
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"process_group: expected groups that rank {dist.get_rank()} is in, found that of other ranks; make a "
             f"group for every rank, and pass each rank its own"
         )
 
 
-def _pair(found: Any, strategy: ShardingStrategy) -> Groups:
+def _pair(given: Any, strategy: ShardingStrategy) -> Groups:
     expected = f"process_group: expected the pair (shard group, replica group) for {strategy.name}"
-    if not isinstance(found, tuple):
-        raise ValueError(f"{expected}, found {type(found).__name__}; pass a tuple of two groups")
-    for group in found:
+    if not isinstance(given, tuple):
+        raise ValueError(f"{expected}, found {type(given).__name__}; pass a tuple of two groups")
+    for group in given:
         _check_member(group)
-    if len(found) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in found):
-        types = ", ".join(type(group).__name__ for group in found)
+    if len(given) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in given):
+        types = ", ".join(type(group).__name__ for group in given)
         raise ValueError(f"{expected}, found a tuple of ({types}); pass two groups")
-    shard, replicate = found
+    shard, replicate = given
     common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
     if common != {dist.get_rank()}:
         raise ValueError(
@@ -194,55 +194,51 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
             f"pass devices_per_node, a mesh or a pair of groups"
         )
     known = _made.setdefault(world, {})
-    if size not in known:
-        known[size] = _make(world.size(), size)
-    return known[size]
+    if ("nodes", size) not in known:
+        nodes = [list(range(first, first + size)) for first in range(0, world.size(), size)]
+        shard, _ = dist.new_subgroups_by_enumeration(nodes)  # every rank takes part in making every group (E-PG-7)
+        replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
+        known["nodes", size] = (shard, replicate)
+    return Groups(*known["nodes", size])
 
 
+# Note [Subgroups are made once]
+# A process group has threads and communicators of its own, and all ranks must make it at the same time. So models of
+# one world share what the world, or one of its shard groups, has been divided into. Nothing of torch finds a group by
+# its ranks, and no model owns the world: the table is of the process, and forgets a world that is gone.
 _Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Groups]] = weakref.WeakKeyDictionary()
-"""Groups by world and node size: models of one world share communicators, those of a later world do not see them."""
-_halves: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Pair]] = weakref.WeakKeyDictionary()
-"""Peers and neighbours by shard group and number of neighbours."""
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], _Pair]] = weakref.WeakKeyDictionary()
 
 
-def divide(groups: Groups, neighbours: bool | int | str | None) -> Groups:
-    """`groups`, with halves if `neighbours` is a number of ranks: runs of that many, and the peers of each rank.
+def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
+    """`groups`, with two stages if `neighbors` is a number of ranks: peers, and as many consecutive ranks.
 
-    Only the ranks of a group take part in making it, neighbours before peers: shard groups may be any.
+    Only the ranks of a group take part in making it, neighbors before peers: shard groups may be any.
 
     Raises:
-        ValueError: the shard group does not divide into runs of `neighbours`.
+        ValueError: the shard group does not divide into groups of `neighbors`.
     """
-    if neighbours is None or isinstance(neighbours, bool | str):
+    if neighbors is None or isinstance(neighbors, bool | str):
         return groups
     ranks = dist.get_process_group_ranks(groups.shard)
-    if neighbours < 1 or len(ranks) % neighbours:
+    if neighbors < 1 or len(ranks) % neighbors:
         raise ValueError(
             f"reshard_after_forward: expected a bool or a divisor of the {len(ranks)} ranks to shard over, found "
-            f"{neighbours}; a number is that of the ranks that gather again in backward"
+            f"{neighbors}; a number is that of the ranks that gather again in backward"
         )
-    if neighbours in (1, len(ranks)):
+    if neighbors in (1, len(ranks)):
         return groups
-    known = _halves.setdefault(groups.shard, {})
-    if neighbours not in known:
-        run, place = divmod(groups.shard.rank(), neighbours)
-        near = _group_of(ranks[run * neighbours : (run + 1) * neighbours])
-        known[neighbours] = (_group_of(ranks[place::neighbours]), near)
-    return replace(groups, halves=known[neighbours])
+    known = _made.setdefault(groups.shard, {})
+    if ("stages", neighbors) not in known:
+        index = groups.shard.rank() % neighbors
+        first = groups.shard.rank() - index
+        near = _group_of(ranks[first : first + neighbors])
+        known["stages", neighbors] = (_group_of(ranks[index::neighbors]), near)
+    return replace(groups, stages=known["stages", neighbors])
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, use_local_synchronization=True)
-
-
-def _make(world_size: int, node_size: int) -> Groups:
-    """Every rank takes part in making every group, in the same order (E-PG-7)."""
-    nodes = [list(range(first, first + node_size)) for first in range(0, world_size, node_size)]
-    peers = [list(ranks) for ranks in zip(*nodes, strict=True)]
-    shard, _ = dist.new_subgroups_by_enumeration(nodes)
-    replicate, _ = dist.new_subgroups_by_enumeration(peers)
-    return Groups(shard, replicate)
 
 
 def _node_size(given: int | None) -> int:

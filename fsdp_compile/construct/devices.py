@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_compile.comm.collectives import backends
 from fsdp_compile.core.environment import warn_caller
 
 CPU = torch.device("cpu")
@@ -46,8 +47,7 @@ def given_device(device_id: int | torch.device | None) -> torch.device | None:
 
 def carried_devices(group: dist.ProcessGroup) -> frozenset[str]:
     """The device types that collectives of `group` take tensors from."""
-    pairs = dist.get_backend_config(group).split(",")  # like "cpu:gloo,cuda:nccl"
-    return frozenset(pair.partition(":")[0] for pair in pairs)
+    return frozenset(backends(group))
 
 
 def compute_device(

@@ -21,7 +21,7 @@ class Switches:
     """What the environment asked for when a unit was made.
 
     Attributes:
-        full_precision_in_eval: modules in eval mode leave mixed precision aside.
+        full_precision_in_eval: modules in eval mode compute without mixed precision.
         fake_all_gather: eager gathers are left out. Full parameters hold whatever was in memory: for timing only.
         fake_reduce: eager reduce-scatters are left out. Each rank keeps its own gradients: for timing only.
     """

@@ -28,9 +28,9 @@ multiples of 16 elements, whatever the dtype; for one-byte elements this is stil
 MOST = 512
 """At most one element in so many may be padding for this."""
 
-_NUMBER = "(?:0|[1-9][0-9]*)"
-_PARAMETER = f"(?:{_NUMBER}(?:x{_NUMBER})*)?@{_NUMBER}"
-_TEXT = re.compile(f"({_PARAMETER}(?:,{_PARAMETER})*)[|]({_NUMBER})/({_NUMBER})%({_NUMBER})")
+_INTEGER = "(?:0|[1-9][0-9]*)"
+_PARAMETER = f"(?:{_INTEGER}(?:x{_INTEGER})*)?@{_INTEGER}"
+_TEXT = re.compile(f"({_PARAMETER}(?:,{_PARAMETER})*)[|]({_INTEGER})/({_INTEGER})%({_INTEGER})")
 
 
 def alignment_of(itemsize: int, minimum_bytes: int = 16) -> int:
@@ -93,7 +93,7 @@ class FlatParamLayout:
 
     def __post_init__(self) -> None:
         self._check_description()
-        self._check_places()
+        self._check_offsets()
 
     def _check_description(self) -> None:
         """What is asked for makes sense (E-FLAT-9)."""
@@ -112,7 +112,7 @@ class FlatParamLayout:
             if any(dim < 0 for dim in shape):
                 raise ValueError(f"parameter {name!r} has a negative dimension in its shape {shape}")
 
-    def _check_places(self) -> None:
+    def _check_offsets(self) -> None:
         """Parameters lie on the grid, one after the other, within a buffer that the ranks can share."""
         end = 0  # of the parameters so far
         for name, offset, numel in zip(self.names, self.offsets, self.numels, strict=True):
@@ -168,18 +168,18 @@ class FlatParamLayout:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """The buffer as runs in order, covering each of its elements once (E-FLAT-4).
+        """Consecutive segments that cover each element of the buffer once, in order (E-FLAT-4).
 
-        Zero-element parameters have none. Padding that meets padding is one run.
+        Zero-element parameters have none. Padding that meets padding is one segment.
         """
-        runs: list[Segment] = []
+        segments: list[Segment] = []
         end = 0
         for parameter, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             if numel:
-                runs += [Segment(end, offset - end, None), Segment(offset, numel, parameter)]
+                segments += [Segment(end, offset - end, None), Segment(offset, numel, parameter)]
                 end = offset + numel
-        runs.append(Segment(end, self.numel - end, None))
-        return tuple(run for run in runs if run.numel)
+        segments.append(Segment(end, self.numel - end, None))
+        return tuple(segment for segment in segments if segment.numel)
 
     @property
     def padding_mask(self) -> tuple[bool, ...]:
@@ -235,8 +235,8 @@ class FlatParamLayout:
         `64x96@0,96@6144,@6240|6272/4%16`. Equal layouts, and only those, have equal texts. `parse` reads it back.
         """
         pairs = zip(self.shapes, self.offsets, strict=True)
-        places = ",".join(f"{'x'.join(map(str, shape))}@{offset}" for shape, offset in pairs)
-        return f"{places}|{self.numel}/{self.world_size}%{self.alignment}"
+        parameters = ",".join(f"{'x'.join(map(str, shape))}@{offset}" for shape, offset in pairs)
+        return f"{parameters}|{self.numel}/{self.world_size}%{self.alignment}"
 
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an op; layouts are immutable
@@ -248,11 +248,11 @@ class FlatParamLayout:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a layout; expected shape@offset,...|numel/world_size%alignment")
-        places = [place.split("@") for place in match[1].split(",")]
+        parameters = [parameter.split("@") for parameter in match[1].split(",")]
         try:
-            names = tuple(map(str, range(len(places))))
-            shapes = tuple(tuple(int(dim) for dim in shape.split("x") if dim) for shape, _ in places)
-            offsets = tuple(int(offset) for _, offset in places)
+            names = tuple(map(str, range(len(parameters))))
+            shapes = tuple(tuple(int(dim) for dim in shape.split("x") if dim) for shape, _ in parameters)
+            offsets = tuple(int(offset) for _, offset in parameters)
             return FlatParamLayout(names, shapes, offsets, int(match[2]), int(match[3]), int(match[4]))
         except ValueError as error:
             raise ValueError(f"{text!r} is not a valid layout: {error}") from error

@@ -35,14 +35,14 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_fsdp_original", type(module))
 
 
-def add_lookups(module: nn.Module, found: dict[str, tuple[Unit, int]], mixin: type) -> None:
-    """Let `module` find the named parameters in the given units at the given indices.
+def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: type) -> None:
+    """Let `module` find `params`, by name, in the given units at the given indices.
 
     It becomes an instance of `mixin`, unless it is one of another mixin already.
     """
     units = list(module.__dict__.get("_fsdp_units", ()))
     lookups = list(getattr(type(module), "_fsdp_lookups", ()))
-    for name, (unit, index) in found.items():
+    for name, (unit, index) in params.items():
         if unit not in units:
             units.append(unit)
         lookups.append(Lookup(name, units.index(unit), index))
@@ -95,7 +95,7 @@ def find_closed(module: Any, name: str) -> nn.Parameter | None:
     except KeyError:
         raise AttributeError(name) from None
     managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
-    if managed and managed[0].is_sharded and managed[0].summoned is None and _forward_runs(module):
+    if managed and managed[0].is_sharded and managed[0].summoned is None and _is_in_forward_of(module):
         raise RuntimeError(
             f"parameter {name}: expected the forward of the sharded module around {original_class(module).__name__}, "
             f"which gathers this parameter, found {original_class(module).__name__} run alone; run the sharded module, "
@@ -104,7 +104,7 @@ def find_closed(module: Any, name: str) -> nn.Parameter | None:
     return param
 
 
-def _forward_runs(module: nn.Module) -> bool:
+def _is_in_forward_of(module: nn.Module) -> bool:
     """Whether code close to the caller is the forward of this very module."""
     forward = getattr(original_class(module).forward, "__code__", None)
     frame = inspect.currentframe()

@@ -17,8 +17,9 @@
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
 
 This file has the signatures, the derivatives and the shapes. Bodies that communicate are in comm/flat.py, those of
-`add_accumulated` and `defer_reduce` in eager/graphs.py, those of `check_ranks` and `record_time` beside the passes that
-insert them. `flat_param_id` names a flat parameter by an integer in a tensor on the CPU (flat_param.py).
+`add_accumulated` and `defer_reduce` in eager/reduce.py, those of `check_ranks` and `record_time` beside the passes that
+insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are
+looked up by id]).
 """
 
 from collections.abc import Callable
@@ -67,7 +68,7 @@ torch.library.define(
     "fsdp_flat::check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
 torch.library.define(
-    "fsdp_flat::record_time", "(str graph, int stretch, int number, Device device) -> Tensor", tags=_OPAQUE
+    "fsdp_flat::record_time", "(str graph, int stretch, int index, Device device) -> Tensor", tags=_OPAQUE
 )
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
@@ -96,11 +97,11 @@ def view_parameters(full: Tensor, layout: str) -> list[Tensor]:
     The split's derivative concatenates the gradients, zeros for padding and for unused parameters: it packs them.
     """
     parsed = FlatParamLayout.parse(layout)
-    runs = full.split_with_sizes([segment.numel for segment in parsed.segments])
+    windows = full.split_with_sizes([segment.numel for segment in parsed.segments])
     views = [full.new_empty(shape) for shape in parsed.shapes] if 0 in parsed.numels else [full] * len(parsed.shapes)
-    for run, segment in zip(runs, parsed.segments, strict=True):
+    for window, segment in zip(windows, parsed.segments, strict=True):
         if segment.parameter is not None:
-            views[segment.parameter] = run.view(parsed.shapes[segment.parameter])
+            views[segment.parameter] = window.view(parsed.shapes[segment.parameter])
     return views
 
 
@@ -203,7 +204,7 @@ def _check_ranks_fake(sequence: str, groups: list[str], timeout: float, device: 
 
 
 @torch.library.register_fake("fsdp_flat::record_time")
-def _record_time_fake(graph: str, stretch: int, number: int, device: torch.device) -> Tensor:
+def _record_time_fake(graph: str, stretch: int, index: int, device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 

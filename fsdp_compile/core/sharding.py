@@ -26,7 +26,7 @@ class ModuleSharding:
         device: where the module computes.
         precision: its mixed precision, or None.
         buffer_dtypes: the dtypes that its floating buffers had, by their names in the module.
-        full_precision_in_eval: whether mixed precision is left aside in eval mode.
+        full_precision_in_eval: whether the module computes without mixed precision in eval mode.
         limit_all_gathers: the argument of `fully_shard`.
         units: the units that are gathered around the module's forward: its own one, unless that has no data or an
             enclosing module gathers it, and those that modules below share.

@@ -113,7 +113,7 @@ class Unit:
         shards: into how many shards flat parameters are split: the size of `group`, or 1 for NO_SHARD.
         reshard_after_forward: whether unsharded parameters are freed between forward and backward.
         replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
-        halves: two groups that all-gathers go through, one after the other (unshard_spec.py); backward uses the second.
+        stage_groups: two groups that all-gathers go through, one after the other; backward uses the second.
         may_stay: whether a compiled graph may keep parameters unsharded although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
@@ -152,7 +152,7 @@ class Unit:
         reshard_after_forward: bool,
         *,
         replicas: dist.ProcessGroup | None = None,
-        halves: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         may_stay: bool = False,
         precision: MixedPrecision | None = None,
         offload: bool = False,
@@ -162,14 +162,14 @@ class Unit:
         self.group_size, self.group_name = group.size(), group.group_name
         self.precision = precision or MixedPrecision()
         self.rank = dist.get_rank(group) if shards > 1 else 0
-        self.stages = tuple(map(NamedGroup.of, halves or (group,)))
+        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
-        index = shard_index((each.rank(), each.size()) for each in halves or (group,)) if shards > 1 else 0
+        index = shard_index((each.rank(), each.size()) for each in stage_groups or (group,)) if shards > 1 else 0
         self.flats = tuple(FlatParam(kind, shards, index, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
@@ -320,7 +320,7 @@ class Unit:
         return [record for flat in self.flats for record in flat.records]
 
     def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
-        """The dtype of unsharded parameters; `full_precision` leaves mixed precision aside (E-MP-2)."""
+        """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2)."""
         return flat.shard.dtype if full_precision else self.precision.param_dtype or flat.shard.dtype
 
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:

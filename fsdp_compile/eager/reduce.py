@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsdp_compile.comm.flat import start_average
 from fsdp_compile.core.autograd import check_first_order
-from fsdp_compile.core.flat_param import FlatParam, flat_param_by_id
+from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import (
@@ -142,7 +142,7 @@ def reduce_or_accumulate(
         streams.await_reduce(reduced)
         event = streams.reduce_event() if offload else None
         if event is not None:
-            reduction.settle = partial(streams.device.block, event)
+            reduction.wait_for_copy = partial(streams.device.block, event)
 
     reduction.finish = finish
     if added_by_autograd:
@@ -232,7 +232,7 @@ def _call_comm_hook(unit: Unit, state: Any, hook: Callable[..., Any], packed: Te
 @torch.library.impl("fsdp_flat::defer_reduce", "default")
 def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
     """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
-    flat = flat_param_by_id(flat_param_id)
+    flat = FLAT_PARAMS.find(flat_param_id)
     managed = unit_of(flat.params[0]) if flat is not None else None
     if flat is None or managed is None:
         raise RuntimeError("backward: expected the model of this forward, found it deleted; keep it until backward")
@@ -259,7 +259,7 @@ def _add_accumulated_in_place(packed: Tensor, flat_param_id: Tensor) -> None:
 
 
 def _take_accumulated_by_id(flat_param_id: Tensor) -> Tensor | None:
-    flat = flat_param_by_id(flat_param_id)
+    flat = FLAT_PARAMS.find(flat_param_id)
     if flat is None:  # the model was deleted, and its accumulated gradients with it
         return None
     flat.reduction.backward = current_backward()

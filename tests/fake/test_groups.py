@@ -188,16 +188,16 @@ def test_places(pair: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
 def test_neighbours_and_peers(no_launcher: None) -> None:
     """Runs of consecutive ranks gather again, equal places in them gather first; also in groups of some ranks, where
     they are made once."""
-    halves = divide(Groups(dist.group.WORLD), 2).halves
-    assert [ranks(group) for group in halves] == [[1, 3], [0, 1]]
-    assert divide(Groups(dist.group.WORLD), 2).halves is halves
+    stages = divide(Groups(dist.group.WORLD), 2).stages
+    assert [ranks(group) for group in stages] == [[1, 3], [0, 1]]
+    assert divide(Groups(dist.group.WORLD), 2).stages is stages
     for choice in (None, True, False, 1, WORLD_SIZE):
-        assert divide(Groups(dist.group.WORLD), choice).halves is None
+        assert divide(Groups(dist.group.WORLD), choice).stages is None
     refused_by = pytest.raises(ValueError, match="a divisor of the 2 ranks to shard over, found 4")
     with refused_by:
         divide(resolve(HYBRID, devices_per_node=2), 4)
     groups = divide(Groups(dist.group.WORLD), 2)
-    assert place(FULL, groups) == Placement(dist.group.WORLD, 4, True, None, halves)
+    assert place(FULL, groups) == Placement(dist.group.WORLD, 4, True, None, stages)
     assert place(KEEP, groups) == Placement(dist.group.WORLD, 4, False, None)
 
 
