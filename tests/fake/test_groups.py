@@ -142,8 +142,8 @@ def test_groups_from_nodes(no_launcher: None) -> None:
 
 def test_groups_from_nodes_are_made_once(no_launcher: None) -> None:
     """Calls in one world share groups, whichever hybrid strategy asks (E-PG-9)."""
-    assert resolve(HYBRID, devices_per_node=2) is resolve(HYBRID_KEEP, devices_per_node=2)
-    assert resolve(HYBRID, devices_per_node=2) is not resolve(HYBRID, devices_per_node=4)
+    assert resolve(HYBRID, devices_per_node=2) == resolve(HYBRID_KEEP, devices_per_node=2)
+    assert resolve(HYBRID, devices_per_node=2) != resolve(HYBRID, devices_per_node=4)
 
 
 def test_the_launcher_knows_the_node_size(monkeypatch: pytest.MonkeyPatch) -> None:
