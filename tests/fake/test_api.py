@@ -15,7 +15,7 @@ from refusing import refused, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import FSDPModule, ModuleWrapPolicy, ShardingStrategy, fully_shard
+from fsdp_compile import FSDPModule, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from fsdp_compile.core.lookup import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
 
@@ -356,3 +356,10 @@ def test_many_classes_compile_in_one_process() -> None:
     for number in range(torch._dynamo.config.recompile_limit + 2):
         model = type(f"Model{number}", (nn.Linear,), {})(3, 3)
         torch.compile(fully_shard(model), fullgraph=True, backend="eager")(torch.ones(1, 3))
+
+
+def test_repr_names_units() -> None:
+    """`repr` adds parameters, strategy, precision and shard bytes of each unit to what the module's own class says."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), mixed_precision=MixedPrecision(torch.bfloat16))
+    assert "unit: 2 parameters, FULL_SHARD over 4 ranks, float32, computed in bfloat16, shard of " in repr(model)
+    assert "in_features=4, out_features=4, bias=True" in repr(model)
