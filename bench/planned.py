@@ -5,7 +5,7 @@ plays rank 0 of 8, and it is compiled again by a plan for these times and this l
 
     exposed      ms of a forward and backward in which a wait sleeps
     formula      first gather + last reduce: what is unavoidable if all else hides
-    bound        what no plan can beat, by which task reads which unit (passes/bound.py), less computing
+    bound        what no plan can beat, by which task reads which unit (passes/plan/bound.py), less computing
     simulated    the plan's step and exposed time by passes/simulate.py
     outside      what a step takes beside its tasks where the link takes no time: guards, autograd, calls; part of the
                  calibration, and added to the simulated step

@@ -28,14 +28,14 @@ NOTABLE = 1e-6  # of a step: less than this between rule and bound is nothing to
 
 def rows() -> list[dict[str, object]]:
     """One for each model, link and batch."""
-    found = []
+    results: list[dict[str, object]] = []
     for model, worlds in WORLDS.items():
         for name, world in worlds.items():
             for batch in BATCHES:
                 step = workload(MODELS[model], batch, world, link(name), device("h100"))
-                found.append({"model": model, "link": name, "world": world, "batch": batch, **_compare(step)})
-                print(_line(found[-1]), flush=True)
-    return found
+                results.append({"model": model, "link": name, "world": world, "batch": batch, **_compare(step)})
+                print(_line(results[-1]), flush=True)
+    return results
 
 
 def _compare(step: Workload) -> dict[str, object]:
@@ -64,14 +64,14 @@ def _compare(step: Workload) -> dict[str, object]:
     return row
 
 
-def _figures(found: PlannedStep, computing: float) -> dict[str, object]:
+def _figures(planned: PlannedStep, computing: float) -> dict[str, object]:
     return {
-        "seconds": found.seconds,
-        "exposed": found.seconds - computing,
-        "unavoidable": found.bound - computing,
-        "gap": found.gap,
-        "peak": found.peak,
-        "kept": len(found.keep_unsharded),
+        "seconds": planned.seconds,
+        "exposed": planned.seconds - computing,
+        "unavoidable": planned.bound - computing,
+        "gap": planned.gap,
+        "peak": planned.peak,
+        "keep_unsharded": len(planned.keep_unsharded),
     }
 
 
@@ -98,13 +98,13 @@ def _line(row) -> str:
 def main() -> None:
     """Print the table, in milliseconds, and write it."""
     print(HEAD)
-    found = rows()
+    results = rows()
     path = pathlib.Path(__file__).parent / "results" / "planner.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    slower = [row for row in found if not row["never_slower"]]
-    planning = max(row["planning"] for row in found)
-    avoided = min(row["avoided"] for row in found if row["avoided"] is not None)
-    print(f"{len(found)} steps, {len(slower)} slower than a rule; planning took {planning:.2f} s of CPU time at most")
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    slower = [row for row in results if not row["never_slower"]]
+    planning = max(row["planning"] for row in results)
+    avoided = min(row["avoided"] for row in results if row["avoided"] is not None)
+    print(f"{len(results)} steps, {len(slower)} slower than a rule; planning took {planning:.2f} s of CPU time at most")
     print(f"of what the better rule exposes and a plan may avoid, ours avoids {avoided:.0%} or more")
 
 

@@ -167,8 +167,14 @@ def _check_reads(workload: Workload, plan: Plan) -> None:
             _check_boundary(workload, index, gather, free)
 
 
+# Note [What may cross from forward to backward]
+# Forward and backward are two graphs, and what is alive between them is an output of one and an input of the other. A
+# unit that is kept unsharded crosses as its gathered buffer. A gather that is issued in forward and waited for in
+# backward would cross as a buffer that a collective still writes, which autograd would save. So a plan gathers a unit
+# in forward for backward only if backward reads the same buffer, and the search issues no gather of backward before
+# the first task of backward.
 def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> None:
-    """Forward and backward are two graphs: between them there is a gathered buffer, or none, as the unit demands."""
+    """Whether what is gathered between `gather` and `free` may be: Note [What may cross from forward to backward]."""
     unit, crosses = workload.units[index], gather < workload.backward < free
     keeps = crosses and any(first < free for first, _ in [workload.reads_in_backward.get(index, (free, free))])
     if crosses and not keeps:
