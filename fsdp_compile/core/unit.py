@@ -74,28 +74,11 @@ class VersionCounters(NamedTuple):
     shards: list[int]  # for each flat parameter, that of its shard and how often it was bound to its parameters
 
 
-class UnshardedForward(Protocol):
-    """The unsharded parameters of one forward, in the eager runtime (eager/unsharded.py)."""
-
-    can_free: bool
-
-    def free(self, keep_slices: bool = False) -> None:
-        """Free them; backward gathers again."""
-
-
-class FreeableBuffer(Protocol):
-    """Memory of an unsharded flat parameter."""
+class UnshardedMemory(Protocol):
+    """Unsharded parameters, as the eager runtime gathered them (eager/unsharded.py)."""
 
     def free(self) -> None:
-        """Free it."""
-
-
-class KeptBuffers(Protocol):
-    """Filled buffers that a backward pass left for the next forward (eager/unsharded.py)."""
-
-    @property
-    def buffers(self) -> Sequence[FreeableBuffer]:
-        """One for each flat parameter."""
+        """Free their memory."""
 
 
 class SummonedParams(Protocol):
@@ -191,11 +174,11 @@ class Unit:
         self.unsharded_flats: list[Tensor] | None = None
         self.backward_pass = -1
         self.syncs = True
-        self.awaiting_backward: weakref.WeakKeyDictionary[UnshardedForward, None] = weakref.WeakKeyDictionary()
-        self.prefetched: UnshardedForward | None = None
+        self.awaiting_backward: weakref.WeakKeyDictionary[UnshardedMemory, None] = weakref.WeakKeyDictionary()
+        self.prefetched: UnshardedMemory | None = None
         self.summoned: SummonedParams | None = None
         self.may_keep = False
-        self.kept_unsharded: KeptBuffers | None = None
+        self.kept_unsharded: UnshardedMemory | None = None
 
     def _spec(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[str, str]:
         """The constants of a traced forward, one for `unshard` and one for `views`."""

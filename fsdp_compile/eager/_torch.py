@@ -34,7 +34,7 @@ __all__ = [
     "bf16_compress_hook",
     "call_after_backward",
     "current_backward",
-    "dynamo_runs",
+    "dynamo_is_active",
     "fp16_compress_hook",
     "never_trace",
     "norms",
@@ -56,7 +56,7 @@ def never_trace(function: FunctionT) -> FunctionT:
 
 
 @never_trace
-def dynamo_runs() -> bool:
+def dynamo_is_active() -> bool:
     """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
     return get_eval_frame_callback() not in (None, False)
 

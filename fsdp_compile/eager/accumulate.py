@@ -2,7 +2,7 @@
 
 Gradients add up unsharded on each rank, in the reduce dtype, in one buffer per flat parameter. Meanwhile the `.grad` of
 each parameter is an unsharded view of that buffer, so that `zero_grad`, inspection and scaling work on it. Gradients
-that an earlier backward has reduced are set aside, and return with the next reduce (E-ACC-3, E-GRAD-6).
+that an earlier backward has reduced are hidden, and return with the next reduce (E-ACC-3, E-GRAD-6).
 """
 
 import functools

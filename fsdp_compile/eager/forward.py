@@ -21,13 +21,13 @@ from fsdp_compile.eager._torch import (
     allowed_in_regions,
     call_after_backward,
     current_backward,
-    dynamo_runs,
+    dynamo_is_active,
     never_trace,
     tree_map_only,
 )
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unshard import free_kept_unsharded, free_prefetched
+from fsdp_compile.eager.unshard import free_leftover, free_prefetched
 from fsdp_compile.eager.unsharded import Reader, UnshardedUnit
 from fsdp_compile.eager.writeback import refresh
 
@@ -59,7 +59,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
 def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run `compiled`, which traces the call of `module`, with its units unsharded around it; a root does that inside.
 
-    Where a module around it is traced, its own compilation is left aside.
+    Where a module around it is traced, this one is traced with it.
     """
     if torch.compiler.is_compiling():
         return module._call_impl(*args, **kwargs)
@@ -86,7 +86,7 @@ class Prologue:
         if not torch.compiler.is_compiling():
             # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
             gathers_itself = self._compiled_call_impl is not None and (self._fsdp.is_root or "_fsdp" not in vars(self))
-            if gathers_itself or dynamo_runs():  # else the eager runtime gathers, which checks too
+            if gathers_itself or dynamo_is_active():  # else the eager runtime gathers, which checks too
                 _prepare(self._fsdp.units_below)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 
@@ -100,7 +100,7 @@ def _prepare(units: tuple[Unit, ...]) -> None:
         if not unit.is_unsharded:
             refresh(unit)
             free_prefetched(unit)
-            free_kept_unsharded(unit)
+            free_leftover(unit)
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _unsharded(
 ) -> Any:
     """`run(*args, **kwargs)` with the units' parameters unsharded, or, if `as_flats`, their flat parameters."""
     try:  # Note [Graph breaks in the forward of a sharded module]
-        if _backward_runs():
+        if _in_backward():
             return _recomputed(module, run, args, kwargs, as_flats)
         opened: list[UnshardedUnit] = []
         try:
@@ -127,7 +127,7 @@ def _unsharded(
 
 
 @torch.compiler.disable
-def _backward_runs() -> bool:
+def _in_backward() -> bool:
     return current_backward() != -1
 
 
@@ -247,7 +247,7 @@ def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:
 
 
 def computes_in_full_precision(module: Any) -> bool:
-    """Whether mixed precision is left aside: in eval mode, with the switch on at `fully_shard` (E-MP-7)."""
+    """Whether mixed precision is ignored: in eval mode, with the switch on at `fully_shard` (E-MP-7)."""
     return module._fsdp.full_precision_in_eval and not module.training
 
 

@@ -9,8 +9,9 @@ ranks, by collectives or by the user's communication hook.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def reduce_gradients(
         flats: those of its flat parameters that train.
         grads: one per parameter of `flats`, unsharded; None: unused.
         streams: the streams that reduces run in.
-        full_precision: whether forward left mixed precision aside.
+        full_precision: whether forward ignored mixed precision.
 
     Returns:
         For each of `flats` the gradient of its shard, 1-D `[shard_numel]`, to be read after `flat.reduction.wait()`;
@@ -67,20 +68,18 @@ def reduce_gradients(
     for name, grad in zip((name for flat in flats for name in flat.layout.names), grads, strict=True):
         if grad is not None:
             check_first_order(name, grad)
-    shard_grads: list[Tensor | None] = []
-    start = 0
-    for flat in flats:
-        of_flat = grads[start : start + len(flat.params)]
-        start += len(flat.params)
-        packed = pack(flat, of_flat, unit.sent_dtype(flat, full_precision), unit.device)
-        shard_grads.append(reduce_or_accumulate(unit, flat, packed, streams, full_precision))
-    return shard_grads
+    rest = iter(grads)
+    packed = (
+        pack(flat, list(islice(rest, len(flat.params))), unit.sent_dtype(flat, full_precision), unit.device)
+        for flat in flats
+    )
+    return reduce_packed(unit, flats, packed, streams, full_precision)
 
 
 def reduce_packed(
     unit: Unit,
     flats: Sequence[FlatParam],
-    packed: Sequence[Tensor | None],
+    packed: Iterable[Tensor | None],
     streams: Streams = NO_STREAMS,
     full_precision: bool = False,
 ) -> list[Tensor | None]:

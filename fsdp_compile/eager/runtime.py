@@ -24,7 +24,7 @@ from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward
-from fsdp_compile.eager.streams import Streams, device_of
+from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, take_prefetched, unshard
 from fsdp_compile.eager.unsharded import UnshardedUnit
 
@@ -74,7 +74,7 @@ class Runtime:
     def streams_for(self, device: torch.device) -> Streams:
         """The streams of units that compute on `device`, made at the first use."""
         if device not in self._streams:
-            self._streams[device] = Streams(device_of(device), self.limit_all_gathers)
+            self._streams[device] = Streams(Device(device), self.limit_all_gathers)
             self._streams[device].begin_iteration()
         return self._streams[device]
 

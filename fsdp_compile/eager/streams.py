@@ -28,72 +28,45 @@ GATHERS_IN_FLIGHT = 2
 
 
 class Device:
-    """A device without streams, such as the CPU: work runs in the order of the calls, so there is nothing to order."""
+    """Streams and events of a device, by its own torch module, such as `torch.cuda`.
+
+    The CPU has none: work runs in the order of the calls, so there is nothing to order, and None stands for a stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
     def new_stream(self) -> Any:
         """A stream beside the current one."""
-        return None
+        return self.module.Stream(device=self.device) if self.module else None
 
     def current_stream(self) -> Any:
         """The stream that work is queued to now."""
-        return None
+        return self.module.current_stream(self.device) if self.module else None
 
     def run_in(self, stream: Any) -> AbstractContextManager[Any]:
         """Queue the work of the block to `stream`."""
-        return nullcontext()
+        return self.module.stream(stream) if self.module else nullcontext()
 
     def order(self, first: Any, then: Any) -> None:
         """Work queued to `then` from now on waits for what is queued to `first` already."""
+        if self.module:
+            then.wait_stream(first)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Before the memory of `tensor` is used again, wait for what `stream` has queued when it is freed."""
+        if self.module:
+            tensor.record_stream(stream)
 
     def record(self, stream: Any) -> Any:
         """An event behind what is queued to `stream`; None if nothing is ever queued."""
-        return None
+        return stream.record_event() if self.module else None
 
     def block(self, event: Any) -> None:
         """Let the host wait for `event`."""
-
-
-class Accelerator(Device):
-    """A device with streams, by its own torch module, such as `torch.cuda`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.module = device, torch.get_device_module(device)
-
-    def new_stream(self) -> Any:
-        """A stream beside the current one."""
-        return self.module.Stream(device=self.device)
-
-    def current_stream(self) -> Any:
-        """The stream that work is queued to now."""
-        return self.module.current_stream(self.device)
-
-    def run_in(self, stream: Any) -> AbstractContextManager[Any]:
-        """Queue the work of the block to `stream`."""
-        return self.module.stream(stream)
-
-    def order(self, first: Any, then: Any) -> None:
-        """Work queued to `then` from now on waits for what is queued to `first` already."""
-        then.wait_stream(first)
-
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Before the memory of `tensor` is used again, wait for what `stream` has queued when it is freed."""
-        tensor.record_stream(stream)
-
-    def record(self, stream: Any) -> Any:
-        """An event behind what is queued to `stream`."""
-        return stream.record_event()
-
-    def block(self, event: Any) -> None:
-        """Let the host wait for `event`."""
-        event.synchronize()
-
-
-def device_of(device: torch.device) -> Device:
-    """The interface to `device`."""
-    return Device() if device.type in ("cpu", "meta") else Accelerator(device)
+        if self.module:
+            event.synchronize()
 
 
 class Streams:
@@ -169,5 +142,5 @@ class Streams:
             self.device.block(event)
 
 
-NO_STREAMS = Streams(Device(), limit_gathers=False)
+NO_STREAMS = Streams(Device(torch.device("cpu")), limit_gathers=False)
 """Everything in the current stream: for all-gathers outside of an iteration (E-STREAM-4)."""

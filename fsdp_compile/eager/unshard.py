@@ -68,9 +68,9 @@ def reshard(unit: Unit) -> None:
     if unit.is_unsharded:
         raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
     free_prefetched(unit)
-    free_kept_unsharded(unit)
+    free_leftover(unit)
     for gathered in unit.awaiting_backward:
-        if gathered.can_free:
+        if cast(UnshardedUnit, gathered).can_free:
             gathered.free()
 
 
@@ -81,11 +81,10 @@ def free_prefetched(unit: Unit) -> None:
         unit.prefetched = None
 
 
-def free_kept_unsharded(unit: Unit) -> None:
+def free_leftover(unit: Unit) -> None:
     """Free what a backward pass under no_sync left unsharded for the next forward."""
     if unit.kept_unsharded is not None:
-        for buffer in unit.kept_unsharded.buffers:
-            buffer.free()
+        unit.kept_unsharded.free()
         unit.kept_unsharded = None
 
 

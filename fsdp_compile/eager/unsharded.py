@@ -114,61 +114,45 @@ class KeptUnsharded(NamedTuple):
     versions: VersionCounters
     full_precision: bool
 
+    def free(self) -> None:
+        """Free the buffers."""
+        for buffer in self.buffers:
+            buffer.free()
+
 
 class UnshardParams(torch.autograd.Function):
     """From the shards of the flat parameters that train to their unsharded parameters.
 
-    Backward lets the unit free these, packs their gradients and starts to reduce them.
+    Backward lets the unit free these, packs their gradients and starts to reduce them. With `as_flats` the unsharded
+    parameters are flat ones: a compiled graph splits them and packs their gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *shards: Tensor) -> tuple[Tensor, ...]:
-        """The parameters of `flats`, unsharded; `shards` are the `autograd_shard` of each."""
-        _save(ctx, gathered, flats)
+        """The parameters of `flats`, unsharded, or these themselves, `[layout.numel]`; `shards`: their shards."""
+        ctx.set_materialize_grads(False)
+        ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
+        ctx.reduce = reduce_packed if gathered.as_flats else reduce_gradients
+        ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
+        buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
+        if gathered.as_flats:
+            return tuple(alias(buffer.full) for buffer in buffers)
         params, frozen = [], []
-        for buffer in gathered.buffers:
-            if buffer.flat in flats:
-                views = buffer.views()
-                params += views
-                frozen += [views[index] for index in buffer.flat.frozen]
+        for buffer in buffers:
+            views = buffer.views()
+            params += views
+            frozen += [views[index] for index in buffer.flat.frozen]
         ctx.mark_non_differentiable(*frozen)
         return tuple(params)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # one per parameter, unsharded
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
         """The gradients of the shards, 1-D `[shard_numel]`, being reduced."""
-        _gradients_ready(ctx)
-        return (None, None, *reduce_gradients(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
-
-
-class UnshardFlats(torch.autograd.Function):
-    """The same, without splitting: a compiled graph splits the flat parameters and packs their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *shards: Tensor) -> tuple[Tensor, ...]:
-        """The flat parameters `flats`, unsharded, `[layout.numel]` each."""
-        _save(ctx, gathered, flats)
-        return tuple(alias(buffer.full) for buffer in gathered.buffers if buffer.flat in flats)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *packed: Tensor | None) -> tuple[Any, ...]:  # [layout.numel] each
-        """The gradients of the shards, 1-D `[shard_numel]`, being reduced."""
-        _gradients_ready(ctx)
-        return (None, None, *reduce_packed(ctx.unit, ctx.flats, packed, ctx.streams, ctx.full_precision))
-
-
-def _save(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
-    ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
-
-
-def _gradients_ready(ctx: Any) -> None:
-    gathered = ctx.gathered()
-    if gathered is not None:
-        gathered.gradients_ready()
+        gathered = ctx.gathered()
+        if gathered is not None:
+            gathered.gradients_ready()
+        return (None, None, *ctx.reduce(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
 
 
 class Reader(Flag):
@@ -193,7 +177,7 @@ class UnshardedUnit:
 
     Args:
         unit: the unit.
-        full_precision: whether mixed precision is left aside.
+        full_precision: whether mixed precision is ignored.
         streams: the streams of the root on the unit's device.
         iteration: the root's forward within which the user asked for the all-gather, or None.
 
@@ -223,10 +207,10 @@ class UnshardedUnit:
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.as_flats = self.can_free = self.prefetched = False
         self.backward_pass, self.readers = -1, Reader.NOBODY
-        kept = self._take_kept()
-        self.reused = kept is not None
-        if kept is not None:
-            self.buffers = kept.buffers
+        leftover = self._take_leftover()
+        self.reused = leftover is not None
+        if leftover is not None:
+            self.buffers = leftover.buffers
             return
         self.streams.limit()
         with torch.no_grad(), streams.unsharding():
@@ -236,7 +220,7 @@ class UnshardedUnit:
             for buffer in self.buffers:
                 buffer.start()
 
-    def _take_kept(self) -> KeptUnsharded | None:
+    def _take_leftover(self) -> KeptUnsharded | None:
         """The buffers that an earlier backward pass left, if they have the values that an all-gather would bring.
 
         A backward pass under no_sync has no collectives: some ranks may have left it out, and have nothing. So whether
@@ -246,16 +230,20 @@ class UnshardedUnit:
         asks, unit.may_keep = unit.may_keep, unit.stays_unsharded and torch.is_grad_enabled()
         if not asks:
             return None
-        kept, unit.kept_unsharded = cast(KeptUnsharded | None, unit.kept_unsharded), None
-        usable = kept is not None and kept.versions == self.versions and kept.full_precision == self.full_precision
-        usable = usable and kept is not None and not any(buffer.is_free for buffer in kept.buffers)
+        leftover, unit.kept_unsharded = cast(KeptUnsharded | None, unit.kept_unsharded), None
+        usable = (
+            leftover is not None
+            and leftover.versions == self.versions
+            and leftover.full_precision == self.full_precision
+        )
+        usable = usable and leftover is not None and not any(buffer.is_free for buffer in leftover.buffers)
         usable = collectives.holds_on_all_ranks(usable, unit.group_name, unit.device)
-        if kept is not None and not usable:
-            self._free(kept.buffers)
-        if kept is None or not usable:
+        if leftover is not None and not usable:
+            self._free(leftover.buffers)
+        if leftover is None or not usable:
             return None
         unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
-        return kept
+        return leftover
 
     def is_current(self) -> bool:
         """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
@@ -269,9 +257,8 @@ class UnshardedUnit:
         self.wait()
         self.as_flats = as_flats
         trained = [flat for flat in self.unit.flats if flat.trains and torch.is_grad_enabled()]
-        function = UnshardFlats if as_flats else UnshardParams
         shards = [flat.autograd_shard for flat in trained]
-        differentiable = iter(function.apply(self, trained, *shards) if trained else ())
+        differentiable = iter(UnshardParams.apply(self, trained, *shards) if trained else ())
         self.views: list[Tensor] = []
         for buffer in self.buffers:
             count = 1 if as_flats else len(buffer.flat.params)
@@ -411,9 +398,9 @@ class UnshardedUnit:
         self.unit.hide_unsharded(self.views)
 
     def _keep(self) -> None:
-        kept = cast(KeptUnsharded | None, self.unit.kept_unsharded)
-        if kept is not None and kept.buffers is not self.buffers:
-            self._free(kept.buffers)
+        leftover = cast(KeptUnsharded | None, self.unit.kept_unsharded)
+        if leftover is not None and leftover.buffers is not self.buffers:
+            self._free(leftover.buffers)
         self.unit.kept_unsharded = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:

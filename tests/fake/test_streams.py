@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile import fully_shard, summon_full_params
 from fsdp_compile.eager import unsharded as gathered
 from fsdp_compile.eager import writeback
-from fsdp_compile.eager.streams import Accelerator, Device, Streams, device_of
+from fsdp_compile.eager.streams import Device, Streams
 
 NAMES = ["root", "blocks.0", "blocks.1", "blocks.2"]
 
@@ -106,9 +106,7 @@ def test_rate_limit_is_named_in_profiles() -> None:
 
 def test_cpu_has_nothing_to_order() -> None:
     """On a CPU the same calls do nothing: no stream, no event, no wait (E-STREAM-5)."""
-    device = device_of(torch.device("cpu"))
-    assert type(device) is Device
-    streams = Streams(device, limit_gathers=True)
+    streams = Streams(Device(torch.device("cpu")), limit_gathers=True)
     with streams.unsharding(), streams.reducing(), streams.finishing():
         streams.note_free()
         streams.limit()
@@ -262,8 +260,7 @@ def test_accelerator_speaks_to_its_torch_module() -> None:
     """
     module = mock.MagicMock()
     with mock.patch.object(torch, "get_device_module", return_value=module) as found:
-        device = device_of(torch.device("cuda", 1))
-    assert isinstance(device, Accelerator)
+        device = Device(torch.device("cuda", 1))
     found.assert_called_once_with(torch.device("cuda", 1))
     streams = Streams(device, limit_gathers=True)
     assert module.Stream.mock_calls == [mock.call(device=torch.device("cuda", 1))] * 2, "of default priority"
