@@ -85,5 +85,5 @@ def test_inputs_go_to_the_device_of_the_root() -> None:
     (moved,), named = prepare_inputs(model, ((x, {"ids": [ids]}),), {"text": "text"})
     assert moved[0].device.type == moved[1]["ids"][0].device.type == "meta" and named == {"text": "text"}
     assert moved[0].dtype is torch.bfloat16 and moved[1]["ids"][0].dtype is torch.int64
-    (kept,), _ = prepare_inputs(model.blocks[0], (x,), {})
-    assert kept is x
+    (unchanged,), _ = prepare_inputs(model.blocks[0], (x,), {})
+    assert unchanged is x

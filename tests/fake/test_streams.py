@@ -59,9 +59,9 @@ def test_memory_is_registered_before_it_is_freed() -> None:
     log = _step(fully_shard(unlike_blocks()))
     for name in NAMES:
         freed = [place for place, line in enumerate(log.lines) if line == f"free {name}"]
-        kept = [place for place, line in enumerate(log.lines) if line == f"keep {name} for compute"]
-        assert len(freed) == len(kept) == (1 if name == "root" else 2)
-        assert all(keep < free for keep, free in zip(kept, freed, strict=True))
+        recorded_streams = [place for place, line in enumerate(log.lines) if line == f"keep {name} for compute"]
+        assert len(freed) == len(recorded_streams) == (1 if name == "root" else 2)
+        assert all(keep < free for keep, free in zip(recorded_streams, freed, strict=True))
 
 
 def test_reduces_run_beside_compute() -> None:

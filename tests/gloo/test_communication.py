@@ -118,16 +118,16 @@ def test_nothing_that_gloo_copies(two: Ranks, how: str) -> None:
     assert two.run(_kinds, how) == [{"gloo:broadcast", "gloo:all_to_all"}] * 2
 
 
-def _kept(calls: list[_Call]) -> Counter[int]:
+def _gathered_bytes(calls: list[_Call]) -> Counter[int]:
     """Bytes that are left of what all-gathers made, by the size of the unit's full buffer in elements."""
-    kept: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
     seen = set()
     for call in calls:
         if call.gathered is not None and call.gathered.cdata not in seen:
             seen.add(call.gathered.cdata)
             alive = torch.UntypedStorage._new_with_weak_ptr(call.gathered.cdata)
-            kept[call.numel] += alive.nbytes() if alive is not None else 0
-    return kept
+            nbytes[call.numel] += alive.nbytes() if alive is not None else 0
+    return nbytes
 
 
 def _soon(holds: Callable[[], bool]) -> bool:
@@ -140,7 +140,7 @@ def _soon(holds: Callable[[], bool]) -> bool:
 
 def _assert_freed(calls: list[_Call], when: str) -> None:
     """Nothing is left of what all-gathers made."""
-    assert _soon(lambda: _kept(calls).total() == 0), f"kept {when}: {_kept(calls)} bytes"
+    assert _soon(lambda: _gathered_bytes(calls).total() == 0), f"kept {when}: {_gathered_bytes(calls)} bytes"
 
 
 def _watch_memory(rank: int, strategy: str, how: str) -> None:
@@ -150,10 +150,11 @@ def _watch_memory(rank: int, strategy: str, how: str) -> None:
     for step in range(2):
         with _spied() as calls:
             loss = MLP.loss(run, mine(MLP, step))
-        assert set(_kept(calls)) == {root, block}
+        assert set(_gathered_bytes(calls)) == {root, block}
         if how == "eager":
             blocks = 3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0
-            assert _kept(calls) == {root: 4 * root, block: blocks}, f"kept after forward: {_kept(calls)} bytes"
+            nbytes = _gathered_bytes(calls)
+            assert nbytes == {root: 4 * root, block: blocks}, f"kept after forward: {nbytes} bytes"
         loss.backward()
         assert all(unit.unsharded_params is None for unit in units(model)), "views are left"
         if how == "eager":
@@ -184,10 +185,10 @@ def _watch_gradients(rank: int, how: str) -> None:
             backward(run, case, mine(case, 1))
         reduced = {call.result for call in calls if call.kind == "reduce"}
         for unit in units(model):
-            places = {p.grad.untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
+            storages = {p.grad.untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
             trained_here = any(p.requires_grad and p.numel() for p in unit.params)
-            assert len(places) == trained_here, f"{unit}: gradients in {len(places)} storages"
-            assert places <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
+            assert len(storages) == trained_here, f"{unit}: gradients in {len(storages)} storages"
+            assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
 
 
 @both_ways

@@ -72,10 +72,10 @@ def _none_or_not(rank: int) -> None:
         else:
             backward(each, case, mine(case, 1))
         each.blocks[0].down.bias.grad = None
-    kept = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    before = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
     model(mine(case, 2)[0])
     now = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    assert now.keys() == kept.keys() and all(torch.equal(now[name], grad) for name, grad in kept.items())
+    assert now.keys() == before.keys() and all(torch.equal(now[name], grad) for name, grad in before.items())
     backward(model, case, mine(case, 2))
     backward(reference, case, whole(case, 2))
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -162,7 +162,7 @@ def test_gradients_add_up(two: Ranks, strategy: str, offload: bool) -> None:
     two.run(_add_up, strategy, offload)
 
 
-def _see_arrival(rank: int, strategy: str) -> None:
+def _see_reduction(rank: int, strategy: str) -> None:
     reference, model = twins(MLP, strategy)
     backward(reference, MLP, whole(MLP, 1))
     seen: dict[str, Tensor] = {}
@@ -189,7 +189,7 @@ def _see_arrival(rank: int, strategy: str) -> None:
 @all_strategies
 def test_gradients_are_seen_when_they_are_reduced(two: Ranks, strategy: str) -> None:
     """Hooks on parameters find this rank's part of the mean, and before it nothing is to be seen (E-GRAD-5)."""
-    two.run(_see_arrival, strategy)
+    two.run(_see_reduction, strategy)
 
 
 # --- what cannot be added to ------------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def test_no_stale_gradients(two: Ranks) -> None:
 def _copied(rank: int) -> None:
     reference, model = build(MLP), shard(MLP, cpu_offload=OFFLOAD)
     follow(model, reference, MLP)
-    twin, twin_reference = copy.deepcopy(model), copy.deepcopy(reference)
-    follow(twin, twin_reference, MLP, first_seed=200)
+    copied, copied_reference = copy.deepcopy(model), copy.deepcopy(reference)
+    follow(copied, copied_reference, MLP, first_seed=200)
     follow(model, reference, MLP, first_seed=300)
 
 

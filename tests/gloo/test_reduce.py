@@ -158,11 +158,11 @@ def _keep_low(rank: int, how: str, strategy: str) -> None:
     for seed in (1, 2):
         backward(run, MLP, mine(MLP, seed))
         backward(executor(plain, how), MLP, mine(MLP, seed))
-        for kept, wide in zip(model.parameters(), plain.parameters(), strict=True):
-            assert (kept.grad is None) == (wide.grad is None)
-            if kept.grad is not None and wide.grad is not None:
-                assert kept.grad.dtype == torch.float16 and wide.grad.dtype == torch.float32
-                torch.testing.assert_close(kept.grad.float(), wide.grad, rtol=2e-3, atol=1e-5)
+        for narrow, wide in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (narrow.grad is None) == (wide.grad is None)
+            if narrow.grad is not None and wide.grad is not None:
+                assert narrow.grad.dtype == torch.float16 and wide.grad.dtype == torch.float32
+                torch.testing.assert_close(narrow.grad.float(), wide.grad, rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

@@ -101,9 +101,9 @@ def _poison_padding(rank: int, strategy: str, how: str) -> None:
     reference, model = twins(MLP, strategy)
     for unit in units(model):
         for flat in unit.flats:
-            (kept,) = [flat.shard.clone()]
+            (original,) = [flat.shard.clone()]
             flat.shard.fill_(float("nan"))
-            for part, values in zip(flat.split(flat.shard), flat.split(kept), strict=True):
+            for part, values in zip(flat.split(flat.shard), flat.split(original), strict=True):
                 if part is not None and values is not None:
                     part.copy_(values)
     assert any(flat.shard.isnan().any() for unit in units(model) for flat in unit.flats), "no padding in the test"

@@ -87,7 +87,7 @@ def _gradients(rank: int, strategy: str, writeback: bool) -> None:
     assert gathers == (0 if strategy == "NO_SHARD" else len(units(model))), "of parameters alone"
     backward(reference, MLP, whole(MLP, 1))
     backward(model, MLP, mine(MLP, 1))
-    kept = [param.grad for param in model.parameters()]
+    before = [param.grad for param in model.parameters()]
     with summon_full_params(model, with_grads=True, writeback=writeback):
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
@@ -95,7 +95,7 @@ def _gradients(rank: int, strategy: str, writeback: bool) -> None:
                 ours.grad.mul_(0.5)
             if writeback:
                 theirs.grad.mul_(0.5)
-    assert all(param.grad is grad for param, grad in zip(model.parameters(), kept, strict=True))
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
     assert_same_gradients(model, reference)
     follow(model, reference, MLP)
 
