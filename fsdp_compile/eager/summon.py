@@ -25,7 +25,7 @@ from fsdp_compile.core._torch import set_grad
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import view_parameters
-from fsdp_compile.core.sharding import own_units, sharding_of, units_used_below
+from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.unshard import free_prefetched
 from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects, write_to_shard
@@ -99,7 +99,7 @@ def summon_full_params(
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
     options.check()
-    sharding = sharding_of(module)
+    sharding: ModuleSharding | None = getattr(module, "_fsdp", None)  # of a wrapper: that of the module inside
     units = units_used_below(module) if recurse else list(sharding.units if sharding else ())
     check_idle(units, "summon_full_params", AssertionError)
     with summoned(units, options, "summon_full_params"):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .test_communication import _assert_freed, _kept, _soon, _spied
+from .test_communication import _assert_freed, _gathered_bytes, _soon, _spied
 from .training import (
     OPTIMIZERS,
     assert_same_parameters,
@@ -114,7 +114,7 @@ def _watch(rank: int, kind: str, how: str) -> None:
     held: list[int] = []
 
     def count(grad: Tensor) -> None:  # runs when a block's backward has ended, before its input is handed on
-        held.append(sum(_kept(calls)[numel] for numel in sizes) // sum(4 * numel for numel in sizes))
+        held.append(sum(_gathered_bytes(calls)[numel] for numel in sizes) // sum(4 * numel for numel in sizes))
 
     def watch(module: nn.Module, args: tuple) -> None:
         if args[0].requires_grad:
@@ -146,7 +146,7 @@ def _no_input_needs_grad(rank: int, strategy: str) -> None:
     x, y = vectors(rank, 4, inputs=11)
     with _spied() as calls:
         loss = squared_error(model, (x, y))
-    assert _soon(lambda: _kept(calls)[frozen] == 0), "a frozen unit whose backward will not run was kept"
+    assert _soon(lambda: _gathered_bytes(calls)[frozen] == 0), "a frozen unit whose backward will not run was kept"
     with wire() as sent:
         loss.backward()
     assert [each.kind for each in sent] == ["reduce"], "only the head trains"

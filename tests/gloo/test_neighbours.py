@@ -60,7 +60,7 @@ def _send(rank: int) -> None:
         reduced = Counter({("reduce", n, 2): count for n, count in sizes.items()})
         reduced += Counter({("reduce", n // 2, 2): count for n, count in sizes.items()})
         assert _axes(sent) == again + reduced, _axes(sent)
-        assert buffer.is_free and buffer.part is None
+        assert buffer.is_free and buffer.slice is None
 
 
 def test_what_is_sent_and_what_is_kept(four: Ranks) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .test_communication import _assert_freed, _kept, _per_unit, _spied
+from .test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
 from .training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, shard, twins, units
 
 MLP = MODELS["mlp"]
@@ -89,7 +89,7 @@ def _watch(rank: int, strategy: str) -> tuple[list[int], list[int]]:
     backward(model, MLP, mine(MLP, 0))
     with _spied() as calls:
         loss = MLP.loss(model, mine(MLP, 1))
-        assert _kept(calls)[block] == (3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0)
+        assert _gathered_bytes(calls)[block] == (3 * 4 * block if strategy == "SHARD_GRAD_OP" else 0)
         loss.backward()
         _assert_freed(calls, "after backward while the loss is alive")
     assert all(unit.unsharded_params is unit.unsharded_flats is None for unit in units(model))
