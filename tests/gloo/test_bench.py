@@ -12,7 +12,7 @@ from bench import parts, pictures, report
 def test_two_systems_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 and ours take turns on an emulated link; figures, table, pictures and traces come out."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
     found = parts.run("smoke", replace(parts.PARTS["smoke"], looks=("calls", "copies", "memory")))
     free, slow = found["settings"]
     for name in ("fsdp2", "ours"):
@@ -23,9 +23,9 @@ def test_two_systems_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     parameters = 4 * 118_016  # bytes, with what padding there is
     assert found["copies"]["ours"] == pytest.approx(parameters, rel=0.2)  # packing, eagerly
     assert found["copies"]["fsdp2"] == pytest.approx(3 * parameters, rel=0.2)  # both sides of gathers, and packing
-    shown = {**found, "date": report.today(), "machine": "here", "versions": {"torch": "2"}}
+    shown = {**found, "date": report.today(), "commit": "0123456", "machine": "here", "versions": {"torch": "2"}}
     table = report.tables({"smoke": shown})
-    assert "| ours, eager | " in table and "no order beats" in table
+    assert "| ours, eager | " in table and "shortest possible step" in table
     report.save("smoke", found)
     report.write_traces("smoke", found)
     drawn = pictures.draw("smoke", report.load()["smoke"])

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compile.passes.cost.hardware import LINKS, Device, Link, device, link
@@ -80,20 +81,11 @@ def test_work_by_hand():
     assert attention.flops == 2 * 2 * 2 * 3 * 3 * 8
 
 
-def _shapes(graph):
-    """All sizes of the inputs, in order."""
-    return [size for node in graph.nodes if node.op == "placeholder" for size in node.meta["val"].shape]
-
-
-def test_work_of_symbols():
-    """One graph with symbols for its sizes, with numbers put in, is what a graph traced with these gives."""
+def test_symbolic_sizes_count_as_their_hints():
+    """A graph traced with symbols for its sizes has the work of one traced with the numbers; nothing is guarded on."""
     graph = _graph(5, 7, "symbolic")
-    found, symbols = _total(graph), _shapes(graph)
-    shape_env = symbols[0].node.shape_env
-    guards = len(shape_env.guards)
-    for batch, length in ((2, 3), (4, 1024), (64, 2048)):
-        direct = _graph(batch, length)
-        put = {size.node.expr: number for size, number in zip(symbols, _shapes(direct), strict=True)}
-        for part in ("flops", "read_bytes", "written_bytes"):
-            assert getattr(found, part).subs(put) == getattr(_total(direct), part)
-    assert len(shape_env.guards) == guards
+    fake_mode = next(node for node in graph.nodes if node.op == "placeholder").meta["val"].fake_mode
+    guards = len(fake_mode.shape_env.guards)
+    with tracing(TracingContext(fake_mode)):
+        assert _total(graph) == _total(_graph(5, 7))
+    assert len(fake_mode.shape_env.guards) == guards
