@@ -20,7 +20,10 @@ from bench.report import HERE, Found, computing, exposed, origin
 from bench.systems import find, label
 
 IMAGES = HERE.parent / "docs" / "images"
-TIMELINES, MEMORY = ("smoke", "link", "cuda_link"), ("smoke", "link", "memory", "cuda_link")  # parts whose steps and memory are drawn
+TIMELINES, MEMORY = (
+    ("smoke", "link", "cuda_link"),
+    ("smoke", "link", "memory", "cuda_link"),
+)  # parts whose steps and memory are drawn
 
 INK, GRID = "#33415c", "#e4e7ec"
 LINK_COLOURS = {"all_gather": "#5b8def", "reduce_scatter": "#e07a5f", "all_reduce": "#e07a5f"}
