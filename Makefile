@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --no-compile --disable-pip-version-check -c constraints.txt
+PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
 export OMP_NUM_THREADS ?= 1
 
