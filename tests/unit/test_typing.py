@@ -57,7 +57,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_mypy(folder: Path) -> None:
     """A script that uses what `fully_shard` returns as a sharded module passes `mypy --strict`; mistakes are found."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", str(ROOT / ".mypy_cache")]
+    options = ["--strict", "--follow-imports=silent", "--cache-dir", str(ROOT / ".mypy_cache")]
+    command = [sys.executable, "-m", "mypy", *options]
     done = subprocess.run([*command, "right.py", "wrong.py"], cwd=folder, capture_output=True, text=True,
                           env=os.environ | {"MYPYPATH": str(ROOT)}, timeout=250)  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
