@@ -161,7 +161,7 @@ def link_for(ratio: float, compute: float, sent: dict[str, Any]) -> tuple[float,
 
 
 def least(seen: dict[str, Any], free: dict[str, float]) -> dict[str, float]:
-    """What no order of gathers before their use and reduces after it can beat.
+    """Lower bounds of a step and of its exposed time, for any order with gathers before their use and reduces after it.
 
     That is "step", of which "unavoidable" is exposed: the first gather, the last reduce, and what computing is too
     short for. "dependent" is what is exposed at least where the root unit (embedding, head) computes next to nothing

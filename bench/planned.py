@@ -1,11 +1,11 @@
 """Plans by cost on the emulated link: what is exposed, beside the fixed rule and FSDP2; the simulator beside the clock.
 
 For each ratio of communication to computing the graph is compiled to record a profile of its tasks, in one process that
-plays rank 0 of 8, and it is compiled again by a plan for these times and this link. All systems then take turns.
+plays rank 0 of 8, and it is compiled again by a plan for this profile and this link. The systems are then measured alternately.
 
     exposed      ms of a forward and backward in which a wait sleeps
     formula      first gather + last reduce: what is unavoidable if all else hides
-    bound        what no plan can beat, by which task reads which unit (passes/plan/bound.py), less computing
+    bound        a lower bound of every plan's exposed time, from which task reads which unit (passes/plan/bound.py)
     simulated    the plan's step and exposed time by passes/simulate.py
     outside      what a step takes beside its tasks where the link takes no time: guards, autograd, calls; part of the
                  calibration, and added to the simulated step

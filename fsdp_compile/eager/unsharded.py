@@ -404,6 +404,8 @@ class UnshardedUnit:
         self.unit.kept_unsharded = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:
+        if [param._version for param in self.unit.params] == self.versions.params:
+            return
         for name, param, version in zip(self.unit.names, self.unit.params, self.versions.params, strict=True):
             if param._version != version:
                 raise RuntimeError(
