@@ -1,7 +1,8 @@
 """Plans by cost on the emulated link: what is exposed, beside the fixed rule and FSDP2; the simulator beside the clock.
 
 For each ratio of communication to computing the graph is compiled to record a profile of its tasks, in one process that
-plays rank 0 of 8, and it is compiled again by a plan for this profile and this link. The systems are then measured alternately.
+plays rank 0 of 8, and it is compiled again by a plan for this profile and this link. The systems are then
+measured alternately.
 
     exposed      ms of a forward and backward in which a wait sleeps
     formula      first gather + last reduce: what is unavoidable if all else hides

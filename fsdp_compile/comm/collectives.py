@@ -7,6 +7,7 @@ Inductor generates calls the process group itself (direct.py) and puts on the wi
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch
 # Eager code, graph passes and generated code all ask `copies`, and only this folder and the pass that rewrites
 # reduce-scatters know what follows from it. The fake backend, whose ranks do not exist, stands for gloo in tests.
 _COPYING_BACKENDS = ("gloo", "fake")
+_copies_on_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # asked at every all-gather
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -58,7 +60,12 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 def copies(tensor: Tensor, group: str) -> bool:
     """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it (Note [What gloo copies])."""
-    return tensor.device.type == "cpu" and backends(group_named(group)).get("cpu") in _COPYING_BACKENDS
+    if tensor.device.type != "cpu":
+        return False
+    ranks = group_named(group)
+    if ranks not in _copies_on_cpu:
+        _copies_on_cpu[ranks] = backends(ranks).get("cpu") in _COPYING_BACKENDS
+    return _copies_on_cpu[ranks]
 
 
 def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:

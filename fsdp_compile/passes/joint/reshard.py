@@ -27,8 +27,9 @@ def choose_reshard(context: GraphContext) -> None:
     """Decide which units reshard after forward, of those whose tags leave it open.
 
     With a link, by cost: a unit is kept unsharded if its second gather would make the step longer, as far as the
-    budget allows. The budget applies to forward and backward together: a unit that is kept unsharded occupies memory in both
-    graphs. Without a link, the unit that backward reads first is kept: no computation could hide its second gather.
+    budget allows. The budget applies to forward and backward together: a unit that is kept unsharded occupies memory
+    in both graphs. Without a link, the unit that backward reads first is kept unsharded: no computation could hide its
+    second all-gather.
 
     Raises:
         PlanError: no plan fits into `config.budget`, or the profile is of another model.
