@@ -5,8 +5,8 @@ unshard_spec.py   how a flat parameter is gathered and reduced, as one string fo
 ops.py            the marker operators of traced graphs: signatures, derivatives, shapes
 autograd.py       between parameters and the flat shard: who gets which gradient, and when reduces are waited for
 flat_param.py     a flat parameter: layout, shard and parameters bound together
-locations.py      which modules hold the parameters, under which names
-unit.py           flat parameters that are gathered together, and what they are at the moment
+unit_state.py     what changes about a unit while steps run: its state, version counters, parameter locations
+unit.py           flat parameters that are gathered together
 lookup.py         how module code finds unsharded parameters: properties of a swapped class
 sharding.py       what a sharded module knows about itself; walks over a tree of modules
 environment.py    switches in the environment, and warnings that point at the user's line

@@ -8,8 +8,8 @@
 
 Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen ones are gathered and never reduced.
 
-A `Unit` describes how its parameters are sharded, and has the little state that changes while steps run. What the eager
-runtime attaches to it is known here by protocols only.
+A `Unit` describes how its parameters are sharded, and has the little state that changes while steps run, whose types
+are in unit_state.py.
 """
 
 import copy
@@ -17,8 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,60 +30,18 @@ from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.locations import ParameterLocations
 from fsdp_compile.core.ops import UNSHARD, VIEWS
+from fsdp_compile.core.unit_state import (
+    GradientDelivery,
+    ParameterLocations,
+    SummonedParams,
+    UnitState,
+    UnshardedMemory,
+    VersionCounters,
+)
 from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_index
 
 T = TypeVar("T")
-
-
-class UnitState(Enum):
-    """What the parameters of a unit are at the moment (E-STATE-1).
-
-        SHARDED ---- a forward begins --------> FORWARD ----- it ends, or fails -----> SHARDED
-        SHARDED ---- backward reaches it -----> BACKWARD ---- its gradients are -----> SHARDED
-                                                              there, or backward fails
-        SHARDED ---- summon_full_params ------> SUMMONED ---- the context is left ---> SHARDED
-
-    In SHARDED nothing reads unsharded parameters, though buffers may hold them: prefetched for the next forward, not
-    freed between forward and backward (SHARD_GRAD_OP), or left by a backward pass under no_sync.
-    """
-
-    SHARDED = "sharded"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    SUMMONED = "summoned"
-
-
-class GradientDelivery(Enum):
-    """What a graph that is traced now does in backward with packed gradients."""
-
-    REDUCE = "reduce"
-    REDUCE_WITH_ACCUMULATED = "reduce with accumulated"  # their sum with gradients accumulated under no_sync
-    DEFER = "defer"  # the eager runtime accumulates them, or a communication hook reduces them
-
-
-class VersionCounters(NamedTuple):
-    """When the values of a unit's parameters were last changed: equal counters, equal values.
-
-    The counters of all ranks change together, also those of ranks that store nothing of what was changed.
-    """
-
-    params: list[int]  # version counters of the parameters
-    shards: list[int]  # for each flat parameter, that of its shard and how often it was bound to its parameters
-
-
-class UnshardedMemory(Protocol):
-    """Unsharded parameters, as the eager runtime gathered them (eager/unsharded.py)."""
-
-    def free(self) -> None:
-        """Free their memory."""
-
-
-class SummonedParams(Protocol):
-    """Full parameters in the place of the sharded ones (eager/summon.py)."""
-
-    by: str  # the name of the function that asked for them
 
 
 class Unit:

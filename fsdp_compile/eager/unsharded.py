@@ -22,7 +22,8 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, view_parameters
-from fsdp_compile.core.unit import Unit, UnitState, VersionCounters, check_not_summoned
+from fsdp_compile.core.unit import Unit, check_not_summoned
+from fsdp_compile.core.unit_state import UnitState, VersionCounters
 from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed

@@ -1,0 +1,100 @@
+"""What changes about a unit while steps run, and how changes that users make to its parameters are noticed.
+
+UnitState             which of forward, backward and `summon_full_params` reads unsharded parameters, if any does
+GradientDelivery      what a graph that is traced now does with gradients
+VersionCounters       whether values have changed since they were gathered
+ParameterLocations    whether modules still hold the parameters that the unit knows
+
+What the eager runtime attaches to a unit is known to it by the protocols `UnshardedMemory` and `SummonedParams` only.
+"""
+
+import operator
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+
+class UnitState(Enum):
+    """What the parameters of a unit are at the moment (E-STATE-1).
+
+        SHARDED ---- a forward begins --------> FORWARD ----- it ends, or fails -----> SHARDED
+        SHARDED ---- backward reaches it -----> BACKWARD ---- its gradients are -----> SHARDED
+                                                              there, or backward fails
+        SHARDED ---- summon_full_params ------> SUMMONED ---- the context is left ---> SHARDED
+
+    In SHARDED nothing reads unsharded parameters, though buffers may hold them: prefetched for the next forward, not
+    freed between forward and backward (SHARD_GRAD_OP), or left by a backward pass under no_sync.
+    """
+
+    SHARDED = "sharded"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SUMMONED = "summoned"
+
+
+class GradientDelivery(Enum):
+    """What a graph that is traced now does in backward with packed gradients."""
+
+    REDUCE = "reduce"
+    REDUCE_WITH_ACCUMULATED = "reduce with accumulated"  # their sum with gradients accumulated under no_sync
+    DEFER = "defer"  # the eager runtime accumulates them, or a communication hook reduces them
+
+
+class VersionCounters(NamedTuple):
+    """When the values of a unit's parameters were last changed: equal counters, equal values.
+
+    The counters of all ranks change together, also those of ranks that store nothing of what was changed.
+    """
+
+    params: list[int]  # version counters of the parameters
+    shards: list[int]  # for each flat parameter, that of its shard and how often it was bound to its parameters
+
+
+class UnshardedMemory(Protocol):
+    """Unsharded parameters, as the eager runtime gathered them (eager/unsharded.py)."""
+
+    def free(self) -> None:
+        """Free their memory."""
+
+
+class SummonedParams(Protocol):
+    """Full parameters in the place of the sharded ones (eager/summon.py)."""
+
+    by: str  # the name of the function that asked for them
+
+
+Location = tuple[dict[str, nn.Parameter | None], str]
+"""A module's `_parameters`, and a name there."""
+
+
+class ParameterLocations:
+    """For each parameter of a unit its locations; tied parameters have several.
+
+    Attributes:
+        of: the locations of each parameter, by index.
+    """
+
+    def __init__(self, params: int) -> None:
+        self.of: list[list[Location]] = [[] for _ in range(params)]
+        self.record()
+
+    def add(self, index: int, parameters: dict[str, nn.Parameter | None], name: str) -> None:
+        """Parameter `index` is in `parameters`, a module's `_parameters`, under `name`."""
+        self.of[index].append((parameters, name))
+        self.record()
+
+    def record(self) -> None:
+        """Record what modules hold now, to compare with later."""
+        flattened = [location for locations in self.of for location in locations]
+        self._registries = [parameters for parameters, _ in flattened]
+        self._names = [name for _, name in flattened]
+        self._recorded = [parameters.get(name) for parameters, name in flattened]
+
+    def are_unchanged(self) -> bool:
+        """Whether modules hold what they held at the last `record`.
+
+        Asked at every eager forward: the work for each parameter runs in C, at the cost that eager/writeback.py tells.
+        """
+        held = map(dict.get, self._registries, self._names)
+        return all(map(operator.is_, held, self._recorded))
