@@ -11,7 +11,7 @@
     pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`;
                                                                            Inductor may put it `into` a given buffer
     cast_shard(shard)          it in another dtype, in one buffer          Inductor's graphs
-    wait_all_gather(full,      `full` once its collective has ended;       Inductor's graphs
+    wait_collective(full,      `full` once its collective has ended;       Inductor's graphs
       sent)                    `sent` is alive until then
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
@@ -63,7 +63,7 @@ torch.library.define(
     tags=_OPAQUE,
 )
 torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
-torch.library.define("fsdp_flat::wait_all_gather", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::wait_collective", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
 )
@@ -79,7 +79,7 @@ ADD_ACCUMULATED = torch.ops.fsdp_flat.add_accumulated.default
 ADD_ACCUMULATED_ = torch.ops.fsdp_flat.add_accumulated_.default
 DEFER_REDUCE = torch.ops.fsdp_flat.defer_reduce.default
 CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
-WAIT_ALL_GATHER = torch.ops.fsdp_flat.wait_all_gather.default
+WAIT_COLLECTIVE = torch.ops.fsdp_flat.wait_collective.default
 CHECK_RANKS = has_side_effect(torch.ops.fsdp_flat.check_ranks.default)
 RECORD_TIME = has_side_effect(torch.ops.fsdp_flat.record_time.default)
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE)
@@ -193,8 +193,8 @@ def _cast_shard_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(shard, dtype=dtype)
 
 
-@torch.library.register_fake("fsdp_flat::wait_all_gather")
-def _wait_all_gather_fake(full: Tensor, sent: Tensor) -> Tensor:
+@torch.library.register_fake("fsdp_flat::wait_collective")
+def _wait_collective_fake(full: Tensor, sent: Tensor) -> Tensor:
     return torch.empty_like(full)
 
 

@@ -27,7 +27,7 @@ from fsdp_compile.eager._torch import (
 )
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unshard import free_leftover, free_prefetched
+from fsdp_compile.eager.unshard import free_kept_unsharded, free_prefetched
 from fsdp_compile.eager.unsharded import Reader, UnshardedUnit
 from fsdp_compile.eager.writeback import refresh
 
@@ -100,7 +100,7 @@ def _prepare(units: tuple[Unit, ...]) -> None:
         if not unit.is_unsharded:
             refresh(unit)
             free_prefetched(unit)
-            free_leftover(unit)
+            free_kept_unsharded(unit)
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------

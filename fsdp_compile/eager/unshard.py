@@ -68,7 +68,7 @@ def reshard(unit: Unit) -> None:
     if unit.is_unsharded:
         raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
     free_prefetched(unit)
-    free_leftover(unit)
+    free_kept_unsharded(unit)
     for gathered in unit.awaiting_backward:
         if cast(UnshardedUnit, gathered).can_free:
             gathered.free()
@@ -81,7 +81,7 @@ def free_prefetched(unit: Unit) -> None:
         unit.prefetched = None
 
 
-def free_leftover(unit: Unit) -> None:
+def free_kept_unsharded(unit: Unit) -> None:
     """Free what a backward pass under no_sync left unsharded for the next forward."""
     if unit.kept_unsharded is not None:
         unit.kept_unsharded.free()

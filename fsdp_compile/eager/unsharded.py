@@ -208,10 +208,10 @@ class UnshardedUnit:
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.as_flats = self.can_free = self.prefetched = False
         self.backward_pass, self.readers = -1, Reader.NOBODY
-        leftover = self._take_leftover()
-        self.reused = leftover is not None
-        if leftover is not None:
-            self.buffers = leftover.buffers
+        reused = self._take_kept_unsharded()
+        self.reused = reused is not None
+        if reused is not None:
+            self.buffers = reused.buffers
             return
         self.streams.limit()
         with torch.no_grad(), streams.unsharding():
@@ -221,7 +221,7 @@ class UnshardedUnit:
             for buffer in self.buffers:
                 buffer.start()
 
-    def _take_leftover(self) -> KeptUnsharded | None:
+    def _take_kept_unsharded(self) -> KeptUnsharded | None:
         """The buffers that an earlier backward pass left, if they have the values that an all-gather would bring.
 
         A backward pass under no_sync has no collectives: some ranks may have left it out, and have nothing. So whether
@@ -231,20 +231,21 @@ class UnshardedUnit:
         asks, unit.may_keep = unit.may_keep, unit.stays_unsharded and torch.is_grad_enabled()
         if not asks:
             return None
-        leftover, unit.kept_unsharded = cast(KeptUnsharded | None, unit.kept_unsharded), None
+        earlier, unit.kept_unsharded = cast(KeptUnsharded | None, unit.kept_unsharded), None
         usable = (
-            leftover is not None
-            and leftover.versions == self.versions
-            and leftover.full_precision == self.full_precision
+            earlier is not None
+            and earlier.versions == self.versions
+            and earlier.full_precision == self.full_precision
+            and not any(buffer.is_free for buffer in earlier.buffers)
         )
-        usable = usable and leftover is not None and not any(buffer.is_free for buffer in leftover.buffers)
         usable = collectives.holds_on_all_ranks(usable, unit.group_name, unit.device)
-        if leftover is not None and not usable:
-            self._free(leftover.buffers)
-        if leftover is None or not usable:
+        if earlier is None:
+            return None
+        if not usable:
+            self._free(earlier.buffers)
             return None
         unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
-        return leftover
+        return earlier
 
     def is_current(self) -> bool:
         """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
@@ -399,9 +400,9 @@ class UnshardedUnit:
         self.unit.hide_unsharded(self.views)
 
     def _keep(self) -> None:
-        leftover = cast(KeptUnsharded | None, self.unit.kept_unsharded)
-        if leftover is not None and leftover.buffers is not self.buffers:
-            self._free(leftover.buffers)
+        earlier = cast(KeptUnsharded | None, self.unit.kept_unsharded)
+        if earlier is not None and earlier.buffers is not self.buffers:
+            self._free(earlier.buffers)
         self.unit.kept_unsharded = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:

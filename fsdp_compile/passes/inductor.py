@@ -46,7 +46,7 @@ def install() -> None:
     for hook, pipeline in pipelines(CompileConfig.from_environment()).items():
         if not isinstance(getattr(inductor_config, hook), Pipeline):
             setattr(inductor_config, hook, pipeline)
-    _notice.update("tracing a sharded model")
+    _notice.start()
 
 
 def fsdp_compile_backend(
@@ -160,24 +160,21 @@ def _as_tuple(previous: Any) -> tuple[Any, ...]:
     return tuple(previous) if isinstance(previous, (list, tuple)) else (previous,)
 
 
-class _Notice:
-    """Says in one line on rank 0 what is being compiled, where that takes long. A timer waits meanwhile, until the end.
+class CompileNotice:
+    """Says in one line on rank 0 that a sharded model is being compiled, if the first compilation takes long.
 
-    Dynamo says when a compilation has ended, that of a backward too; nothing is left running then.
+    A timer of `after` seconds runs until Dynamo says that the compilation has ended.
     """
 
-    AFTER = 5.0  # seconds
-
-    def __init__(self) -> None:
-        self.doing = ""
+    def __init__(self, after: float = 5.0) -> None:
+        self.after = after
         self.timer: threading.Timer | None = None
 
-    def update(self, doing: str) -> None:
-        """From now on `doing` is what takes the time."""
-        self.doing = doing
+    def start(self) -> None:
+        """A compilation begins."""
         if self.timer is None and (not dist.is_initialized() or dist.get_rank() == 0):
             call_after_compiling(self.end)
-            self.timer = threading.Timer(self.AFTER, self._say)
+            self.timer = threading.Timer(self.after, self._say)
             self.timer.daemon = True
             self.timer.start()
 
@@ -188,7 +185,7 @@ class _Notice:
             self.timer = None
 
     def _say(self) -> None:
-        print(f"fsdp_compile: {self.doing}; later steps do not wait for this", file=sys.stderr)
+        print("fsdp_compile: compiling a sharded model; later steps do not wait for this", file=sys.stderr)
 
 
-_notice = _Notice()
+_notice = CompileNotice()

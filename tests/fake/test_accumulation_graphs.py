@@ -50,7 +50,7 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = all_gather_into_tensor_out(primals_5, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
-wait_2: f32[64] = fsdp_flat.wait_all_gather(gather_2, primals_5)  # wait 2, MUST_RECOMPUTE
+wait_2: f32[64] = fsdp_flat.wait_collective(gather_2, primals_5)  # wait 2, MUST_RECOMPUTE
 view_11: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_11, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
@@ -87,7 +87,7 @@ relu: f32[4, 5]
 tangents_1: f32[4, 2]
 full_2: f32[64] = empty.memory_format([64], dtype=torch.float32, device=cpu, pin_memory=False)
 gather_2: f32[64] = all_gather_into_tensor_out(primals_4, 4, '0', out=full_2)  # gather 2, MUST_RECOMPUTE
-wait_2: f32[64] = fsdp_flat.wait_all_gather(gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
+wait_2: f32[64] = fsdp_flat.wait_collective(gather_2, primals_4)  # wait 2, MUST_RECOMPUTE
 view_11: f32[10] = slice.Tensor(wait_2, 0, 0, 10)  # view 2, MUST_RECOMPUTE
 view_2: f32[2, 5] = reshape(view_11, [2, 5])  # MUST_RECOMPUTE
 permute_1: f32[5, 2] = permute(view_2, [1, 0])  # MUST_RECOMPUTE
@@ -108,10 +108,10 @@ sum_2: f32[1, 5] = sum.dim_IntList(where, [0], True)
 pack_0: f32[64] = fsdp_flat.pack_grads([mm_2, sum_2], '5x3@0,5@16|64/4%16')  # pack 0
 add_accumulated_0: f32[64] = fsdp_flat.add_accumulated(pack_0, primals_2, True)  # add_accumulated 0
 reduce_0: f32[64] = all_to_all_single(add_accumulated_0, [16, 16, 16, 16], [16, 16, 16, 16], '0')  # reduce 0, MUST_SAVE
-wait_reduce_2: f32[64] = fsdp_flat.wait_all_gather(reduce_2, add_accumulated_2)  # wait_reduce 2, MUST_SAVE
+wait_reduce_2: f32[64] = fsdp_flat.wait_collective(reduce_2, add_accumulated_2)  # wait_reduce 2, MUST_SAVE
 rows_2: f32[4, 16] = view(wait_reduce_2, [4, 16])
 mean_2: f32[16] = mean.dim(rows_2, [0])  # mean 2, MUST_SAVE
-wait_reduce_0: f32[64] = fsdp_flat.wait_all_gather(reduce_0, add_accumulated_0)  # wait_reduce 0, MUST_SAVE
+wait_reduce_0: f32[64] = fsdp_flat.wait_collective(reduce_0, add_accumulated_0)  # wait_reduce 0, MUST_SAVE
 rows_0: f32[4, 16] = view(wait_reduce_0, [4, 16])
 mean_0: f32[16] = mean.dim(rows_0, [0])  # mean 0, MUST_SAVE
 return [mean_0, None, None, mean_2, None]""",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from compiling import Recorder, printed_graphs, small, step
 from models import MODELS, checkpointed, vectors
 from torch import Tensor, fx, nn
@@ -20,7 +21,7 @@ from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
 from fsdp_compile.passes.graph.node_kinds import is_view
 from fsdp_compile.passes.graph.tags import tagged
-from fsdp_compile.passes.inductor import Pipeline, fsdp_compile_backend, install, pipelines
+from fsdp_compile.passes.inductor import CompileNotice, Pipeline, fsdp_compile_backend, install, pipelines
 from fsdp_compile.passes.pipeline import enabled
 
 X = torch.ones(4, 3)
@@ -96,6 +97,25 @@ def test_a_pass_that_replaces_ours_is_noticed(hook: str) -> None:
         pytest.raises(Exception, match=f"{hook}: expected the pipeline that fully_shard registered"),
     ):
         step(torch.compile(model), X)
+
+
+def test_a_long_compilation_says_so(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prints one line when a compilation takes long, and nothing is left running when it has ended."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    notice = CompileNotice(after=0.0)
+    notice.start()
+    assert notice.timer is not None
+    notice.timer.join()
+    notice.end()
+    assert notice.timer is None
+    assert capfd.readouterr().err == "fsdp_compile: compiling a sharded model; later steps do not wait for this\n"
+    quick = CompileNotice(after=60.0)
+    quick.start()
+    timer = quick.timer
+    quick.end()
+    assert timer is not None
+    timer.join(timeout=10)
+    assert not timer.is_alive() and capfd.readouterr().err == ""
 
 
 class Attention(nn.Module):

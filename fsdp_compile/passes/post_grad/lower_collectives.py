@@ -26,7 +26,7 @@ from fsdp_compile.comm.collectives import (
     WAIT,
     copies,
 )
-from fsdp_compile.core.ops import CAST_SHARD, WAIT_ALL_GATHER
+from fsdp_compile.core.ops import CAST_SHARD, WAIT_COLLECTIVE
 from fsdp_compile.passes.graph.node_kinds import CAST
 from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.graph.tags import Tag, set_tag, tag_of, tagged
@@ -175,7 +175,7 @@ _DIRECT = {ALL_GATHER_INTO: "fsdp_collectives.all_gather", ALL_TO_ALL: "fsdp_col
 def _call_directly(start: fx.Node) -> None:
     """Let generated code call the process group for `start`, an all-gather with an `out` or an all-to-all."""
     (wait,) = (user for user in start.users if user.target is WAIT)
-    wait.target, wait.args = WAIT_ALL_GATHER, (start, start.args[0])
+    wait.target, wait.args = WAIT_COLLECTIVE, (start, start.args[0])
 
 
 class _DirectWait(WaitKernel):
@@ -188,7 +188,7 @@ class _DirectWait(WaitKernel):
         super().codegen(wrapper)
 
 
-@register_lowering(WAIT_ALL_GATHER, type_promotion_kind=None)
+@register_lowering(WAIT_COLLECTIVE, type_promotion_kind=None)
 def _lower_wait(full: Any, sent: Any) -> Any:
     """Keep `sent` alive until the wait, which Inductor does for allocating collectives only, and rename both calls."""
     _DirectWait.create_wait(WAIT, full)

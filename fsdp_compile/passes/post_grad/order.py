@@ -13,7 +13,7 @@ from itertools import chain, pairwise, zip_longest
 from torch import fx
 
 from fsdp_compile.comm.collectives import STARTS, WAIT
-from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_ALL_GATHER
+from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_COLLECTIVE
 from fsdp_compile.passes.graph.node_kinds import is_product, readers
 from fsdp_compile.passes.graph.reading import Reading, with_preparation
 from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
@@ -124,7 +124,7 @@ def _result_of(event: fx.Node) -> fx.Node:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_ALL_GATHER, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME):
+    if node.target in STARTS or node.target in (WAIT, WAIT_COLLECTIVE, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME):
         return True
     tag = get_tag(node)
     if tag is not None and tag.kind == "mean":
