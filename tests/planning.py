@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.state_dict.chunks import FlatSharding
+from fsdp_compile.core.shard_spec import FlatSharding
 from fsdp_compile.state_dict.sharded_value import ShardedValue, ShardSpec
 
 

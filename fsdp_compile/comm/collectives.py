@@ -92,6 +92,11 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     return full
 
 
+def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
+    """As `all_gather`, by an operator without side effects: for code that users may compile."""
+    return WAIT(ALL_GATHER(shard, group_size, group))
+
+
 def start_reduce_scatter(
     full: Tensor, group_size: int, group: str, op: str = "avg"
 ) -> tuple[Tensor, Callable[[], None]]:

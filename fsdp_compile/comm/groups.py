@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile.comm._torch import group_named
+
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -235,6 +237,11 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
         near = _group_of(ranks[first : first + neighbors])
         known["stages", neighbors] = (_group_of(ranks[index::neighbors]), near)
     return replace(groups, stages=known["stages", neighbors])
+
+
+def mesh_of(group: str, device_type: str) -> DeviceMesh:
+    """The ranks of the group of that name as a 1-D mesh."""
+    return DeviceMesh.from_group(group_named(group), device_type)
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:

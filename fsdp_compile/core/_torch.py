@@ -5,15 +5,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
 
 __all__ = [
+    "NO_TORCH_FUNCTION",
     "call_after_backward",
     "carries_optimizers",
+    "change_wrapper",
     "current_backward",
+    "new_wrapper",
+    "register_foreach_type",
     "replace_data",
     "set_grad",
     "step_carried_optimizers",
+    "swap_wrapper",
     "without_dispatch_modes",
 ]
 
@@ -79,3 +86,41 @@ def replace_data(param: nn.Parameter, data: Tensor) -> None:
     if param.shape != data.shape:
         param.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
     param.data = data
+
+
+# --- wrapper subclasses -----------------------------------------------------------------------------------------------
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+new_wrapper: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
+    """Let `tensor`, plain, be `wrapper`, of a subclass: the same object, with its attributes and hooks.
+
+    `torch.utils.swap_tensors` refuses tensors with weak references, which optimizers and modules may hold.
+    """
+    attributes, is_param = dict(vars(tensor)), isinstance(tensor, nn.Parameter)
+    hooks, after_accumulation = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    plain, tensor.__class__ = type(tensor), type(wrapper)  # type: ignore[assignment]
+    torch._C._swap_tensor_impl(tensor, wrapper)  # type: ignore[attr-defined]
+    wrapper.__class__ = plain  # type: ignore[assignment]
+    vars(tensor).update(attributes, _is_param=is_param)
+    if hooks:
+        tensor._backward_hooks = hooks
+    if after_accumulation:
+        tensor._post_accumulate_grad_hooks = after_accumulation
+
+
+def change_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
+    """Let `tensor`, of a wrapper subclass, have the dtype and device of `wrapper`, of the same subclass and shape.
+
+    As an assignment to `.data` of a plain tensor, this lets autograd forget its node for `tensor`.
+    """
+    Tensor.data.__set__(tensor, wrapper)  # type: ignore[attr-defined]
+
+
+def register_foreach_type(kind: type[Tensor]) -> None:
+    """Let optimizers and gradient clipping choose their foreach forms for tensors of class `kind`, as for DTensor."""
+    for supported in (_optimizer_types, _clipping_types):
+        if kind not in supported:
+            supported.append(kind)

@@ -1,7 +1,6 @@
 """State of sharded models and optimizers in memory, under the names and in the shapes of the unsharded model.
 
 kinds.py              which kind of state dict is wanted: full, sharded or local
-chunks.py             which elements of a flattened tensor a rank stores, and as which boxes of the original shape
 sharded_value.py      the value in a sharded state dict, which torch.distributed.checkpoint writes and reads by itself
 model.py              `state_dict` and `load_state_dict` of a sharded module
 optimizer_values.py   what enters and leaves the state dict of an optimizer over sharded parameters

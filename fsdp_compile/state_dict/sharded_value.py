@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.core.shard_spec import Chunk, FlatSharding
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unshard_spec import shard_order
 from fsdp_compile.state_dict._torch import DTensorSpec, call_plainly, new_dtensor, replicated_spec
-from fsdp_compile.state_dict.chunks import Chunk, FlatSharding
 
 
 class ShardSpec:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.state_dict.chunks import FlatSharding
+from fsdp_compile.core.shard_spec import FlatSharding
 from fsdp_compile.state_dict.sharded_value import ShardedValue, ShardSpec
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=4)

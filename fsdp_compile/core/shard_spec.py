@@ -1,0 +1,266 @@
+"""Which elements of a sharded tensor each rank stores: as ranges, as rows and as chunks of its shape.
+
+A rank stores one range of the flattened elements of each parameter, while torch.distributed.checkpoint (DCP) speaks of
+chunks: boxes in the original shape. Elements 5 to 17 of a 4 x 6 tensor are two chunks, and `2 * ndim - 1` is the most
+that a range of an n-dimensional tensor needs:
+
+    . . . . . a        a    row 0, column 5
+    b b b b b b        b    rows 1 and 2, all columns
+    b b b b b b
+    . . . . . .
+
+Chunk, FlatSharding    integers only: chunks of a range, ranges of all ranks
+ShardSpec              what this rank stores, and how it is gathered from all ranks or reduced over them
+"""
+
+# Note [Why shards end between rows]
+# torch.distributed.checkpoint plans, writes and reads chunk by chunk, and each chunk takes an entry in `.metadata` and
+# in a file. A shard that ends within a row of a matrix leaves two chunks on either side: complete rows and a part of
+# one. So a layout pads its end by up to 1/512 (`end_between_rows` in core/layout.py) where fewer shards then end within
+# a row; of usual models the ranks together store little more chunks than there are parameters and cuts. This is a
+# matter of speed alone: any range of elements is saved and loaded correctly, by any number of ranks.
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.groups import mesh_of
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor whose elements are contiguous when the tensor is flattened. It is never empty."""
+
+    offsets: tuple[int, ...]  # of its first element, in the tensor's shape
+    sizes: tuple[int, ...]
+    start: int  # index of its first element among the elements that the rank stores
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+
+def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chunk, ...]:
+    """The elements `first` to `first + numel - 1` of a flattened tensor of `shape`, as chunks in order.
+
+    Together they cover the range once. There are at most `max(1, 2 * len(shape) - 1)` of them, none for an empty range.
+
+    Raises:
+        ValueError: the range is not within the tensor.
+    """
+    if first < 0 or numel < 0 or first + numel > math.prod(shape):
+        raise ValueError(f"expected a range within the {math.prod(shape)} elements of shape {shape}, found {numel} "
+                         f"elements from {first}")  # fmt: skip
+    chunks: list[Chunk] = []
+    start = 0
+    for offsets, sizes in _boxes(shape, first, first + numel) if numel else ():
+        chunks.append(Chunk(offsets, sizes, start))
+        start += math.prod(sizes)
+    return tuple(chunks)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of elements `start` to `stop`, at least one: a row's end, rows, a row's beginning."""
+    if not shape:
+        yield (), ()
+        return
+    rest = shape[1:]
+    row = math.prod(rest)
+    first, last = -(-start // row), stop // row  # the complete rows
+    if first > last:
+        yield from _boxes_in_row(last, rest, start - last * row, stop - last * row)
+        return
+    if start % row:
+        yield from _boxes_in_row(first - 1, rest, start % row, row)
+    if first < last:
+        yield (first, *[0] * len(rest)), (last - first, *rest)
+    if stop % row:
+        yield from _boxes_in_row(last, rest, 0, stop % row)
+
+
+def _boxes_in_row(index: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in _boxes(rest, start, stop):
+        yield (index, *offsets), (1, *sizes)
+
+
+@dataclass(frozen=True)
+class FlatSharding:
+    """How one tensor, flattened, is sharded: it lies in a flat buffer that the ranks split into equal shards.
+
+    This is what a `FlatParamLayout` says of one of its parameters, and it holds for optimizer state of that shape too.
+    """
+
+    shape: tuple[int, ...]  # of the full tensor
+    offset: int  # of its first element in the flat buffer
+    shard_numel: int  # elements of each rank's shard of the buffer
+    shard_order: tuple[int, ...] = ()  # for each rank the shard that it stores; empty: rank r stores shard r
+
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """The first element of the flattened tensor that `rank` stores and how many it stores; (0, 0) if none."""
+        shard = self.shard_order[rank] if self.shard_order else rank
+        low = max(shard * self.shard_numel, self.offset)
+        high = min((shard + 1) * self.shard_numel, self.offset + math.prod(self.shape))
+        return (low - self.offset, high - low) if low < high else (0, 0)
+
+    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+        """What `rank` stores, as chunks."""
+        return chunks_of_range(self.shape, *self.local_range(rank))
+
+
+# --- this rank --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """The ranks that tensors are sharded over, and which of them this one is."""
+
+    group: str  # the name of their process group
+    size: int
+    rank: int  # in that group
+    replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks as a 1-D mesh of devices of that type, made at the first use."""
+        if device_type not in self._meshes:
+            self._meshes[device_type] = mesh_of(self.group, device_type)
+        return self._meshes[device_type]
+
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of `value`, plain, over all ranks of data parallelism: those of this group and their replicas."""
+        mean = collectives.all_reduce(value, self.group, "avg")
+        return mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What this rank stores of a sharded tensor: one object for a parameter, its gradient and its optimizer state.
+
+    What follows from shapes and offsets alone is computed once. Tensors of one model that are sharded alike have the
+    same object, so that comparing two is quick.
+    """
+
+    sharding: FlatSharding
+    ranks: ShardRanks
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.sharding, self.ranks))
+
+    def __deepcopy__(self, memo: object) -> "ShardSpec":
+        return self
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """The shape of the full tensor."""
+        return torch.Size(self.sharding.shape)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """For each rank the first element of the flattened tensor that it stores, and how many."""
+        return tuple(self.sharding.local_range(rank) for rank in range(self.ranks.size))
+
+    @cached_property
+    def first(self) -> int:
+        """Index of the first element that this rank stores, in the flattened tensor; 0 if it stores none."""
+        return self.ranges[self.ranks.rank][0]
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements this rank stores."""
+        return self.ranges[self.ranks.rank][1]
+
+    @cached_property
+    def _row(self) -> int:
+        """How many elements one index into the first dimension has."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
+    def rows(self) -> tuple[int, int]:
+        """The half-open range of indices into the first dimension of which this rank stores some elements."""
+        if not self.numel:
+            return 0, 0
+        return self.first // self._row, -(-(self.first + self.numel) // self._row)
+
+    def chunks_of(self, rank: int) -> tuple[Chunk, ...]:
+        """What `rank` stores, as chunks."""
+        return self.sharding.chunks(rank)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What this rank stores, as chunks."""
+        return self.chunks_of(self.ranks.rank)
+
+    @cached_property
+    def storage_metadata(self) -> tuple[ChunkStorageMetadata, ...]:
+        """The chunks as DCP describes them."""
+        return tuple(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks as a 1-D mesh of devices of that type."""
+        return self.ranks.mesh(device_type)
+
+    def local_of(self, full: Tensor) -> Tensor:
+        """What this rank stores, 1-D `[numel]`, of a plain tensor that broadcasts to `shape`.
+
+        It is a view where `full` is contiguous and has that shape. No more rows than needed are expanded.
+        """
+        if not self.shape:
+            return full.reshape(-1)[: self.numel]
+        low, high = self.rows
+        if full.dim() == len(self.shape) and full.shape[0] > 1:
+            full = full[low:high]
+        start = self.first - low * self._row if self.numel else 0
+        return full.expand(high - low, *self.shape[1:]).reshape(-1)[start : start + self.numel]
+
+    def rows_of(self, local: Tensor, fill: float) -> Tensor:
+        """`local`, `[numel]`, as the rows that it is of, with `fill` for elements that other ranks store.
+
+        It is a view where this rank stores complete rows.
+        """
+        low, high = self.rows
+        shape = (high - low, *self.shape[1:])
+        if self.numel == (high - low) * self._row:
+            return local.view(shape)
+        rows = local.new_full(shape, fill)
+        start = self.first - low * self._row
+        rows.view(-1)[start : start + self.numel] = local
+        return rows
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The full tensor, plain, on every rank: one all-gather, in which all ranks take part."""
+        most = max(count for _, count in self.ranges)
+        if not most:
+            return local.new_empty(self.shape)
+        sent = local.new_zeros(most)
+        sent[: self.numel] = local
+        of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group).view(-1, most)
+        in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
+        return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.shape)
+
+    def all_reduce(self, value: Tensor, op: str) -> Tensor:
+        """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.
+
+        A maximum over ranks may lose a NaN, depending on the backend, so a flag is reduced beside it.
+        """
+        if op in ("sum", "avg") or not value.is_floating_point():
+            return collectives.all_reduce(value, self.ranks.group, op)
+        invalid = value.isnan()
+        flag = invalid.to(value.dtype) if op == "max" else -invalid.to(value.dtype)
+        both = torch.stack([value.masked_fill(invalid, 0), flag])
+        extreme, is_invalid = collectives.all_reduce(both, self.ranks.group, op)
+        return extreme.masked_fill(is_invalid != 0, math.nan)
