@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.lookup import original_class
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
-from fsdp_compile.core.unit import Unit, check_idle
+from fsdp_compile.core.unit import Unit, check_idle, unit_of
 from fsdp_compile.eager import Runtime, compiled_forward, sharded_forward
-from fsdp_compile.eager.clip import clip_grad_norm
+from fsdp_compile.eager._torch import norms
 from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.reduce import compresses, set_sync
@@ -36,10 +40,24 @@ class HasShardedParameters(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         model_state.save(self, destination, prefix)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        _check_conversion(self)
+        return super()._apply(fn, recurse)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own_units(self)
         model_state.load(self, state_dict, prefix, errors=rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _check_conversion(module: Any) -> None:
+    """Raise RuntimeError if `module` owns sharded parameters and no sharded module around it is being converted."""
+    for name, param in module._parameters.items():
+        if isinstance(param, ShardedTensor):
+            raise RuntimeError(
+                f"parameter {name} of {original_class(module).__name__}: expected a conversion of the sharded module "
+                f"around it, found one of this module alone; convert all parameters of a unit alike"
+            )
 
 
 def _refresh_own_units(module: Any) -> None:
@@ -164,7 +182,7 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to()`, `.half()` and the like run: shards follow (E-MOD-3)."""
-        return convert(self, lambda: super(FSDPModule, self)._apply(fn, recurse))
+        return convert(self, fn, lambda: super(FSDPModule, self)._apply(fn, recurse))
 
     def extra_repr(self) -> str:
         """As the module's own class says, and a line for each unit that the module gathers."""
@@ -184,18 +202,17 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of this module's parameters in place so that their norm is at most `max_norm`.
 
-        The norm is that of all full gradients as one vector, equal on every rank: parts are combined over the ranks
-        that share a copy, NO_SHARD units, ignored parameters and shared parameters count once. (Gradients of ignored
-        parameters are this rank's own; averaging them is up to the caller.) All ranks must call it, also those without
-        gradients.
+        This is `torch.nn.utils.clip_grad_norm_`, which may be called instead, with checks of its arguments and a norm
+        that is computed in float32 or wider. There is one all-reduce for each process group; all ranks must call it.
+        (Gradients of ignored parameters are this rank's own; averaging them is up to the caller.)
 
         Args:
             max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
             norm_type: p of the p-norm, above 0; or infinity, also as "inf".
 
         Returns:
-            The norm before scaling, shape `()`, in the widest dtype that gradients of these parameters have. It is
-            computed in float32 or wider. 0, with a UserWarning, if no rank has gradients.
+            The norm before scaling, shape `()`, equal on all ranks, in the widest dtype that gradients have. 0, with a
+            UserWarning, if there are no gradients.
 
         Raises:
             RuntimeError: this module is not the root; or gradients were summed up under `no_sync` and not reduced yet.
@@ -203,7 +220,21 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
         """
         _check_root(self, "clip_grad_norm_", RuntimeError)
         check_idle(units_gathered_below(self), "clip_grad_norm_")
-        return clip_grad_norm(self, max_norm, norm_type)
+        order = float(norm_type)
+        if not order > 0:
+            raise ValueError(f"norm_type: expected a number above 0 or 'inf', found {norm_type!r}; pass 2.0 or 'inf'")
+        params = [param for param in self.parameters() if param.grad is not None]
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads:
+            warn_caller("clip_grad_norm_: expected gradients, found none; call it after backward and before zero_grad")
+            return torch.zeros((), device=self._fsdp.device)
+        for param, grad in zip(params, grads, strict=True):
+            _check_reduced(param, grad)
+        widest = functools.reduce(torch.promote_types, {grad.dtype for grad in grads})
+        of_each = norms(grads, order, torch.promote_types(widest, torch.float32))
+        total = torch.linalg.vector_norm(torch.stack([norm.to(of_each[0].device) for norm in of_each]), order)
+        nn.utils.clip_grads_with_norm_(params, max_norm, total)
+        return total.to(widest)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce the gradients of all units, eager and compiled; to be called before the first
@@ -238,6 +269,17 @@ def gather_around_compiled(module: Any) -> None:
     """Let the eager runtime gather around what `nn.Module.compile` made of `module`, if it was called."""
     if module._compiled_call_impl is not None:
         module._compiled_call_impl = functools.partial(compiled_forward, module, module._compiled_call_impl)
+
+
+def _check_reduced(param: nn.Parameter, grad: Tensor) -> None:
+    """Raise RuntimeError if `grad`, of `param`, is one that this rank has accumulated."""
+    managed = unit_of(param)
+    accumulated = managed[0].flat_of(managed[1]).accumulated if managed else None
+    if managed is not None and accumulated is not None and accumulated.shows(grad):
+        raise RuntimeError(
+            f"parameter {managed[0].names[managed[1]]}: expected a reduced gradient, found what this rank has summed "
+            f"up under no_sync; run a backward pass outside no_sync before clipping"
+        )
 
 
 def _describe(unit: Unit, sharding: ModuleSharding) -> str:

@@ -129,13 +129,13 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
             if tensor is not None:
                 names.setdefault(tensor, []).append(clean_name(f"{path}.{name}" if path else name))
     for tensor, called in names.items():
-        shape, first, is_written = tuple(tensor.shape), 0, is_first(group)
+        local, first, is_written = tensor.detach().reshape(-1), 0, is_first(group)
         if isinstance(tensor, nn.Parameter) and (parameter := managed(tensor)):
             replicas = parameter.unit.replicas  # the ranks that store the same elements
-            shape, first = parameter.shape, parameter.first
-            is_written = parameter.is_stored_here and (replicas is None or is_first(replicas))
-        spec = TensorSpec(called[0], tensor.dtype, shape)
-        yield _LocalTensor(spec, called, tensor, tensor.detach().reshape(-1), first, is_written)
+            local, first = parameter.local, parameter.spec.first
+            is_written = parameter.spec.numel > 0 and (replicas is None or is_first(replicas))
+        spec = TensorSpec(called[0], tensor.dtype, tuple(tensor.shape))
+        yield _LocalTensor(spec, called, tensor, local, first, is_written)
 
 
 def _check(stored: dict[str, StoredTensor], tensors: list[_LocalTensor], strict: bool) -> None:

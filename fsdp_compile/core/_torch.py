@@ -18,7 +18,7 @@ __all__ = [
     "new_wrapper",
     "register_foreach_type",
     "replace_data",
-    "set_grad",
+    "set_plain_grad",
     "step_carried_optimizers",
     "swap_wrapper",
     "without_dispatch_modes",
@@ -52,12 +52,12 @@ class _Last:
             self.if_failed()
 
 
-def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Let `param.grad` share memory with `grad`, whatever its shape, dtype and device; return that tensor (E-GRAD-2).
+def set_plain_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """Let `param.grad`, plain, share memory with `grad`, whatever its dtype and device; return it (E-GRAD-2).
 
     Autograd itself refuses a gradient that does not fit its parameter; it does not look again when data is swapped.
     """
-    placeholder = torch.empty_like(param)
+    placeholder = torch.empty(param.shape, dtype=param.dtype, device=param.device)
     param.grad = placeholder
     placeholder.data = grad
     return placeholder

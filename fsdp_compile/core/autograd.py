@@ -11,6 +11,7 @@ nn.Parameter a   nn.Parameter b ...      what the optimizer has: views into the 
            deferred                      a scalar, another input of graphs that do not reduce
 """
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,11 +24,11 @@ from fsdp_compile.core._torch import (
     call_after_backward,
     carries_optimizers,
     current_backward,
-    set_grad,
     step_carried_optimizers,
 )
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import alias
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 
 # Note [Why reduces are waited for in the backward of the flat shard]
 # The engine runs what was recorded last first. `ScatterGradients` is applied when a model is sharded, before any
@@ -41,12 +42,16 @@ from fsdp_compile.core.ops import alias
 # referred strongly to the flat parameter or to its unit, the cycle would never be freed.
 
 
+_LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
+
+
 class ShardSplitter:
     """Splits a tensor that is laid out like this rank's shard into the parameters' slices, by a single split."""
 
     def __init__(self, layout: FlatParamLayout, rank: int) -> None:
         self._sizes: list[int] = []  # of consecutive windows of the shard, padding included
         self._windows: list[int | None] = []  # for each parameter its window; None: it is not on this rank
+        self.is_sharded = layout.world_size > 1
         self._shapes = layout.shapes if layout.world_size == 1 else None  # unsharded parameters keep their shape
         end = 0
         for record in layout.records(rank):
@@ -134,23 +139,32 @@ class ShardBinding:
         shard: Tensor,
     ) -> None:
         self.params, self.names, self.splitter, self.reduction = tuple(params), names, splitter, reduction
-        self._addresses = [0 if part is None else part.data_ptr() for part in splitter.split(shard)]
-        self._absent = [index for index, address in enumerate(self._addresses) if not address]
-        self._end = shard.storage_offset() + shard.numel()  # where absent parameters lie, as views without elements
+        self.is_sharded = splitter.is_sharded
+        self._end = shard.storage_offset() + shard.numel()  # where a plain parameter without elements lies
+        self.record()
+
+    def record(self) -> None:
+        """The parameters lie in the shard now."""
+        self._where = self._now()
+
+    def _now(self) -> list[Any]:
+        """Where each parameter lies. At every forward: no more than one attribute for each parameter."""
+        return list(map(_LOCAL if self.is_sharded else _ADDRESS, self.params))
 
     def is_bound(self) -> bool:
-        """Whether all parameters lie in the shard. At every forward: no more than a comparison for each parameter."""
-        if [param.data_ptr() for param in self.params] != self._addresses:
-            return False
-        return all(self.params[index].storage_offset() == self._end for index in self._absent)
+        """Whether all parameters lie in the shard."""
+        if self.is_sharded:
+            return all(map(operator.is_, self._now(), self._where))
+        return not self.unbound()
 
     def unbound(self) -> list[int]:
         """Indices of the parameters that no longer lie in the shard."""
-        return [
-            index
-            for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True))
-            if param.data_ptr() != address or (address == 0 and param.storage_offset() != self._end)
-        ]
+        pairs = enumerate(zip(self._now(), self._where, strict=True))
+        if self.is_sharded:
+            return [index for index, (now, before) in pairs if now is not before]
+        moved = [index for index, (now, before) in pairs if now != before]
+        empty = [index for index, address in enumerate(self._where) if address == 0]
+        return moved + [index for index in empty if self.params[index].storage_offset() != self._end]
 
     def check_bound(self) -> None:
         """Raise RuntimeError if a parameter no longer lies in the shard: training it would change nothing."""
@@ -168,10 +182,23 @@ class ShardBinding:
             grad = param.grad
             if grad is not None and (grad.shape != param.shape or grad.device != param.device):
                 raise RuntimeError(
-                    f"parameter {name}: expected a .grad of shape {tuple(param.shape)} on {param.device}, this rank's "
-                    f"part, to add to, found {tuple(grad.shape)} on {grad.device}; clear it, or assign this rank's "
-                    f"part (in full shape inside summon_full_params(with_grads=True))"
+                    f"parameter {name}: expected a .grad of shape {tuple(param.shape)} on {param.device} to add to, "
+                    f"found {tuple(grad.shape)} on {grad.device}; clear it, or assign a gradient of that shape"
                 )
+
+    def scattered(self, grad: Tensor) -> list[Tensor | None]:
+        """The parameters' gradients in `grad`, 1-D `[shard_numel]`; None for those that do not train.
+
+        Parameters that are absent here get gradients without elements: every rank has a gradient of each parameter.
+        """
+        slices = zip(self.splitter.split(grad), self.params, strict=True)
+        if not self.is_sharded:
+            return [part if param.requires_grad else None for part, param in slices]
+        nothing = grad[:0]
+        return [
+            ShardedTensor(nothing if part is None else part, param.spec) if param.requires_grad else None  # type: ignore[attr-defined]
+            for part, param in slices
+        ]
 
     def set_grad_dtype(self, dtype: torch.dtype | None) -> None:
         """Cast the parameters' gradients to `dtype`; None: to the parameters' own."""
@@ -210,8 +237,7 @@ class ScatterGradients(torch.autograd.Function):
             call_after_backward(partial(step_carried_optimizers, binding.params))
         if reduction.grad_dtype is not None and not reduction.full_precision:
             call_after_backward(partial(binding.set_grad_dtype, reduction.grad_dtype))
-        slices = zip(binding.splitter.split(grad), binding.params, strict=True)
-        return (None, None, *[part if param.requires_grad else None for part, param in slices])
+        return (None, None, *binding.scattered(grad))
 
 
 class DeferredGradient(torch.autograd.Function):

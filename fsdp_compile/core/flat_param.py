@@ -3,7 +3,7 @@
 import copy
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from fsdp_compile.core.autograd import (
     ShardSplitter,
 )
 from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord, end_between_rows
+from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnshardedTensor, set_local
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
@@ -26,10 +28,10 @@ class FlatParam:
     """Parameters of one dtype and device, all trainable or all frozen when made, in one flat buffer.
 
     Args:
-        params: `(name, parameter)` pairs, full shape, in layout order. Each parameter keeps its identity; its data
-            becomes a 1-D view into the local shard (full shape when `shards == 1`).
-        shards: into how many slices the flat buffer is split.
-        rank: which slice is this rank's.
+        params: `(name, parameter)` pairs, full shape, in layout order. Each parameter keeps its identity and becomes a
+            `ShardedTensor` over a view into the local shard; without `ranks` its data becomes such a view.
+        ranks: the ranks that the flat buffer is split over; None: it is not split.
+        shard_order: for each of these ranks the slice that it stores; empty: rank r stores slice r.
         device: where the shard is stored.
         pin_memory: whether it is pinned there, for copies to another device.
 
@@ -37,6 +39,8 @@ class FlatParam:
         shard: this rank's slice, 1-D `[layout.shard_numel]`.
         autograd_shard: `shard` as a differentiable tensor; None while the parameters' data is in full shape.
         deferred: a scalar that depends on it, for graphs that do not reduce (autograd.DeferredGradient).
+        specs: for each parameter how it is sharded; empty without `ranks`.
+        rank: which slice is this rank's.
         flat_param_id: names this flat parameter in graphs: an integer in a tensor on the CPU.
         trains: whether any parameter had `requires_grad` when it was bound to the shard.
         frozen: indices of the parameters that do not require grad, if others do.
@@ -47,13 +51,24 @@ class FlatParam:
     """
 
     def __init__(
-        self, params: NamedParams, shards: int, rank: int, device: torch.device, pin_memory: bool = False
+        self,
+        params: NamedParams,
+        ranks: ShardRanks | None,
+        shard_order: tuple[int, ...],
+        device: torch.device,
+        pin_memory: bool = False,
     ) -> None:
         shapes = [(name, tuple(param.shape)) for name, param in params]
-        layout = FlatParamLayout.build(shapes, shards, shard_alignment=DEFAULT_ALIGNMENT)
-        self.layout = end_between_rows(layout, DEFAULT_ALIGNMENT)
+        layout = FlatParamLayout.build(shapes, ranks.size if ranks else 1, shard_alignment=DEFAULT_ALIGNMENT)
+        self.layout = layout = end_between_rows(layout, DEFAULT_ALIGNMENT)
         self.params = [param for _, param in params]
-        self.rank = rank
+        self.specs: tuple[ShardSpec, ...] = ()
+        self.rank = rank = 0
+        if ranks is not None:
+            self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank
+            offsets = zip(layout.shapes, layout.offsets, strict=True)
+            shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
+            self.specs = tuple(ShardSpec(sharding, ranks) for sharding in shardings)
         self.accumulated: Any = None  # eager.accumulate.AccumulatedGradient
         self.reduction = GradientReduction()
         self.autograd_shard: Tensor | None = None
@@ -84,8 +99,7 @@ class FlatParam:
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
         self.shard, self.bindings = shard, self.bindings + 1
-        for param, part in self._sharded_data():
-            replace_data(param, part)
+        self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
             self._bound_shard = ScatterGradients.apply(shard, self._binding, *self.params)
@@ -95,11 +109,15 @@ class FlatParam:
         self.frozen_when_bound = [param for param in self.params if not param.requires_grad]
         self.note_trained()
 
-    def _sharded_data(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its slice of the shard, without elements where it is absent."""
+    def _bind_params(self) -> None:
+        """Let each parameter lie in the shard; what is absent here is a slice without elements."""
         nothing = self.shard[self.shard.numel() :]
+        if self.specs:
+            for param, part, spec in zip(self.params, self.split(self.shard), self.specs, strict=True):
+                set_local(param, nothing if part is None else part, spec, ShardedTensor)
+            return
         for param, part, shape in zip(self.params, self.split(self.shard), self.layout.shapes, strict=True):
-            yield param, nothing.view((0,) if self.layout.world_size > 1 else shape) if part is None else part
+            replace_data(param, nothing.view(shape) if part is None else part)
 
     def note_trained(self) -> None:
         """See which parameters train now."""
@@ -116,20 +134,29 @@ class FlatParam:
         return self._binding.unbound()
 
     def use_unsharded(self, full: Sequence[Tensor]) -> None:
-        """Let the parameters' data be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
+        """Let the parameters be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
 
         Meanwhile there is no `autograd_shard`, so that a forward, eager or compiled, cannot run unnoticed.
         """
-        self.autograd_shard = None
+        self.hide()
+        if self.specs:
+            for param, tensor, spec in zip(self.params, full, self.specs, strict=True):
+                set_local(param, tensor.view(-1), spec, UnshardedTensor)
+            return
         for param, tensor in zip(self.params, full, strict=True):
             param.data = tensor
+
+    def hide(self) -> None:
+        """No forward can run until `use_sharded` or `bind`: another rank shows full parameters."""
+        self.autograd_shard = None
 
     def use_sharded(self) -> None:
         """Let the parameters lie in the shard again; graphs recorded before `use_unsharded` stay valid."""
         same = all(param is bound for param, bound in zip(self.params, self._binding.params, strict=True))
-        if same and all(param.device == self.shard.device for param in self.params):
-            for param, part in self._sharded_data():
-                param.data = part
+        stored = self.shard.device, self.shard.dtype
+        if same and all((param.device, param.dtype) == stored for param in self.params):
+            self._bind_params()
+            self._binding.record()
             self.autograd_shard = self._bound_shard
         else:  # other objects, or autograd's accumulators of these are gone: it drops them with the device
             self.bind(self.shard)

@@ -38,7 +38,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compile.core._torch import NO_TORCH_FUNCTION, change_wrapper, new_wrapper, register_foreach_type, swap_wrapper
+from fsdp_compile.core._torch import (
+    NO_TORCH_FUNCTION,
+    change_wrapper,
+    new_wrapper,
+    register_foreach_type,
+    set_plain_grad,
+    swap_wrapper,
+)
 from fsdp_compile.core.shard_spec import Chunk, ShardSpec
 
 
@@ -370,6 +377,22 @@ def _local_of(tensor: ShardedTensor) -> Tensor:
 
 
 # --- parameters that become sharded tensors and change ----------------------------------------------------------------
+
+
+def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """Let `param.grad` be `grad`, of the parameter's shape and any dtype and device; return what it is (E-GRAD-2).
+
+    It shares memory with `grad`, and is `grad` itself where dtype and device are those of the parameter.
+    """
+    if (grad.dtype, grad.device) == (param.dtype, param.device):
+        param.grad = grad
+        return grad
+    if not isinstance(grad, ShardedTensor):
+        return set_plain_grad(param, grad)
+    local = torch.empty(grad.local.shape, dtype=param.dtype, device=param.device)
+    param.grad = shown = ShardedTensor(local, grad.spec)
+    set_local(shown, grad.local, grad.spec, type(grad))  # autograd does not look again
+    return shown
 
 
 register_foreach_type(ShardedTensor)

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
+from fsdp_compile.comm.groups import mesh_of
 from fsdp_compile.core._torch import current_backward
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import UNSHARD, VIEWS
+from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.unit_state import (
     GradientDelivery,
     ParameterLocations,
@@ -39,7 +41,7 @@ from fsdp_compile.core.unit_state import (
     UnshardedMemory,
     VersionCounters,
 )
-from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_index
+from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_order
 
 T = TypeVar("T")
 
@@ -65,8 +67,7 @@ class Unit:
         locations: which modules hold the parameters.
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (state_dict/kinds.py), or None.
-        shard_specs: what state dicts (state_dict/sharded_value.py) have computed of each parameter's sharding. Like
-            `mesh` it goes by the kind of device: a model may move, and a copy of it may move elsewhere.
+        ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
 
     Run-time state (plain attributes where Dynamo guards on them):
         unsharded_params: the unsharded parameters while a forward or backward reads them, else None.
@@ -109,14 +110,15 @@ class Unit:
         self.may_stay = may_stay
         stored = torch.device("cpu") if offload else self.device
         pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
-        index = shard_index((each.rank(), each.size()) for each in stage_groups or (group,)) if shards > 1 else 0
-        self.flats = tuple(FlatParam(kind, shards, index, stored, pin) for kind in by_kind(params))
+        self.ranks: ShardRanks | None = None
+        if shards > 1:
+            self.ranks = ShardRanks(group.group_name, shards, self.rank, replicas.group_name if replicas else None)
+        order = shard_order(self.stages) if shards > 1 else ()
+        self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         self.switches = Switches.from_environment()
         self.state_settings: StateDictSettings | None = None
-        self.shard_specs: dict[tuple[int, bool, str], object] = {}
-        self._meshes: dict[str, DeviceMesh] = {}
         self.locations = ParameterLocations(len(self.params))
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
@@ -229,10 +231,7 @@ class Unit:
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks of `group`, as a 1-D mesh of the devices that the unit computes on now."""
-        kind = self.device.type
-        if kind not in self._meshes:
-            self._meshes[kind] = DeviceMesh.from_group(self.group, kind)
-        return self._meshes[kind]
+        return mesh_of(self.group_name, self.device.type) if self.ranks is None else self.ranks.mesh(self.device.type)
 
     @property
     def has_frozen(self) -> bool:
@@ -253,6 +252,11 @@ class Unit:
     def shapes(self) -> list[tuple[int, ...]]:
         """For each parameter its full shape."""
         return [shape for flat in self.flats for shape in flat.layout.shapes]
+
+    @property
+    def specs(self) -> list[ShardSpec]:
+        """For each parameter how it is sharded; empty under NO_SHARD."""
+        return [spec for flat in self.flats for spec in flat.specs]
 
     @property
     def records(self) -> list[ShardRecord | None]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_compile.core._torch import set_grad
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_grad
 from fsdp_compile.core.unit import unit_of
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
@@ -46,8 +46,9 @@ class AccumulatedGradient:
         """Let `.grad` be the views, where it is not."""
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
-                shown = set_grad(param, view)
-                self.shown[index], self.versions[index] = shown, shown._version
+                shown = UnreducedGradient(view.view(-1), flat.specs[index]) if flat.specs else view
+                self.shown[index] = shown = set_grad(param, shown)
+                self.versions[index] = shown._version
 
     def shows(self, grad: Tensor) -> bool:
         """Whether `grad` is one of the shown views."""
@@ -78,12 +79,12 @@ class AccumulatedGradient:
 
     def _adopt(self, flat: FlatParam, index: int, grad: Tensor) -> None:
         view = self.views[index]
-        if grad.shape != view.shape:
+        if type(grad) is ShardedTensor:
             raise RuntimeError(
-                f"parameter {flat.layout.names[index]}: expected a gradient of its full shape {tuple(view.shape)} "
-                f"inside no_sync, found {tuple(grad.shape)}; clear it or reduce it first"
+                f"parameter {flat.layout.names[index]}: expected a gradient of this rank alone inside no_sync, found a "
+                f"sharded one; clear it, or reduce before you assign it"
             )
-        view.copy_(grad)
+        view.copy_(grad.full_tensor() if isinstance(grad, UnreducedGradient) else grad)
         self.hidden[index] = None
 
     def restore(self, flat: FlatParam) -> None:
@@ -133,12 +134,12 @@ def check_optimizers() -> None:
 
 
 def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Increment the version counters of parameters that a fused kernel is about to change, which does not.
+    """Increment the version counters of plain parameters that a fused kernel is about to change, which does not.
 
-    Otherwise what was gathered before would look up to date (E-STRAT-10).
+    Otherwise what was cast before would look up to date (E-STRAT-10). Sharded tensors do this themselves.
     """
     fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
-    stepped = [param for param in fused if unit_of(param) is not None]
+    stepped = [param for param in fused if unit_of(param) is not None and not isinstance(param, ShardedTensor)]
     if stepped:
         torch.autograd.graph.increment_version(stepped)
 
@@ -154,9 +155,8 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                 continue
             unit, index = managed
             accumulated = unit.flat_of(index).accumulated
-            if accumulated is not None and (param.grad.shape != param.shape or accumulated.shows(param.grad)):
+            if accumulated is not None and accumulated.shows(param.grad):
                 raise RuntimeError(
-                    f"parameter {unit.names[index]}: expected a reduced gradient of shape {tuple(param.shape)}, found "
-                    f"one of shape {tuple(param.grad.shape)} that this rank has summed up under no_sync; run the last "
-                    f"backward before optimizer.step() outside no_sync"
+                    f"parameter {unit.names[index]}: expected a reduced gradient, found one that this rank has summed "
+                    f"up under no_sync; run the last backward before optimizer.step() outside no_sync"
                 )

@@ -1,7 +1,8 @@
-"""`module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`: shards follow their parameters.
+"""`module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`: shards follow.
 
-`_apply` gives each parameter new data, or the module a new parameter. New shards are made of them and bound to the
-parameters; compute dtype and device follow, but for what was set explicitly (E-MP-4).
+`_apply` would give each parameter new data. Here the function that it applies is called with the shards of flat
+parameters instead, and parameters are bound to the results; compute dtype and device follow, but for what was set
+explicitly (E-MP-4). Buffers and ignored parameters are converted by `nn.Module` itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,26 +10,27 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.unshard import free_prefetched
-from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects
+from fsdp_compile.eager.writeback import refresh
 
 T = TypeVar("T")
+Convert = Callable[[Tensor], Tensor]
 
 
-def convert(module: Any, transform: Callable[[], T]) -> T:
-    """Run `transform`, which may replace the data of all parameters of the sharded `module`, and make new shards of it.
+def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
+    """Call `function` with the shards and gradients of all units below `module`; `transform` converts all else.
 
     Raises:
         ValueError: a unit is not idle.
-        RuntimeError: gradients were accumulated under `no_sync` and not reduced; or a unit's parameters come out in
-            other sizes, in several dtypes or on several devices, on the meta device, or, offloaded, not on the CPU.
-            Parameters and gradients are as before then.
+        RuntimeError: gradients were accumulated under `no_sync` and not reduced; or shards come out in another size,
+            on several devices, on the meta device, or, offloaded, not on the CPU. Nothing has been converted then.
     """
     runtime = module._fsdp_runtime
     if runtime.converting:  # a sharded module below one that is being converted
@@ -39,32 +41,20 @@ def convert(module: Any, transform: Callable[[], T]) -> T:
         _check_reduced(unit)
         free_prefetched(unit)
         refresh(unit)
+    with torch.no_grad():
+        shards = [[function(flat.shard) for flat in unit.flats] for unit in units]
+        for unit, new in zip(units, shards, strict=True):
+            _check_shards(unit, new)
+        grads = [[_converted(param.grad, function) for param in unit.params] for unit in units]
     runtime.converting = True
     try:
-        with _undone_by_errors(units):
+        with _hidden(units):
             result = transform()
-            shards = [_new_shards(unit) for unit in units]
     finally:
         runtime.converting = False
-    for unit, new in zip(units, shards, strict=True):
-        _bind(unit, new)
+    for unit, new, of_params in zip(units, shards, grads, strict=True):
+        _bind(unit, new, of_params)
     return result
-
-
-@contextmanager
-def _undone_by_errors(units: Sequence[Unit]) -> Iterator[None]:
-    grads = [(param, param.grad, param.grad.detach()) for u in units for param in u.params if param.grad is not None]
-    try:
-        yield
-    except BaseException:
-        for unit in units:
-            restore_objects(unit)
-            for flat in unit.flats:
-                flat.bind(flat.shard)
-        for param, grad, values in grads:
-            grad.data = values
-            param.grad = grad
-        raise
 
 
 def _check_reduced(unit: Unit) -> None:
@@ -75,55 +65,59 @@ def _check_reduced(unit: Unit) -> None:
                            f"run a backward outside no_sync first")  # fmt: skip
 
 
-def _new_shards(unit: Unit) -> list[Tensor | None]:
-    """For each flat parameter its new shard; None where the old one is unchanged."""
-    new = replaced_objects(unit)
-    params = [new.get(index, param) for index, param in enumerate(unit.params)]
-    _check_device(unit, params)
-    shards = []
-    for flat, now in unit.by_flat(params):
-        _check_slices(flat, now)
-        same = all(mine is param for mine, param in zip(flat.params, now, strict=True))
-        shards.append(None if same and not flat.unbound() else _pack(flat, now))
-    return shards
-
-
-def _check_device(unit: Unit, params: Sequence[nn.Parameter]) -> None:
-    device = params[0].device
-    for name, param in zip(unit.names, params, strict=True):
-        if param.device != device or param.is_meta or (unit.offload and device.type != "cpu"):
+def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
+    device = shards[0].device
+    for flat, shard in zip(unit.flats, shards, strict=True):
+        name = flat.layout.names[0]
+        if shard.device != device or shard.is_meta or (unit.offload and device.type != "cpu"):
             where = "cpu, where an offloaded unit is stored" if unit.offload else f"{device}, as the unit's first"
-            expected = "a device with values" if param.is_meta and not unit.offload else f"device {where}"
-            raise RuntimeError(f"parameter {name}: expected {expected}, found {param.device}; convert all "
+            expected = "a device with values" if shard.is_meta and not unit.offload else f"device {where}"
+            raise RuntimeError(f"parameter {name}: expected {expected}, found {shard.device}; convert all "
                                f"parameters of a unit alike")  # fmt: skip
-
-
-def _check_slices(flat: FlatParam, params: Sequence[nn.Parameter]) -> None:
-    for name, part, param in zip(flat.layout.names, flat.split(flat.shard), params, strict=True):
-        expected = 0 if part is None else part.numel()
-        if param.numel() != expected or param.dtype != params[0].dtype:
+        if shard.shape != flat.shard.shape:
             raise RuntimeError(
-                f"parameter {name}: expected {params[0].dtype} of {expected} elements, this rank's part, found "
-                f"{param.dtype} of shape {tuple(param.shape)}; convert all parameters of a unit alike"
+                f"parameter {name}: expected a conversion that leaves the {flat.shard.numel()} elements of its shard, "
+                f"found shape {tuple(shard.shape)}; change dtype or device only"
             )
 
 
-def _pack(flat: FlatParam, params: Sequence[nn.Parameter]) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        shard = torch.zeros(flat.shard.numel(), dtype=params[0].dtype, device=params[0].device)
-        for part, param in zip(flat.split(shard), params, strict=True):
-            if part is not None:
-                part.copy_(param.view_as(part))
-    return shard
+def _converted(grad: Tensor | None, function: Convert) -> Tensor | None:
+    if isinstance(grad, ShardedTensor):
+        return ShardedTensor(function(grad.local), grad.spec)
+    return None if grad is None else function(grad)
 
 
-def _bind(unit: Unit, shards: Sequence[Tensor | None]) -> None:
-    adopt_objects(unit, replaced_objects(unit))
+@contextmanager
+def _hidden(units: Sequence[Unit]) -> Iterator[None]:
+    """Within, `nn.Module` does not see the units' parameters."""
+    locations = [location for unit in units for of_param in unit.locations.of for location in of_param]
+    held = [parameters.get(name) for parameters, name in locations]
+    try:
+        for (parameters, name), param in zip(locations, held, strict=True):
+            if param is not None:
+                parameters[name] = None
+        yield
+    finally:
+        for (parameters, name), param in zip(locations, held, strict=True):
+            if param is not None:
+                parameters[name] = param
+
+
+def _bind(unit: Unit, shards: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    for param in unit.params:
+        param.grad = None
     for flat, shard in zip(unit.flats, shards, strict=True):
-        if shard is not None:
-            flat.bind(shard)
+        if shard is not flat.shard:
+            flat.bind(_with_values(flat, shard))
+    for param, grad in zip(unit.params, grads, strict=True):
+        if grad is not None:
+            set_grad(param, grad)
     if not unit.offload:
         unit.device = unit.flats[0].shard.device
     unit.update_dtypes()
-    unit.locations.record()
-    unit.link_params()
+
+
+def _with_values(flat: FlatParam, shard: Tensor) -> Tensor:
+    """`shard` as a tensor that may be trained: one that inference mode made may not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return shard.clone() if shard.is_inference() else shard

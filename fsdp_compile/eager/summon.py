@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.flat import all_gather_flat
-from fsdp_compile.core._torch import set_grad
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.unshard import free_prefetched
@@ -146,10 +146,13 @@ class Summoned:
         self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)
         grads = full_gradients(unit) if self.shows_grads else []
         self.saved = [param.grad for param in unit.params]
-        if options.rank0_only and unit.rank != 0:
-            self.shows_grads, full = False, [[param.data for param in flat.params] for flat in unit.flats]
-        for flat, tensors in zip(unit.flats, full, strict=True):
-            flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
+        if options.rank0_only and unit.is_sharded and unit.rank != 0:
+            self.shows_grads = False
+            for flat in unit.flats:
+                flat.hide()
+        else:
+            for flat, tensors in zip(unit.flats, full, strict=True):
+                flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
         if self.shows_grads:
             for param, grad in zip(unit.params, grads, strict=True):
                 _put_grad(param, grad)
@@ -191,7 +194,8 @@ class Summoned:
             if param.grad is None:
                 self.saved[index] = None
             elif saved is not None and record is not None:
-                saved.copy_(_local_part(param.grad, record).view_as(saved))
+                into = saved.to_local() if isinstance(saved, ShardedTensor) else saved
+                into.copy_(_local_part(param.grad, record).view_as(into))
 
     def _restore(self) -> None:
         self.unit.summoned = None
@@ -222,7 +226,8 @@ def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: boo
 
 def _local_part(full: Tensor, record: ShardRecord) -> Tensor:
     """The part of a full tensor that `record` describes, 1-D."""
-    return full.detach().reshape(-1)[record.first : record.last + 1]
+    plain = full.full_tensor() if isinstance(full, ShardedTensor) else full  # an UnshardedTensor: nothing is gathered
+    return plain.detach().reshape(-1)[record.first : record.last + 1]
 
 
 def _write_changed(flat: FlatParam, values: Sequence[Tensor | None]) -> None:
@@ -231,13 +236,13 @@ def _write_changed(flat: FlatParam, values: Sequence[Tensor | None]) -> None:
     for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
         if stored is not None and value is not None and not torch.equal(stored.view(-1), value.to(stored.device)):
             changed[index] = value
-    write_to_shard(flat, changed)
+    write_to_shard(flat, changed, flat.shard)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])
 
 
 def _put_grad(param: nn.Parameter, grad: Tensor | None) -> None:
-    if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
-        param.grad = grad
+    if grad is None:
+        param.grad = None
     else:
         set_grad(param, grad)
 
@@ -302,5 +307,5 @@ def _shard_gradients(flat: FlatParam) -> Tensor:
     with torch.no_grad():
         for param, part in zip(flat.params, flat.split(packed), strict=True):
             if part is not None and param.grad is not None:
-                part.copy_(param.grad)
+                part.copy_(param.grad.to_local() if isinstance(param.grad, ShardedTensor) else param.grad)
     return packed

@@ -1,13 +1,18 @@
 """What users do to parameters between steps, noticed before the next gather.
 
     in place                     the parameter lies in the shard: nothing to do
-    param.data = values          the values are copied into the shard
-    module.weight = Parameter    the new object replaces the old one in the unit, its values are copied into the shard
+    param.data = values          this rank's part of the values goes into a new shard
+    module.weight = Parameter    the new object replaces the old one in the unit, its values go into a new shard
     param.requires_grad_(...)    the parameters are bound to the shard again if one was thawed
 
 Every eager forward asks `Unit.is_current` of each unit, and so does what precedes a compiled one (`forward.Prologue`).
 Measured on one CPU core that takes 0.35 us per parameter. All else here runs only after a change.
 """
+
+# Note [Why replaced data goes into a new shard]
+# Code that swaps weights for their moving averages keeps `saved = param.data`, assigns `param.data = average`,
+# evaluates, and assigns `saved` again. `saved` is memory of the shard: if the averages were copied there, the trained
+# weights would be gone. So the old shard stays as it is, and lives as long as something refers to it.
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, check_not_summoned, unit_of
 
 
@@ -40,8 +46,12 @@ def refresh(unit: Unit) -> bool:
     _warn(unit, changed)
     adopt_objects(unit, new)
     for flat, values in zip(unit.flats, changed, strict=True):
-        write_to_shard(flat, values)
-        if values or any(param.requires_grad for param in flat.frozen_when_bound):
+        if values:
+            with torch.no_grad():
+                shard = torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned()).copy_(flat.shard)
+            write_to_shard(flat, values, shard)
+            flat.bind(shard)
+        elif any(param.requires_grad for param in flat.frozen_when_bound):
             flat.bind(flat.shard)
         flat.note_trained()
         # What was gathered before is out of date.
@@ -77,8 +87,8 @@ def _checked_object(name: str, held: object) -> nn.Parameter:
     if isinstance(held, nn.Parameter) and unit_of(held) is None:
         return held
     what = "one that is sharded already" if isinstance(held, nn.Parameter) else f"a {type(held).__name__}"
-    raise RuntimeError(f"parameter {name}: expected an nn.Parameter with this rank's part in its place, found {what}; "
-                       f"copy the values into the parameter instead")  # fmt: skip
+    raise RuntimeError(f"parameter {name}: expected an nn.Parameter in its place, found {what}; copy the values into "
+                       f"the parameter instead")  # fmt: skip
 
 
 def adopt_objects(unit: Unit, new: dict[int, nn.Parameter]) -> None:
@@ -101,28 +111,36 @@ def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tenso
     """The values to write into the shard, by the parameter's index in `flat`; RuntimeError if they do not fit."""
     unbound = flat.unbound()
     changed = {i: p.detach() for i, p in enumerate(params) if i in unbound or p is not flat.params[i]}
-    stored = flat.split(flat.shard)
-    for index, values in changed.items():
-        expected = _local_shape(stored[index])
-        fits = values.numel() == expected.numel() if flat.layout.world_size == 1 else values.shape == expected
-        if not fits or values.dtype != flat.shard.dtype or values.is_meta:
-            raise RuntimeError(
-                f"parameter {flat.layout.names[index]}: expected {flat.shard.dtype} of shape {tuple(expected)}, this "
-                f"rank's part, with values for {flat.shard.device}, found {values.dtype} of shape "
-                f"{tuple(values.shape)} on {values.device}; copy into the parameter, or replace it inside "
-                f"summon_full_params"
-            )
-    return changed
+    return {index: _checked_local(flat, index, values) for index, values in changed.items()}
 
 
-def _local_shape(stored: Tensor | None) -> torch.Size:
-    return torch.Size([0]) if stored is None else stored.shape
+def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
+    """What this rank stores, 1-D, of the values that a user has put in the place of a parameter."""
+    shape = flat.layout.shapes[index]
+    fits = values.shape == shape if flat.specs else values.numel() == flat.layout.numels[index]
+    if not fits or values.dtype != flat.shard.dtype or values.is_meta:
+        raise RuntimeError(
+            f"parameter {flat.layout.names[index]}: expected {flat.shard.dtype} of its full shape {shape}, with values "
+            f"for {flat.shard.device}, found {values.dtype} of shape {tuple(values.shape)} on {values.device}; copy "
+            f"into the parameter, or into its to_local()"
+        )
+    if not flat.specs:
+        return values.reshape(-1)
+    spec = flat.specs[index]
+    if not isinstance(values, ShardedTensor):
+        return spec.local_of(values)
+    if values.spec != spec:
+        raise RuntimeError(
+            f"parameter {flat.layout.names[index]}: expected a plain tensor, or one that is sharded as the parameter "
+            f"is, {spec}, found {values.spec}; call full_tensor() on it"
+        )
+    return values.to_local()
 
 
 @torch.no_grad()
-def write_to_shard(flat: FlatParam, values: Mapping[int, Tensor]) -> None:
-    """Copy this rank's part of parameters, by their index in `flat`, into the shard."""
-    stored = flat.split(flat.shard)
+def write_to_shard(flat: FlatParam, values: Mapping[int, Tensor], shard: Tensor) -> None:
+    """Copy this rank's part of parameters, 1-D by their index in `flat`, into `shard`."""
+    stored = flat.split(shard)
     for index, local in values.items():
         into = stored[index]
         if into is not None:
@@ -134,12 +152,11 @@ def _warn(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         return
     for flat, values in zip(unit.flats, changed, strict=True):
-        stored = flat.split(flat.shard)
         for index, local in values.items():
             warnings.warn(
-                f"rank {unit.rank}: parameter {flat.layout.names[index]} was replaced between steps: expected shape "
-                f"{tuple(_local_shape(stored[index]))} on {flat.shard.device}, found {tuple(local.shape)} on "
-                f"{local.device}; its values are copied into the shard",
+                f"rank {unit.rank}: parameter {flat.layout.names[index]} was replaced between steps: expected it to "
+                f"lie in the shard on {flat.shard.device}, found other memory on {local.device}; the values are copied "
+                f"into a new shard",
                 UserWarning,
                 stacklevel=2,
             )

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["DTensorSpec", "call_plainly", "new_dtensor", "replicated_spec"]
+__all__ = ["DTensorSpec", "call_plainly", "new_dtensor", "replicated_spec", "tree_map_only"]
 
 
 def replicated_spec(

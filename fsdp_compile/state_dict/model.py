@@ -2,7 +2,7 @@
 
     SHARDED   a value shares memory with the shard         model.state_dict() -> {"blocks.0.weight": ShardedValue, ...}
     FULL      gather a unit -> copy its parameters -> free it -> the next unit
-    LOCAL     what the rank stores, as it is
+    LOCAL     the parameter itself, detached: a `ShardedTensor`
 
 `nn.Module` collects and distributes values module by module. A module that owns sharded parameters (`fsdp_module.py`)
 lets the functions here replace these values: `collect` around its `state_dict`, `save` and `load` for its own
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm.flat import all_gather_flat
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.state_dict.kinds import DEFAULT, FULL, LOCAL, is_first_rank, settings_of
@@ -41,10 +42,10 @@ class _Saving:
             if unit not in self._copies:
                 self._copies[unit] = _full_copies(unit)
             return self._copies[unit][parameter.index]
-        local = parameter.param.detach()
+        local = parameter.local
         if settings.state_dict_config.offload_to_cpu:
             local = local.cpu()
-        return local if settings.state_dict_type is LOCAL else parameter.value(local)
+        return ShardedTensor(local, parameter.spec) if settings.state_dict_type is LOCAL else parameter.value(local)
 
 
 _running: ContextVar[_Saving | None] = ContextVar("saving", default=None)  # the outermost call in this context
@@ -133,18 +134,13 @@ def _called_by_dcp() -> bool:
 @torch.no_grad()
 def _load(parameter: ManagedParameter, value: Any) -> str | None:
     """Copy this rank's elements of `value` into the shard; what is wrong with the value, if it does not fit."""
-    param = parameter.param
-    takes_local = settings_of(parameter.unit).state_dict_type is LOCAL
     local = parameter.local_of(value) if isinstance(value, Tensor) else None
-    if local is None and takes_local and isinstance(value, Tensor) and value.shape == param.shape:
-        local = value
     if local is None:
-        expected = f"shape {parameter.shape}"
-        if takes_local:
-            expected += f", or {tuple(param.shape)} as saved with LOCAL_STATE_DICT by the same rank of equally many"
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        return f"expected {expected}, found {what}"
-    if parameter.is_stored_here and local.data_ptr() != param.data_ptr():
-        param.copy_(local)
-    torch.autograd.graph.increment_version([param])  # on all ranks: what was gathered before is out of date everywhere
+        return f"expected shape {parameter.shape}, found {what}"
+    stored = parameter.local
+    if local.data_ptr() != stored.data_ptr():
+        stored.copy_(local)
+    # On all ranks: what was gathered before is out of date everywhere.
+    torch.autograd.graph.increment_version([parameter.param, stored])
     return None

@@ -1,10 +1,10 @@
 """Optimizer state by original names and shapes: `optim_state_dict`, and back: `optim_state_dict_to_load`.
 
-    optimizer   {0: {"exp_avg": 1-D local elements, "step": ()}, ...}, groups of integers
+    optimizer   {0: {"exp_avg": ShardedTensor, "step": ()}, ...}, groups of integers
     here        {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
 
 Sharded state is converted without communication. For full state the ranks first tell each other what state they have,
-as no rank stores some of every parameter; then one parameter after the other is gathered.
+which must agree; then one parameter after the other is gathered.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,13 +30,12 @@ from fsdp_compile.state_dict.kinds import FULL, SHARDED, is_first_rank, settings
 from fsdp_compile.state_dict.optimizer_values import (
     State,
     StateDict,
-    empty_value,
     local_state,
     params_by_key,
     sharded_states,
     watch_state,
 )
-from fsdp_compile.state_dict.sharded_value import full_tensor, managed
+from fsdp_compile.state_dict.sharded_value import full_tensor
 
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]
 
@@ -237,22 +236,13 @@ def _gathered(
     group: dist.ProcessGroup,
 ) -> dict[str, State]:
     """All state in full, gathered parameter by parameter; empty on a rank where it is not wanted."""
-    outlines = _outlines_on_all_ranks(params, states, group)
+    _check_alike(params, states, group)
     full: dict[str, State] = {}
-    for name, param in params.items():
-        parameter, state = managed(param), states.get(name, {})
-        for key, outline in outlines.get(name, {}).items():
-            value: Any = state.get(key)
-            if not isinstance(outline, Tensor):
-                value = outline
-            elif parameter is None:
-                value = value.clone()
-            else:
-                if value is None:
-                    like = torch.empty((0,) * outline.dim(), dtype=outline.dtype, device=param.device)
-                    value = empty_value(parameter, like)
-                value = full_tensor(value)
+    for name in params:
+        for key, value in states.get(name, {}).items():
+            value = full_tensor(value)
             if wanted:
+                value = value.clone() if isinstance(value, Tensor) and not config.offload_to_cpu else value
                 full.setdefault(name, {})[key] = _to_cpu(value) if config.offload_to_cpu else value
     return full
 
@@ -269,31 +259,23 @@ def _kinds(state: State) -> dict[str, str]:
     return {key: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for key, v in state.items()}
 
 
-def _outlines_on_all_ranks(
-    params: dict[str, nn.Parameter], states: dict[str, State], group: dist.ProcessGroup
-) -> dict[str, State]:
-    """What state each parameter has on the ranks that store some of it. RuntimeError on all ranks if they differ."""
-    mine: dict[str, State] = {}
-    for name, param in params.items():
-        if (parameter := managed(param)) is None or parameter.is_stored_here:
-            mine[name] = _outline(states.get(name, {}))
-    outlines: dict[str, State] = {}
-    first_names: list[str] = []
-    for rank, (names, theirs) in enumerate(collectives.gather_objects((list(params), mine), group)):
-        first_names = first_names or names
-        if names != first_names:
+def _check_alike(params: dict[str, nn.Parameter], states: dict[str, State], group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError on all ranks if they have different parameters or different state for one."""
+    mine = {name: _kinds(states.get(name, {})) for name in params}
+    first: dict[str, dict[str, str]] = {}
+    for rank, theirs in enumerate(collectives.gather_objects(mine, group)):
+        first = first or theirs
+        if list(theirs) != list(first):
             raise RuntimeError(
                 f"optim_state_dict: expected the same parameters in the same order on all ranks, found "
-                f"{_first_difference(first_names, names)} on ranks 0 and {rank} of the group"
+                f"{_first_difference(list(first), list(theirs))} on ranks 0 and {rank} of the group"
             )
-        for name, state in theirs.items():
-            kinds, expected = _kinds(state), _kinds(outlines.setdefault(name, state))
-            if kinds != expected:
+        for name, kinds in theirs.items():
+            if kinds != first[name]:
                 raise RuntimeError(
-                    f"optimizer state of parameter {name}: expected the same on all ranks that store some of it, found "
-                    f"{expected} and on rank {rank} of the group {kinds}"
+                    f"optimizer state of parameter {name}: expected the same on all ranks, found {first[name]} and on "
+                    f"rank {rank} of the group {kinds}"
                 )
-    return outlines
 
 
 def _first_difference(names: list[str], others: list[str]) -> str:

@@ -10,13 +10,13 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 # placement of DTensor describes a range of the flattened tensor, however. The value claims to be replicated, which is
 # the placement with the fewest consequences, and overrides every operation that would act on that claim. Operations
 # that only ask (shape, dtype, device) run as on any tensor; those that checkpoints need (copy_, to, clone, detach) act
-# on the local elements; all others raise, because computing with this rank's elements alone would be silently wrong.
+# on the local elements; all others compute with the value as a `ShardedTensor`, on all ranks together.
 # Code that makes another DTensor "like this one" gets a replicated DTensor with all elements, which can be loaded too.
 # A value shares its memory with the shard: loading into it changes the parameter, and saving it copies nothing.
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
@@ -26,84 +26,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_compile.comm import collectives
-from fsdp_compile.core.shard_spec import Chunk, FlatSharding
+from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.core.unshard_spec import shard_order
-from fsdp_compile.state_dict._torch import DTensorSpec, call_plainly, new_dtensor, replicated_spec
-
-
-class ShardSpec:
-    """What this rank stores of a sharded tensor, or of a scalar that belongs to that tensor, such as a step count.
-
-    A state dict of a large model has thousands of values and is made anew for each save and load. What follows from
-    shapes and offsets alone is computed here, once for all values that are sharded alike.
-
-    Args:
-        sharding: how the tensor is sharded.
-        mesh: the ranks, 1-D.
-        is_scalar: whether this describes a scalar, of which every rank that stores some of the tensor has a copy.
-    """
-
-    def __init__(self, sharding: FlatSharding, mesh: DeviceMesh, is_scalar: bool = False) -> None:
-        self.sharding, self.mesh, self.is_scalar = sharding, mesh, is_scalar
-        self.shape = () if is_scalar else sharding.shape
-        self._dtensor_specs: dict[torch.dtype, DTensorSpec] = {}
-
-    @cached_property
-    def _rank_and_range(self) -> tuple[int, int, int]:
-        coordinate = self.mesh.get_coordinate()
-        if not coordinate:
-            raise RuntimeError(f"mesh: expected one that this rank is in, found {self.mesh}; pass its own mesh")
-        return coordinate[0], *self.sharding.local_range(coordinate[0])
-
-    @property
-    def first(self) -> int:
-        """Index of the first element that this rank stores, in the flattened tensor; 0 if it stores none."""
-        return self._rank_and_range[1]
-
-    def chunks_of(self, rank: int) -> tuple[Chunk, ...]:
-        """What `rank` stores, as chunks."""
-        if self.is_scalar:
-            return (Chunk((), (), 0),) if self.sharding.local_range(rank)[1] else ()
-        return self.sharding.chunks(rank)
-
-    @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """What this rank stores, as chunks."""
-        return self.chunks_of(self._rank_and_range[0])
-
-    @cached_property
-    def numel(self) -> int:
-        """How many elements this rank stores."""
-        return sum(chunk.numel for chunk in self.chunks)
-
-    def local_of(self, full: Tensor) -> Tensor:
-        """What this rank stores of a tensor of the full shape, 1-D; a view where `full` is contiguous."""
-        first = 0 if self.is_scalar else self.first
-        return full.reshape(-1)[first : first + self.numel]
-
-    @cached_property
-    def storage_metadata(self) -> list[ChunkStorageMetadata]:
-        """The chunks as DCP describes them."""
-        return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks]
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank writes what it stores. Of the copies of a scalar, that of the rank with the first element.
-
-        If several ranks offered their copies, DCP would choose the same rank for all of them, which then writes longer.
-        """
-        return not self.is_scalar or self.first == 0
-
-    def dtensor_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What a DTensor with these values says of itself."""
-        if dtype not in self._dtensor_specs:
-            self._dtensor_specs[dtype] = replicated_spec(self.mesh, self.shape, _strides(self.shape), dtype)
-        return self._dtensor_specs[dtype]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ShardSpec, (self.sharding, self.mesh, self.is_scalar)  # without what is computed from these
+from fsdp_compile.state_dict._torch import DTensorSpec, call_plainly, new_dtensor, replicated_spec, tree_map_only
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -133,7 +59,7 @@ class ShardedValue(DTensor):
         """To torch this is a DTensor of the full shape, with the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
-        value: ShardedValue = new_dtensor(cls, local, spec.dtensor_spec(local.dtype))
+        value: ShardedValue = new_dtensor(cls, local, _dtensor_spec(spec, local.dtype, local.device.type))
         value.spec = spec
         return value
 
@@ -160,8 +86,6 @@ class ShardedValue(DTensor):
     # What torch.distributed.checkpoint asks for:
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        if not self.spec.is_written:
-            return []
         properties = TensorProperties.create_from_tensor(self.local)
         size = torch.Size(self.spec.shape)
         return [
@@ -189,18 +113,9 @@ class ShardedValue(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The tensor in its original shape, on every rank of the mesh: one all-gather, in which all take part."""
-        mesh, spec = self.device_mesh, self.spec
-        sizes = [sum(chunk.numel for chunk in spec.chunks_of(rank)) for rank in range(mesh.size())]
-        kind = mesh.device_type
-        device = self.local.device if self.local.device.type == kind else torch.device(kind)
-        sent = self.local.new_zeros(max(sizes), device=device)
-        sent[: self.local.numel()] = self.local
-        rows = collectives.all_gather(sent, mesh.size(), mesh.get_group().group_name).view(mesh.size(), -1)
-        shards = [row[:size] for row, size in zip(rows, sizes, strict=True)]
-        if spec.is_scalar:
-            return torch.cat(shards)[0]
-        in_order = sorted(range(mesh.size()), key=lambda rank: spec.sharding.local_range(rank)[0])
-        return torch.cat([shards[rank] for rank in in_order]).view(self.shape)
+        device = torch.device(self.device_mesh.device_type)
+        local = self.local if self.local.device.type == device.type else self.local.to(device)
+        return self.spec.gather(local)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
@@ -228,11 +143,8 @@ class ShardedValue(DTensor):
             return _HANDLERS[name](*args, **(kwargs or {}))
         if name in _QUERIES or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
             return call_plainly(func, types, args, kwargs)
-        raise RuntimeError(
-            f"{name or func}: expected plain tensors, found a ShardedValue, of which this rank stores a shard; call "
-            f"full_tensor() on all ranks, or load it with load_state_dict of a sharded model or with "
-            f"torch.distributed.checkpoint"
-        )
+        args, kwargs = tree_map_only(ShardedValue, _tensor_of, (args, kwargs or {}))
+        return tree_map_only(ShardedTensor, _value_of, func(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedValue":
         copied = memo[id(self)] = ShardedValue(self.local.clone(), self.spec)
@@ -245,6 +157,20 @@ class ShardedValue(DTensor):
         return f"ShardedValue(shape={self.spec.shape}, local={self.local}, chunks={self.spec.chunks})"
 
 
+@functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
+def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype, device_type: str) -> DTensorSpec:
+    """What a DTensor with values of that kind says of itself."""
+    return replicated_spec(spec.mesh(device_type), tuple(spec.shape), _strides(tuple(spec.shape)), dtype)
+
+
+def _tensor_of(value: ShardedValue) -> ShardedTensor:
+    return ShardedTensor(value.local, value.spec)
+
+
+def _value_of(tensor: ShardedTensor) -> ShardedValue:
+    return ShardedValue(tensor.local, tensor.spec)
+
+
 def _to(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
     moved = value.local.to(*args, **kwargs)
     return value if moved is value.local else ShardedValue(moved, value.spec)
@@ -252,13 +178,12 @@ def _to(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, ShardedValue):
-        raise RuntimeError(
-            "copy_: expected a plain tensor to copy from, found a ShardedValue, of which this rank stores a shard; "
-            "call full_tensor() on all ranks"
-        )
+        return target.copy_(full_tensor(source), non_blocking)
     if source.shape != target.shape:
         raise ValueError(f"copy_: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
-    target.local.copy_(source.local if isinstance(source, ShardedValue) else target.spec.local_of(source), non_blocking)
+    check_own_part(source, target.spec)
+    alike = isinstance(source, (ShardedValue, ShardedTensor)) and _store_the_same(source.spec, target.spec)
+    target.local.copy_(source.local if alike else target.spec.local_of(full_tensor(source)), non_blocking)  # type: ignore[attr-defined]  # alike
     return target
 
 
@@ -277,14 +202,14 @@ _QUERIES = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndime
 _QUERIES |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
 _COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes whose values are computed
 
-torch.serialization.add_safe_globals([ShardedValue, ShardSpec, FlatSharding])
+torch.serialization.add_safe_globals([ShardedValue, ShardSpec, ShardRanks, FlatSharding])
 
 
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
 
 
 class ManagedParameter:
-    """A sharded parameter: it turns local elements of the parameter, or of its optimizer state, into values and back.
+    """A sharded parameter: it turns sharded tensors of its shape, itself or its optimizer state, into values and back.
 
     It is cheap to make: whatever it tells is looked up when it is asked for.
     """
@@ -303,65 +228,71 @@ class ManagedParameter:
         return self.unit.params[self.index]
 
     @property
+    def spec(self) -> ShardSpec:
+        """How it is sharded."""
+        return self.unit.specs[self.index]
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank stores of it, 1-D: memory of the shard."""
+        return self.param.to_local().detach()  # type: ignore[attr-defined]  # a ShardedTensor
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Its original shape."""
-        return self._spec(False).shape
-
-    @property
-    def is_stored_here(self) -> bool:
-        """Whether this rank stores some of its elements."""
-        return self._spec(False).numel > 0
-
-    @property
-    def first(self) -> int:
-        """Index of the first of these elements in the flattened parameter; 0 if there are none."""
-        return self._spec(False).first
-
-    def _spec(self, is_scalar: bool) -> ShardSpec:
-        """What the parameter's values, or its scalars, have in common. The unit owns it."""
-        unit = self.unit
-        key = (self.index, is_scalar, unit.device.type)
-        spec = unit.shard_specs.get(key)
-        if not isinstance(spec, ShardSpec):
-            flat, at = unit.in_flat(self.index)
-            layout = flat.layout
-            order = shard_order(unit.stages)
-            sharding = FlatSharding(layout.shapes[at], layout.offsets[at], layout.shard_numel, order)
-            spec = unit.shard_specs[key] = ShardSpec(sharding, unit.mesh, is_scalar)
-        return spec
+        """Its shape."""
+        return tuple(self.spec.shape)
 
     def value(self, local: Tensor) -> Tensor:
-        """A value of the original shape over `local`, the elements `[n]` that this rank stores; not a copy.
+        """A value of the parameter's shape over `local`, the elements `[n]` that this rank stores; not a copy.
 
         It is a plain tensor if the parameter has no elements: no rank stores any, yet a checkpoint must have its name.
         """
         if not math.prod(self.shape):
             return local.view(self.shape)
-        return ShardedValue(local, self._spec(False))
-
-    def scalar(self, local: Tensor) -> ShardedValue:
-        """A scalar that belongs to the parameter, over `local`, of shape `()`, or `[0]` where it is absent."""
-        return ShardedValue(local.view(-1), self._spec(True))
+        return ShardedValue(local, self.spec)
 
     def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
         """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""
-        return isinstance(value, ShardedValue) and value.spec.sharding == self._spec(False).sharding
+        return isinstance(value, (ShardedValue, ShardedTensor)) and _store_the_same(value.spec, self.spec)
 
     def local_of(self, value: Tensor) -> Tensor | None:
-        """What this rank stores, 1-D `[n]`, of a value of the original shape; None if it has another shape.
+        """What this rank stores, 1-D `[n]`, of a value of the parameter's shape; None if it has another shape.
 
         It shares memory with the value if it can. All ranks gather a value that is distributed in another way.
+
+        Raises:
+            RuntimeError: the value is what another rank has stored of this parameter.
         """
-        if self.is_alike(value) and not value.spec.is_scalar:
+        if self.is_alike(value):
             return value.local
         if tuple(value.shape) != self.shape:
             return None
-        return self._spec(False).local_of(full_tensor(value))
+        check_own_part(value, self.spec)
+        return self.spec.local_of(full_tensor(value))
+
+
+def check_own_part(value: Any, spec: ShardSpec) -> None:
+    """Raise RuntimeError if `value` has another rank's elements of what `spec` says, as one that this rank loaded."""
+    if isinstance(value, (ShardedValue, ShardedTensor)):
+        mine, found = spec.ranks, value.spec.ranks
+        if (mine.size, mine.rank) != (found.size, found.rank):
+            raise RuntimeError(
+                f"expected what rank {mine.rank} of {mine.size} stores, found what rank {found.rank} of {found.size} "
+                f"has saved; save and load with torch.distributed.checkpoint, or save the full_tensor() of each value"
+            )
+
+
+def _store_the_same(one: ShardSpec, other: ShardSpec) -> bool:
+    """Whether a rank stores the same elements by both, perhaps in another process group, as of an earlier run."""
+    if one is other:
+        return True
+    same_rank = (one.ranks.rank, one.ranks.size) == (other.ranks.rank, other.ranks.size)
+    return same_rank and one.sharding == other.sharding
 
 
 def full_tensor(value: Any) -> Any:
-    """A DTensor gathered from all ranks; anything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """A sharded tensor gathered from all ranks; anything else as it is."""
+    return value.full_tensor() if isinstance(value, (DTensor, ShardedTensor)) else value
 
 
 def managed(param: nn.Parameter) -> ManagedParameter | None:

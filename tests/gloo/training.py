@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.passes.inductor import fsdp_compile_backend
@@ -112,18 +113,24 @@ def stored_here(param: nn.Parameter, full: Tensor) -> Tensor | None:
     assert found is not None, "expected a sharded parameter"
     unit, index = found
     record = unit.records[index]
-    return full.reshape(-1)[record.first : record.last + 1].view_as(param) if record else None
+    return full.reshape(-1)[record.first : record.last + 1].view_as(local(param)) if record else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank stores of a sharded tensor, 1-D; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
     """The gradients of sharded parameters are this rank's slices of the unsharded model's."""
     for name, param, expected in _paired(model, reference):
-        here = stored_here(param, expected.grad) if expected.grad is not None else None
-        if here is None:
+        if expected.grad is None:
             assert param.grad is None, f"{name}.grad: expected None, found {param.grad}"
-        else:
-            assert param.grad is not None, f"{name}.grad: expected {here}, found None"
-            torch.testing.assert_close(param.grad, here, rtol=1e-4, atol=1e-6, msg=_say(f"{name}.grad"))
+            continue
+        assert param.grad is not None, f"{name}.grad: expected {expected.grad}, found None"
+        here = stored_here(param, expected.grad)
+        if here is not None:
+            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6, msg=_say(f"{name}.grad"))
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6) -> None:
@@ -131,7 +138,7 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float =
     for name, param, expected in _paired(model, reference):
         here = stored_here(param, expected.detach())
         if here is not None:
-            torch.testing.assert_close(param.detach(), here, rtol=rtol, atol=atol, msg=_say(name))
+            torch.testing.assert_close(local(param.detach()), here, rtol=rtol, atol=atol, msg=_say(name))
 
 
 def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:
