@@ -139,7 +139,7 @@ class ShardedTensor(Tensor):
     # --- as a tensor --------------------------------------------------------------------------------------------------
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """This tensor without autograd; it shares memory."""
         return self.detach()
 
@@ -278,21 +278,21 @@ class UnshardedTensor(ShardedTensor):
         """The tensor, plain; it shares memory."""
         return self.local.view(self.shape)
 
-    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+    def numpy(self, *, force: bool = False) -> Any:
         """As `Tensor.numpy`."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy(): expected a tensor that does not require grad; call detach() first")
         return self.full_tensor().detach().numpy(force=force)
 
-    def tolist(self) -> Any:  # type: ignore[override]
+    def tolist(self) -> Any:
         """As `Tensor.tolist`."""
         return self.full_tensor().detach().tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:  # type: ignore[override]
+    def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """This tensor without autograd, plain; it shares memory."""
         return self.full_tensor().detach()
 
