@@ -7,6 +7,9 @@ autograd.py       between parameters and the flat shard: who gets which gradient
 flat_param.py     a flat parameter: layout, shard and parameters bound together
 unit_state.py     what changes about a unit while steps run: its state, version counters, parameter locations
 unit.py           flat parameters that are gathered together
+shard_spec.py     which elements of a sharded tensor each rank stores, as ranges, rows and chunks
+sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
+sharded_operands.py, sharded_reductions.py, sharded_ops.py   what operators do with sharded tensors
 lookup.py         how module code finds unsharded parameters: properties of a swapped class
 sharding.py       what a sharded module knows about itself; walks over a tree of modules
 environment.py    switches in the environment, and warnings that point at the user's line

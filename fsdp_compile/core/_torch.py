@@ -15,9 +15,11 @@ __all__ = [
     "carries_optimizers",
     "change_wrapper",
     "current_backward",
+    "gives_gradients_of_leaves",
     "new_wrapper",
     "register_foreach_type",
     "replace_data",
+    "runs_formula",
     "set_plain_grad",
     "step_carried_optimizers",
     "swap_wrapper",
@@ -91,7 +93,7 @@ def replace_data(param: nn.Parameter, data: Tensor) -> None:
 # --- wrapper subclasses -----------------------------------------------------------------------------------------------
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-new_wrapper: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+new_wrapper: Any = Tensor._make_wrapper_subclass
 
 
 def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
@@ -101,9 +103,9 @@ def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
     """
     attributes, is_param = dict(vars(tensor)), isinstance(tensor, nn.Parameter)
     hooks, after_accumulation = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    plain, tensor.__class__ = type(tensor), type(wrapper)  # type: ignore[assignment]
-    torch._C._swap_tensor_impl(tensor, wrapper)  # type: ignore[attr-defined]
-    wrapper.__class__ = plain  # type: ignore[assignment]
+    plain, tensor.__class__ = type(tensor), type(wrapper)
+    torch._C._swap_tensor_impl(tensor, wrapper)
+    wrapper.__class__ = plain
     vars(tensor).update(attributes, _is_param=is_param)
     if hooks:
         tensor._backward_hooks = hooks
@@ -124,3 +126,24 @@ def register_foreach_type(kind: type[Tensor]) -> None:
     for supported in (_optimizer_types, _clipping_types):
         if kind not in supported:
             supported.append(kind)
+
+
+def runs_formula() -> bool:
+    """Whether this thread runs a backward pass, and not what follows the accumulation of a gradient."""
+    if current_backward() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is None or node.name() != "torch::autograd::AccumulateGrad"
+
+
+def gives_gradients_of_leaves(kind: type[Tensor], operands: Sequence[Any]) -> bool:
+    """Whether the formula of autograd that runs gives gradients of parameters of class `kind`, and of nothing else.
+
+    Outside of any formula, autograd adds gradients or calls hooks; no operand requires grad if there is no parameter.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return not any(isinstance(each, Tensor) and each.requires_grad for each in operands)
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False  # what its author wrote may recompute something of this rank's data
+    return all(to is None or type(getattr(to, "variable", None)) is kind for to, _ in node.next_functions)

@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import mesh_of
 
 
@@ -131,6 +133,22 @@ class ShardRanks:
     replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
+    def __reduce__(self) -> Any:
+        return ShardRanks, (self.group, self.size, self.rank, self.replicas)
+
+    def check_here(self) -> None:
+        """Check that this process is the rank that these are of, before a collective.
+
+        Raises:
+            RuntimeError: it is another, because a tensor was loaded that another rank has saved.
+        """
+        here = group_named(self.group).rank()
+        if here != self.rank:
+            raise RuntimeError(
+                f"expected what rank {here} of {self.size} stores, found the part of rank {self.rank}; load what this "
+                f"rank has saved, or save full tensors, as full state dicts and torch.distributed.checkpoint do"
+            )
+
     def mesh(self, device_type: str) -> DeviceMesh:
         """The ranks as a 1-D mesh of devices of that type, made at the first use."""
         if device_type not in self._meshes:
@@ -163,6 +181,16 @@ class ShardSpec:
 
     def __deepcopy__(self, memo: object) -> "ShardSpec":
         return self
+
+    def __reduce__(self) -> Any:
+        return ShardSpec, (self.sharding, self.ranks)
+
+    def same_ranges(self, other: "ShardSpec") -> bool:
+        """Whether local data of `other` is of the same elements, on every rank."""
+        if self.sharding != other.sharding and (self.shape != other.shape or self.ranges != other.ranges):
+            return False
+        mine, theirs = self.ranks, other.ranks
+        return mine is theirs or (mine.rank, mine.size) == (theirs.rank, theirs.size)
 
     @cached_property
     def shape(self) -> torch.Size:
@@ -243,11 +271,13 @@ class ShardSpec:
 
     def gather(self, local: Tensor) -> Tensor:
         """The full tensor, plain, on every rank: one all-gather, in which all ranks take part."""
+        self.ranks.check_here()
         most = max(count for _, count in self.ranges)
         if not most:
             return local.new_empty(self.shape)
         sent = local.new_zeros(most)
         sent[: self.numel] = local
+        sent = depending_on(local, sent)
         of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group).view(-1, most)
         in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
         return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.shape)
@@ -257,6 +287,7 @@ class ShardSpec:
 
         A maximum over ranks may lose a NaN, depending on the backend, so a flag is reduced beside it.
         """
+        self.ranks.check_here()
         if op in ("sum", "avg") or not value.is_floating_point():
             return collectives.all_reduce(value, self.ranks.group, op)
         invalid = value.isnan()
@@ -264,3 +295,14 @@ class ShardSpec:
         both = torch.stack([value.masked_fill(invalid, 0), flag])
         extreme, is_invalid = collectives.all_reduce(both, self.ranks.group, op)
         return extreme.masked_fill(is_invalid != 0, math.nan)
+
+
+def depending_on(local: Tensor, value: Tensor) -> Tensor:
+    """`value`, which this rank sends for `local`, as something that is computed from it on every rank.
+
+    Where a rank stores nothing of two tensors, it sends equal constants for both. A compiler merges equal computations,
+    so this rank alone would run one collective for the two, and ranks would no longer run the same ones.
+    """
+    if local.numel():
+        return value
+    return value | local.any() if value.dtype is torch.bool else value + local.sum().to(value.dtype)

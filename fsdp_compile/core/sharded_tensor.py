@@ -1,4 +1,4 @@
-"""`ShardedTensor`: a tensor of the full shape, as C++ and Python see it, of which this rank stores one range of elements.
+"""`ShardedTensor`: a tensor of the full shape, for C++ and Python, of which this rank stores one range of elements.
 
     shape, dim, numel, stride    of the full tensor, which is contiguous
     local                        what this rank stores, 1-D: memory of the unit's shard, maybe without elements
@@ -7,26 +7,26 @@
 Parameters of sharded units, their gradients and their optimizer state are sharded tensors. What stock code does with
 them gives what it gives on one process, or raises; all ranks must run the same operators in the same order.
 
-| operation                                          | what it does                                                     |
-| -------------------------------------------------- | ---------------------------------------------------------------- |
-| `to_local()`, `full_tensor()`                      | shares memory; gathers, on all ranks                             |
-| elementwise, in place or with `out=`               | on local data; plain operands are cut to it                      |
-| elementwise, new                                   | sharded, if it has the shape of a sharded operand, else gathered |
-| `_foreach_*`, `_fused_*`                           | on local data; lists with plain tensors among them are split     |
-| `detach`, `clone`, `to`, `*_like`, `new_*`         | sharded in the same way                                          |
-| sum, mean, norm, amax, amin, any, all, with `dim`  | on local rows, then one all-reduce; plain, equal on all ranks    |
-| `_foreach_norm`, `clip_grad_norm_`                 | one all-reduce for each group of ranks                           |
-| unscaling by `GradScaler`                          | local, then the ranks agree whether anything overflowed          |
-| `equal`                                            | local, then one all-reduce                                       |
-| random fills                                       | every rank draws all elements, as one process does               |
-| other views                                        | lazy: reading gathers, writing gathers and writes back           |
-| all others (`mm`, `svd`, `var`, ...)               | gather, compute on every rank, write back what was written       |
-| `.numpy()`, `.tolist()`                            | refused: call `full_tensor()`                                    |
-| `p.data = x`                                       | `p` has the values of `x`, cut to this rank; `x` shares memory   |
-| pickle, deepcopy                                   | a copy of the local data, sharded in the same way                |
-| torch.distributed.checkpoint                       | reads and writes local data where it lies                        |
+| operation                                         | what it does                                                     |
+| ------------------------------------------------- | ---------------------------------------------------------------- |
+| `to_local()`, `full_tensor()`                     | shares memory; gathers, on all ranks                             |
+| elementwise, in place or with `out=`              | on local data; plain operands are cut to it                      |
+| elementwise, new                                  | sharded, if all tensors are; with plain ones, gathered           |
+| `_foreach_*`, `_fused_*`                          | on local data; lists with plain tensors among them are split     |
+| `detach`, `clone`, `to`, `*_like`, `new_*`        | sharded in the same way                                          |
+| sum, mean, norm, amax, amin, any, all, with `dim` | on local rows, then one all-reduce; plain, equal on all ranks    |
+| `_foreach_norm`, `clip_grad_norm_`                | one all-reduce for each group of ranks                           |
+| unscaling by `GradScaler`                         | local, then the ranks agree whether anything overflowed          |
+| `equal`                                           | local, then one all-reduce                                       |
+| random fills                                      | every rank draws all elements, as one process does               |
+| other views                                       | lazy: reading gathers, writing gathers and writes back           |
+| all others (`mm`, `svd`, `var`, ...)              | gather, compute on every rank, write back what was written       |
+| `.numpy()`, `.tolist()`                           | refused: call `full_tensor()`                                    |
+| `p.data = x`                                      | `p` has the values of `x`, cut to this rank; `x` shares memory   |
+| pickle, deepcopy                                  | local data and whose part it is; used on another rank, it raises |
+| torch.distributed.checkpoint                      | reads and writes local data where it lies                        |
 
-Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_ops.py.
+Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_operands.py.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ from fsdp_compile.core._torch import (
     set_plain_grad,
     swap_wrapper,
 )
-from fsdp_compile.core.shard_spec import Chunk, ShardSpec
+from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
 
 
 class FlatShard:
@@ -103,7 +103,7 @@ class ShardedTensor(Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return rule_of(func)(func, args, kwargs or {})
 
     # --- as a DTensor -------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class ShardedTensor(Tensor):
     # --- as a tensor --------------------------------------------------------------------------------------------------
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """This tensor without autograd; it shares memory."""
         return self.detach()
 
@@ -157,7 +157,8 @@ class ShardedTensor(Tensor):
                 f"data: expected a tensor of the full shape {tuple(self.shape)}, found {tuple(value.shape)}; to change "
                 f"this rank's elements alone, copy into to_local()"
             )
-        if isinstance(value, ShardedTensor) and value.spec != self.spec:
+        if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
+            value.spec.ranks.check_here()
             raise ValueError(
                 f"data: expected a plain tensor or one that is sharded in the same way, found {value.spec}; call "
                 f"full_tensor() on it"
@@ -185,7 +186,7 @@ class ShardedTensor(Tensor):
         self.local.share_memory_()
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         first, numel = self.spec.first, self.spec.numel
         here = f"elements {first} to {first + numel - 1}" if numel else "no elements"
         what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
@@ -258,6 +259,9 @@ def _unpickled(kind: type, local: Tensor, spec: ShardSpec, requires_grad: bool, 
     return tensor
 
 
+torch.serialization.add_safe_globals([_unpickled, ShardedTensor, ShardSpec, ShardRanks, FlatSharding])
+
+
 class UnshardedTensor(ShardedTensor):
     """A parameter of a sharded unit while `summon_full_params` shows it in full: `local` has all elements.
 
@@ -266,28 +270,28 @@ class UnshardedTensor(ShardedTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _call_on_all_elements(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
         """The tensor, plain; it shares memory."""
         return self.local.view(self.shape)
 
-    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+    def numpy(self, *, force: bool = False) -> Any:
         """As `Tensor.numpy`."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy(): expected a tensor that does not require grad; call detach() first")
         return self.full_tensor().detach().numpy(force=force)
 
-    def tolist(self) -> Any:  # type: ignore[override]
+    def tolist(self) -> Any:
         """As `Tensor.tolist`."""
         return self.full_tensor().detach().tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:  # type: ignore[override]
+    def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """This tensor without autograd, plain; it shares memory."""
         return self.full_tensor().detach()
 
@@ -297,7 +301,7 @@ class UnshardedTensor(ShardedTensor):
             raise ValueError(f"data: expected a tensor of shape {tuple(self.shape)}, found {tuple(value.shape)}")
         set_local(self, value.detach().contiguous().view(-1), self.spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
         return f"{what} containing:\n{self.full_tensor().detach()}"
 
@@ -319,7 +323,7 @@ class UnreducedGradient(ShardedTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name = func._schema.name
         if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):
             refuse_unreduced(name)
@@ -333,15 +337,15 @@ class UnreducedGradient(ShardedTensor):
         """As `full_tensor`."""
         return self.full_tensor()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
 
 
 def refuse_unreduced(name: str) -> NoReturn:
     """Raise RuntimeError: operator `name` must not see an accumulated gradient."""
     raise RuntimeError(
-        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under no_sync; "
-        f"run a backward pass outside no_sync before clipping or optimizer.step()"
+        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under "
+        f"no_sync; run a backward pass outside no_sync before clipping or optimizer.step()"
     )
 
 
@@ -360,12 +364,8 @@ def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
 
     result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
     if func._schema.is_mutable:
-        torch.autograd.graph.increment_version([full for full in map(_local_of, plain.values())])
+        torch.autograd.graph.increment_version([tensor.local for tensor in plain.values()])
     return plain.get(id(result), result)
-
-
-def _local_of(tensor: ShardedTensor) -> Tensor:
-    return tensor.local
 
 
 # --- parameters that become sharded tensors and change ----------------------------------------------------------------

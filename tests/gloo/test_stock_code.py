@@ -1,8 +1,6 @@
 """Code that was written for unsharded models, on sharded ones: right, or refused with a reason."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
