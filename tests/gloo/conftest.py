@@ -27,6 +27,12 @@ def two(folder: Path) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def three(folder: Path) -> Iterator[Ranks]:
+    """Three ranks."""
+    yield from _pool(3, folder)
+
+
+@pytest.fixture(scope="session")
 def four(folder: Path) -> Iterator[Ranks]:
     """Four ranks."""
     yield from _pool(4, folder)
