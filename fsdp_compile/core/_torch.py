@@ -15,6 +15,7 @@ __all__ = [
     "carries_optimizers",
     "change_wrapper",
     "current_backward",
+    "foreach_norm",
     "new_wrapper",
     "register_foreach_type",
     "replace_data",
@@ -92,6 +93,7 @@ def replace_data(param: nn.Parameter, data: Tensor) -> None:
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 new_wrapper: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+foreach_norm: Any = torch._foreach_norm
 
 
 def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.core._torch import NO_TORCH_FUNCTION, current_backward, new_wrapper
+from fsdp_compile.core._torch import NO_TORCH_FUNCTION, current_backward, foreach_norm, new_wrapper
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor, refuse_unreduced
 
@@ -168,13 +168,8 @@ def _combines_data(tensors: list[Tensor]) -> bool:
     if not torch.is_grad_enabled() or current_backward() != -1:
         return False
     return any(map(_is_sharded, tensors)) and any(
-        type(each) is not ShardedTensor and not _is_python_number(each) for each in tensors
+        type(each) is not ShardedTensor for each in tensors
     ) and any(each.requires_grad for each in tensors)  # fmt: skip
-
-
-def _is_python_number(tensor: Tensor) -> bool:
-    """Whether torch made `tensor` of a Python number."""
-    return not tensor.dim() and tensor.is_wrapped_number() if hasattr(tensor, "is_wrapped_number") else False
 
 
 def _same_category(tensors: list[Tensor]) -> bool:
@@ -516,8 +511,8 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         kinds.setdefault((each.spec.ranks.group, each.device) if _is_sharded(each) else None, []).append(i)
     for kind, chosen in kinds.items():
         alike = [tensors[i] for i in chosen]
-        found = _norms(alike, order) if kind else torch._foreach_norm([*map(_plain, alike)], order)
-        for i, norm in zip(chosen, found, strict=True):
+        of_kind = _norms(alike, order) if kind else foreach_norm([*map(_plain, alike)], order)
+        for i, norm in zip(chosen, of_kind, strict=True):
             norms[i] = norm.to(kwargs.get("dtype") or tensors[i].dtype)
     return norms
 
@@ -527,24 +522,24 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
     first = tensors[0]
     precise = torch.promote_types(first.dtype, torch.float32)
     op, fill = "sum", 0.0
-    power: Callable[[Tensor], Tensor] = lambda norm: norm**order
-    root: Callable[[Tensor], Tensor] = lambda total: total ** (1 / order)
+    power, root = (1.0, 1.0) if math.isinf(order) or order == 0 else (order, 1 / order)
     if math.isinf(order):
         op, fill = ("max", 0.0) if order > 0 else ("min", math.inf)
     elif order < 0:
         fill = math.inf
-    if math.isinf(order) or order == 0:
-        power = root = lambda norm: norm
     if dims is not None and len(dims) and len(dims) < first.dim():
-        reduce: Reduce = lambda x, dims, keep: power(torch.linalg.vector_norm(x, order, dims, keep, dtype=precise))
-        return [root(_reduced(first, dims, keepdim, fill, op, reduce))]
+
+        def reduce(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+            return torch.linalg.vector_norm(x, order, list(dims), keepdim, dtype=precise) ** power
+
+        return [_reduced(first, dims, keepdim, fill, op, reduce) ** root]
     stored = [i for i, each in enumerate(tensors) if each.local.numel()]
     powers = first.local.new_full((len(tensors),), math.inf if op == "min" else 0.0, dtype=precise)
     if stored:
-        found = power(torch.stack(torch._foreach_norm([tensors[i].local for i in stored], order, dtype=precise)))
-        at = torch.tensor(stored, device=found.device)
-        powers = found if len(stored) == len(tensors) else powers.index_copy(0, at, found)
-    total = root(first.spec.all_reduce(powers, op))
+        here = torch.stack(foreach_norm([tensors[i].local for i in stored], order, dtype=precise)) ** power
+        at = torch.tensor(stored, device=here.device)
+        powers = here if len(stored) == len(tensors) else powers.index_copy(0, at, here)
+    total = first.spec.all_reduce(powers, op) ** root
     return [each.view([1] * first.dim()) for each in total.unbind()] if keepdim else total.unbind()
 
 

@@ -1,4 +1,4 @@
-"""`ShardedTensor`: a tensor of the full shape, as C++ and Python see it, of which this rank stores one range of elements.
+"""`ShardedTensor`: a tensor of the full shape, as C++ and Python see it, of which this rank stores a range of elements.
 
     shape, dim, numel, stride    of the full tensor, which is contiguous
     local                        what this rank stores, 1-D: memory of the unit's shard, maybe without elements
@@ -7,24 +7,24 @@
 Parameters of sharded units, their gradients and their optimizer state are sharded tensors. What stock code does with
 them gives what it gives on one process, or raises; all ranks must run the same operators in the same order.
 
-| operation                                          | what it does                                                     |
-| -------------------------------------------------- | ---------------------------------------------------------------- |
-| `to_local()`, `full_tensor()`                      | shares memory; gathers, on all ranks                             |
-| elementwise, in place or with `out=`               | on local data; plain operands are cut to it                      |
-| elementwise, new                                   | sharded, if it has the shape of a sharded operand, else gathered |
-| `_foreach_*`, `_fused_*`                           | on local data; lists with plain tensors among them are split     |
-| `detach`, `clone`, `to`, `*_like`, `new_*`         | sharded in the same way                                          |
-| sum, mean, norm, amax, amin, any, all, with `dim`  | on local rows, then one all-reduce; plain, equal on all ranks    |
-| `_foreach_norm`, `clip_grad_norm_`                 | one all-reduce for each group of ranks                           |
-| unscaling by `GradScaler`                          | local, then the ranks agree whether anything overflowed          |
-| `equal`                                            | local, then one all-reduce                                       |
-| random fills                                       | every rank draws all elements, as one process does               |
-| other views                                        | lazy: reading gathers, writing gathers and writes back           |
-| all others (`mm`, `svd`, `var`, ...)               | gather, compute on every rank, write back what was written       |
-| `.numpy()`, `.tolist()`                            | refused: call `full_tensor()`                                    |
-| `p.data = x`                                       | `p` has the values of `x`, cut to this rank; `x` shares memory   |
-| pickle, deepcopy                                   | a copy of the local data, sharded in the same way                |
-| torch.distributed.checkpoint                       | reads and writes local data where it lies                        |
+| operation                                         | what it does                                                     |
+| ------------------------------------------------- | ---------------------------------------------------------------- |
+| `to_local()`, `full_tensor()`                     | shares memory; gathers, on all ranks                             |
+| elementwise, in place or with `out=`              | on local data; plain operands are cut to it                      |
+| elementwise, new                                  | sharded, if it has the shape of a sharded operand, else gathered |
+| `_foreach_*`, `_fused_*`                          | on local data; lists with plain tensors among them are split     |
+| `detach`, `clone`, `to`, `*_like`, `new_*`        | sharded in the same way                                          |
+| sum, mean, norm, amax, amin, any, all, with `dim` | on local rows, then one all-reduce; plain, equal on all ranks    |
+| `_foreach_norm`, `clip_grad_norm_`                | one all-reduce for each group of ranks                           |
+| unscaling by `GradScaler`                         | local, then the ranks agree whether anything overflowed          |
+| `equal`                                           | local, then one all-reduce                                       |
+| random fills                                      | every rank draws all elements, as one process does               |
+| other views                                       | lazy: reading gathers, writing gathers and writes back           |
+| all others (`mm`, `svd`, `var`, ...)              | gather, compute on every rank, write back what was written       |
+| `.numpy()`, `.tolist()`                           | refused: call `full_tensor()`                                    |
+| `p.data = x`                                      | `p` has the values of `x`, cut to this rank; `x` shares memory   |
+| pickle, deepcopy                                  | a copy of the local data, sharded in the same way                |
+| torch.distributed.checkpoint                      | reads and writes local data where it lies                        |
 
 Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_ops.py.
 """
@@ -348,8 +348,8 @@ class UnreducedGradient(ShardedTensor):
 def refuse_unreduced(name: str) -> NoReturn:
     """Raise RuntimeError: operator `name` must not see an accumulated gradient."""
     raise RuntimeError(
-        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under no_sync; "
-        f"run a backward pass outside no_sync before clipping or optimizer.step()"
+        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under "
+        f"no_sync; run a backward pass outside no_sync before clipping or optimizer.step()"
     )
 
 
@@ -368,7 +368,7 @@ def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
 
     result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
     if func._schema.is_mutable:
-        torch.autograd.graph.increment_version([full for full in map(_local_of, plain.values())])
+        torch.autograd.graph.increment_version(list(map(_local_of, plain.values())))
     return plain.get(id(result), result)
 
 

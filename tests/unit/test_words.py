@@ -35,6 +35,8 @@ EXEMPT = {
     "found_inf_per_device": "GradScaler's name",
     "_found_inf_per_device": "GradScaler's name",
     "kept_unsharded": "names the decision to keep a unit unsharded",
+    "free_kept_unsharded": "as kept_unsharded",
+    "_take_kept_unsharded": "as kept_unsharded",
     "KeptUnsharded": "names the decision to keep a unit unsharded",
 }
 ATTRIBUTES_ONLY = {"parts"}
