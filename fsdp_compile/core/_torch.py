@@ -92,7 +92,7 @@ def replace_data(param: nn.Parameter, data: Tensor) -> None:
 # --- wrapper subclasses -----------------------------------------------------------------------------------------------
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-new_wrapper: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+new_wrapper: Any = Tensor._make_wrapper_subclass
 foreach_norm: Any = torch._foreach_norm
 
 
@@ -103,9 +103,9 @@ def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
     """
     attributes, is_param = dict(vars(tensor)), isinstance(tensor, nn.Parameter)
     hooks, after_accumulation = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    plain, tensor.__class__ = type(tensor), type(wrapper)  # type: ignore[assignment]
-    torch._C._swap_tensor_impl(tensor, wrapper)  # type: ignore[attr-defined]
-    wrapper.__class__ = plain  # type: ignore[assignment]
+    plain, tensor.__class__ = type(tensor), type(wrapper)
+    torch._C._swap_tensor_impl(tensor, wrapper)
+    wrapper.__class__ = plain
     vars(tensor).update(attributes, _is_param=is_param)
     if hooks:
         tensor._backward_hooks = hooks

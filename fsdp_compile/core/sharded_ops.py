@@ -156,9 +156,10 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     _watch(args)
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     shape = torch.broadcast_shapes(*[tensor.shape for tensor in tensors])
-    spec = next((each.spec for each in tensors if _is_sharded(each) and each.shape == shape), None)
-    if spec is None or _combines_data(tensors) or not _same_category(tensors):
+    alike = next((each for each in tensors if type(each) is ShardedTensor and each.shape == shape), None)
+    if alike is None or _combines_data(tensors) or not _same_category(tensors):
         return _gather(func, args, kwargs)
+    spec = alike.spec
     kwargs = {key: _operand(spec, value) for key, value in kwargs.items()}
     return _wrap(func(*[_operand(spec, arg) for arg in args], **kwargs), spec)
 
@@ -321,6 +322,9 @@ _FILLS |= {aten.bernoulli_.float, aten.randn_like.default, aten.rand_like.defaul
 class ShardedView(Tensor):
     """A view of a sharded tensor: `steps` lead from the full tensor to it. All ranks read and write it together."""
 
+    base: ShardedTensor
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    _gathered: tuple[int, Tensor, Tensor] | None  # the base's version, the full tensor and the view of it
     __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
@@ -330,7 +334,7 @@ class ShardedView(Tensor):
             cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=base.device
         )
         self.base, self.steps = base, steps
-        self._gathered: tuple[int, Tensor, Tensor] | None = None
+        self._gathered = None
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -359,11 +363,11 @@ class ShardedView(Tensor):
 
     numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedView(shape={tuple(self.shape)} of {self.base!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return rule_of(func)(func, args, kwargs or {})
 
 
@@ -412,7 +416,7 @@ def _local_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
-Reduce = Callable[[Tensor, Sequence[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
+Reduce = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
 
 
 def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduce) -> Tensor:
@@ -529,8 +533,8 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
         fill = math.inf
     if dims is not None and len(dims) and len(dims) < first.dim():
 
-        def reduce(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-            return torch.linalg.vector_norm(x, order, list(dims), keepdim, dtype=precise) ** power
+        def reduce(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+            return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=precise) ** power
 
         return [_reduced(first, dims, keepdim, fill, op, reduce) ** root]
     stored = [i for i, each in enumerate(tensors) if each.local.numel()]

@@ -103,7 +103,7 @@ class ShardedTensor(Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return rule_of(func)(func, args, kwargs or {})
 
     # --- as a DTensor -------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class ShardedTensor(Tensor):
     # --- as a tensor --------------------------------------------------------------------------------------------------
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """This tensor without autograd; it shares memory."""
         return self.detach()
 
@@ -193,7 +193,7 @@ class ShardedTensor(Tensor):
         self.local.share_memory_()
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         first, numel = self.spec.first, self.spec.numel
         here = f"elements {first} to {first + numel - 1}" if numel else "no elements"
         what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
@@ -274,28 +274,28 @@ class UnshardedTensor(ShardedTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _call_on_all_elements(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
         """The tensor, plain; it shares memory."""
         return self.local.view(self.shape)
 
-    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+    def numpy(self, *, force: bool = False) -> Any:
         """As `Tensor.numpy`."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy(): expected a tensor that does not require grad; call detach() first")
         return self.full_tensor().detach().numpy(force=force)
 
-    def tolist(self) -> Any:  # type: ignore[override]
+    def tolist(self) -> Any:
         """As `Tensor.tolist`."""
         return self.full_tensor().detach().tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:  # type: ignore[override]
+    def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """This tensor without autograd, plain; it shares memory."""
         return self.full_tensor().detach()
 
@@ -305,7 +305,7 @@ class UnshardedTensor(ShardedTensor):
             raise ValueError(f"data: expected a tensor of shape {tuple(self.shape)}, found {tuple(value.shape)}")
         set_local(self, value.detach().contiguous().view(-1), self.spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
         return f"{what} containing:\n{self.full_tensor().detach()}"
 
@@ -327,7 +327,7 @@ class UnreducedGradient(ShardedTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name = func._schema.name
         if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):
             refuse_unreduced(name)
@@ -341,7 +341,7 @@ class UnreducedGradient(ShardedTensor):
         """As `full_tensor`."""
         return self.full_tensor()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
 
 
