@@ -122,6 +122,15 @@ def reduce_scatter(full: Tensor, group_size: int, group: str, op: str = "avg") -
     return reduced
 
 
+def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    """Send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
+
+    Returns:
+        1-D `[sum(receive)]`: what the ranks sent to this one, in order of ranks; `receive[i]` elements from rank i.
+    """
+    return WAIT(ALL_TO_ALL(sent, receive, send, group))
+
+
 def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
     """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
     ALL_REDUCE_IN_PLACE(full, op, group)

@@ -14,7 +14,7 @@ through the same groups in reverse:
 With shards in this order each stage concatenates what it gathers: nothing is moved, and no rank appears in a graph.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -125,14 +125,6 @@ def _print(groups: Sequence[NamedGroup]) -> str:
 def _parse(text: str) -> tuple[NamedGroup, ...]:
     pairs = (group.split(":") for group in text.split(",") if group)
     return tuple(NamedGroup(unquote(name), int(size)) for name, size in pairs)
-
-
-def shard_index(stages: Iterable[tuple[int, int]]) -> int:
-    """Which slice of the full buffer this rank stores, from its `(rank, size)` in each stage of a gather."""
-    index, peers = 0, 1
-    for rank, size in stages:
-        index, peers = index + peers * rank, peers * size
-    return index
 
 
 def shard_order(groups: Sequence[NamedGroup]) -> tuple[int, ...]:

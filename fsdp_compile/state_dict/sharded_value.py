@@ -274,10 +274,10 @@ class ManagedParameter:
 def check_own_part(value: Any, spec: ShardSpec) -> None:
     """Raise RuntimeError if `value` has another rank's elements of what `spec` says, as one that this rank loaded."""
     if isinstance(value, (ShardedValue, ShardedTensor)):
-        mine, found = spec.ranks, value.spec.ranks
-        if (mine.size, mine.rank) != (found.size, found.rank):
+        mine, its = spec.ranks, value.spec.ranks
+        if (mine.size, mine.rank) != (its.size, its.rank):
             raise RuntimeError(
-                f"expected what rank {mine.rank} of {mine.size} stores, found what rank {found.rank} of {found.size} "
+                f"expected what rank {mine.rank} of {mine.size} stores, found what rank {its.rank} of {its.size} "
                 f"has saved; save and load with torch.distributed.checkpoint, or save the full_tensor() of each value"
             )
 

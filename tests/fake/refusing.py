@@ -1,11 +1,12 @@
-"""Refusals leave a model as it was: calls that must fail, and what may not change by them."""
+"""Refusals leave a model as it was: calls that must fail, and what may not change by them. What ranks store."""
 
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
 
 
@@ -15,7 +16,7 @@ def units(model: nn.Module) -> list[Any]:
 
 def state(model: nn.Module) -> list[Any]:
     return [(type(m), list(m.__dict__)) for m in model.modules()] + [
-        (id(p), tuple(p.shape)) for p in model.parameters()
+        (id(p), type(p), tuple(p.shape)) for p in model.parameters()
     ]
 
 
@@ -25,6 +26,11 @@ def refused(model: Any, error: type[Exception] | tuple[type[Exception], ...], me
     with pytest.raises(error, match=message):
         fully_shard(model, **arguments)
     assert before is None or state(model) == before
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank stores of a sharded tensor, 1-D; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
 
 
 def managed(model: nn.Module) -> set[str]:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from conftest import RANK, WORLD_SIZE
 from models import GPT, MODULES, mlp, tied_blocks, tied_ends
-from refusing import refused, units
+from refusing import local, refused, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import FSDPModule, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from fsdp_compile.core.lookup import original_class
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.core.unit_state import GradientDelivery
 
@@ -174,14 +175,15 @@ def test_without_a_process_group_the_remedy_is_named(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
-    """The same parameter objects under the same names, 1-D, in one storage per unit; slices as the layout says.
+def test_parameters_keep_identity_and_lie_in_one_shard() -> None:
+    """The same parameter objects under the same names and of the same shapes, sharded tensors whose local parts, 1-D,
+    lie in one storage per unit; slices as the layout says.
 
     I1, E-VIEW-6, E-VIEW-7, E-LIM-18.
     """
     model = mlp()
     before = dict(model.named_parameters())
-    values = {name: p.detach().clone().flatten() for name, p in before.items()}
+    values = {name: p.detach().clone() for name, p in before.items()}
     assert fully_shard(model) is model
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
@@ -189,8 +191,10 @@ def test_parameters_keep_identity_and_become_slices_of_one_shard() -> None:
     for unit in units(model):
         assert unit.rank == RANK
         for param, record in zip(unit.params, unit.records, strict=True):
-            expected = values[names[param]][record.first : record.last + 1] if record else torch.empty(0)
-            assert torch.equal(param.detach(), expected)
+            full = values[names[param]]
+            expected = full.flatten()[record.first : record.last + 1] if record else torch.empty(0)
+            assert isinstance(param, ShardedTensor) and isinstance(param, nn.Parameter)
+            assert param.shape == full.shape and torch.equal(param.to_local().detach(), expected)
             assert not record or param.untyped_storage().data_ptr() == unit.flats[0].shard.untyped_storage().data_ptr()
 
 
@@ -233,10 +237,10 @@ def test_deepcopy_is_independent() -> None:
     assert twin.head.weight is twin.tokens.weight is not model.tokens.weight
     assert not set(units(model)) & set(units(twin))
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(local(mine), local(theirs))
         with torch.no_grad():
             theirs.fill_(7.0)
-    assert not any((p == 7.0).any() for p in model.parameters())
+    assert not any((local(p) == 7.0).any() for p in model.parameters())
     assert all((u.flats[0].shard == 7.0).any() for u in units(twin))
 
 
@@ -249,7 +253,7 @@ def test_a_copy_made_inside_no_sync_synchronises() -> None:
         assert {unit.syncs for unit in units(twin)} == {True}
         assert {unit.delivery for unit in units(twin)} == {GradientDelivery.REDUCE_WITH_ACCUMULATED}
         twin(torch.ones(1, 7)).sum().backward()
-    assert all(param.grad is None or param.grad.shape == param.shape for param in twin.parameters())
+    assert all(local(param.grad).shape == local(param).shape for param in twin.parameters())
     assert {unit.syncs for unit in units(model)} == {True}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, Residual, mlp
-from refusing import units
+from refusing import local, units
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.wrapper import WRAPPED
 
@@ -43,23 +44,30 @@ def _moments(model: nn.Module) -> Iterator[str]:
 def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy: str) -> None:
     """At every moment, inside forward too, `parameters()` yields the original objects under their names, all of them.
 
-    They are this rank's parts but inside summon_full_params. Torch shows other things at some of these moments: full
-    views in forward (E-VIEW-10) and up to backward (E-VIEW-12) or, without original parameters, flat ones (E-VIEW-15),
-    memory that is gone (E-VIEW-16), new ones when summoned (E-VIEW-17), none when converted (E-VIEW-18, E-ERR-42).
-    When summoned they are the original ones in full shape (E-VIEW-14).
+    They always have their full shape, and this rank's part in memory, but inside summon_full_params all elements. Torch
+    shows other things at some of these moments: full views in forward (E-VIEW-10) and up to backward (E-VIEW-12) or,
+    without original parameters, flat ones (E-VIEW-15), memory that is gone (E-VIEW-16), new ones when summoned
+    (E-VIEW-17), none when converted (E-VIEW-18, E-ERR-42). When summoned they are the original ones, with all elements
+    (E-VIEW-14).
     """
     plain = mlp()
     originals = dict(plain.named_parameters())
     shapes = {name: tuple(param.shape) for name, param in originals.items()}
     model = style(plain, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={Residual})
-    parts = {name: tuple(param.shape) for name, param in originals.items()}
+    stored = {name: tuple(local(param).shape) for name, param in originals.items()}
+    sharded = strategy != "NO_SHARD"
+    assert not sharded or all(len(shape) == 1 for shape in stored.values())
 
     def look(full: bool) -> None:
         found = {name.replace(f"{WRAPPED}.", ""): param for name, param in model.named_parameters()}
         assert list(found) == list(originals) and all(found[name] is originals[name] for name in found)
-        assert {name: tuple(param.shape) for name, param in found.items()} == (shapes if full else parts)
-        for param in found.values():
-            assert param.untyped_storage().nbytes() >= param.nbytes and unit_of(param) is not None
+        assert {name: tuple(param.shape) for name, param in found.items()} == shapes
+        kinds = {type(param) for param in found.values()}
+        assert kinds == {nn.Parameter if not sharded else UnshardedTensor if full else ShardedTensor}
+        for name, param in found.items():
+            here = local(param)
+            assert here.numel() == param.numel() if full else tuple(here.shape) == stored[name]
+            assert here.untyped_storage().nbytes() >= here.nbytes and unit_of(param) is not None
 
     plain.blocks[1].up.register_forward_pre_hook(lambda *_: look(full=False))
     for moment in _moments(model):
@@ -67,7 +75,7 @@ def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy
         assert all(getattr(plain.stem, name) is originals[f"stem.{name}"] for name in ("weight", "bias")), moment
         if moment == "after":
             for param in originals.values():
-                assert param.grad is None if not param.numel() else param.grad.shape == param.shape
+                assert param.grad.shape == param.shape and local(param.grad).shape == local(param).shape
 
 
 def test_no_parameter_is_left_over() -> None:
@@ -86,15 +94,18 @@ class _Special(nn.Parameter):
     """A parameter of a class of its own."""
 
 
-def test_parameters_keep_their_class_and_know_their_unit() -> None:
+def test_parameters_know_their_unit() -> None:
     """There is no class of flat parameters: the mark of a managed parameter is its unit, whatever its class (E-FLAT-8).
 
-    One that is not managed has none.
+    Sharded ones are sharded tensors and parameters, and keep their attributes. One that is not managed has no unit.
     """
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].bias = _Special(torch.ones(3))
+    model[0].bias.note = "its own"
     fully_shard(model, ignored_states=[model[1].weight])
-    assert [type(param) for param in model.parameters()] == [nn.Parameter, _Special, nn.Parameter, nn.Parameter]
+    kinds = [ShardedTensor, ShardedTensor, nn.Parameter, ShardedTensor]
+    assert [type(param) for param in model.parameters()] == kinds
+    assert all(isinstance(param, nn.Parameter) for param in model.parameters()) and model[0].bias.note == "its own"
     assert [unit_of(param) is not None for param in model.parameters()] == [True, True, False, True]
     assert unit_of(nn.Parameter(torch.ones(3))) is None
 
@@ -125,9 +136,9 @@ def test_shards_are_copies() -> None:
     (unit,) = units(model)
     for param, record, first in zip(unit.params, unit.records, (3, 110), strict=True):
         values = torch.arange(300.0)[first + record.first : first + record.last + 1] if record else torch.empty(0)
-        assert torch.equal(param.detach(), values)
+        assert torch.equal(local(param.detach()), values)
     with torch.no_grad():
-        next(param for param in model.parameters() if param.numel()).fill_(1.0)
+        next(param for param in model.parameters() if local(param).numel()).fill_(1.0)
     assert not storage.any()
 
 
@@ -184,19 +195,20 @@ def test_attributes_are_read_by_the_module_s_protocol(unsafe: str, monkeypatch: 
 
 
 def test_all_places_of_a_shared_parameter_see_one_view() -> None:
-    """In forward and in backward the same full tensor; else the same parameter (E-VIEW-5)."""
+    """In forward and in backward the same plain tensor; else the same parameter (E-VIEW-5)."""
     model = fully_shard(GPT(tied=True))
-    seen: list[tuple[int, ...]] = []
+    seen: list[type[Tensor]] = []
 
     def look(*_: Any) -> None:
         assert model.head.weight is model.tokens.weight
-        seen.append(tuple(model.head.weight.shape))
+        assert model.head.weight.shape == (35, 20)
+        seen.append(type(model.head.weight))
 
     model.norm.register_forward_hook(lambda module, args, out: look())
     model.norm.register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
     model(torch.zeros(2, 9, dtype=torch.int64)).sum().backward()
     look()
-    assert seen[:2] == [(35, 20)] * 2 and len(seen[2]) == 1
+    assert seen == [Tensor, Tensor, ShardedTensor]
 
 
 class _Recomputed(Residual):
@@ -225,7 +237,7 @@ def test_recomputation_reads_the_tensors_of_forward(strategy: str) -> None:
     for block in model:
         first, again = block.seen
         assert first is again and first.shape == (9, 7)
-        assert all(param.grad is not None for param in block.parameters() if param.numel())
+        assert all(param.grad is not None for param in block.parameters())
 
 
 def test_a_parameter_deleted_before_backward() -> None:
@@ -238,7 +250,7 @@ def test_a_parameter_deleted_before_backward() -> None:
     weight = model.stem.weight
     del model.stem.weight
     loss.backward()
-    assert weight.numel() and weight.grad.shape == weight.shape
+    assert local(weight).numel() and local(weight.grad).shape == local(weight).shape
     with pytest.raises(AttributeError, match="weight"):
         _ = model.stem.weight
 
@@ -316,14 +328,16 @@ def test_what_original_parameters_are_needed_for_needs_no_option() -> None:
     wrapped = FullyShardedDataParallel(model)
     with wrapped.no_sync():
         wrapped(torch.randn(3, 7)).sum().backward()
-        assert model.head.weight.grad.shape == shape
+        grad = model.head.weight.grad
+        assert type(grad) is UnreducedGradient and grad.to_local().shape == shape
     wrapped(torch.randn(3, 7)).sum().backward()
-    trained = [param for param in wrapped.parameters() if param.requires_grad and param.numel()]
-    assert all(param.grad.shape == param.shape for param in trained)
+    trained = [param for param in wrapped.parameters() if param.requires_grad]
+    assert {type(param.grad) for param in trained} == {ShardedTensor}
+    assert all(local(param.grad).shape == local(param).shape for param in trained)
     assert all(param.grad is None for param in model.blocks[0].up.parameters())
     _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 1.0})
     wrapped.zero_grad()
-    before = [param.detach().clone() for param in trained]
+    before = [local(param).detach().clone() for param in trained]
     wrapped(torch.randn(3, 7)).sum().backward()
     assert all(param.grad is None for param in trained)
-    assert not all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+    assert not all(torch.equal(old, local(new)) for old, new in zip(before, trained, strict=True))

@@ -11,7 +11,7 @@ from models import MODELS, mlp
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.unshard_spec import shard_index
+from fsdp_compile.core.unshard_spec import NamedGroup, shard_order
 
 MLP = MODELS["mlp"]
 BLOCKS = 4
@@ -20,11 +20,10 @@ BLOCKS = 4
 @pytest.mark.parametrize(("peers", "neighbours"), [(2, 2), (2, 4), (3, 2), (4, 1), (1, 4)])
 def test_numbers_of_shards(peers: int, neighbours: int) -> None:
     """What all ranks gather, stage by stage, is the shards in order; in one stage rank r stores shard r."""
-    stages = {(run, place): ((run, peers), (place, neighbours)) for run in range(peers) for place in range(neighbours)}
-    numbers = {where: shard_index(stage) for where, stage in stages.items()}
-    parts = [[numbers[run, place] for run in range(peers)] for place in range(neighbours)]
-    assert [number for part in parts for number in part] == list(range(peers * neighbours))
-    assert [shard_index([(rank, 4)]) for rank in range(4)] == [0, 1, 2, 3]
+    order = shard_order([NamedGroup("peers", peers), NamedGroup("neighbours", neighbours)])
+    of_peers = [[order[run * neighbours + place] for run in range(peers)] for place in range(neighbours)]
+    assert [shard for shards in of_peers for shard in shards] == list(range(peers * neighbours))
+    assert shard_order([NamedGroup("all", 4)]) == ()
 
 
 def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:

@@ -7,6 +7,8 @@ from torch import nn
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.shard_spec import ShardRanks
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.eager.reduce import pack
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=5)
@@ -17,13 +19,14 @@ CPU = torch.device("cpu")
 @given(shapes=SHAPES, shards=st.integers(1, 9))
 def test_all_that_is_flattened_lies_alike(shapes, shards):
     """Shards of parameters, packed gradients and full views have one layout: shards of all ranks put together are the
-    packed tensors, and views of that give the tensors back; padding is zero in both (E-FLAT-19).
+    packed tensors, and views of that give the tensors back; padding is zero in both (E-FLAT-19). Each parameter has
+    its full shape on all ranks, and its local parts put together are its elements.
     """
     assume(any(0 not in shape for shape in shapes))  # else there is no flat parameter
     tensors = [torch.rand(shape) + 1.0 for shape in shapes]
     ranks = [
-        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], shards, rank, CPU)
-        for rank in range(shards)
+        FlatParam([(str(i), nn.Parameter(t.clone())) for i, t in enumerate(tensors)], of_rank, (), CPU)
+        for of_rank in (ShardRanks("unused", shards, rank) if shards > 1 else None for rank in range(shards))
     ]
     together = torch.cat([flat.shard for flat in ranks])
     packed = pack(ranks[0], tensors, torch.float32, CPU)
@@ -31,3 +34,8 @@ def test_all_that_is_flattened_lies_alike(shapes, shards):
     assert int((packed != 0).sum()) == sum(tensor.numel() for tensor in tensors)
     views = view_parameters(packed, ranks[0].layout.text)
     assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
+    for index, tensor in enumerate(tensors):
+        shown = [flat.params[index] for flat in ranks]
+        assert all(param.shape == tensor.shape for param in shown)
+        local = [param.to_local() if isinstance(param, ShardedTensor) else param.reshape(-1) for param in shown]
+        assert torch.equal(torch.cat(local).detach(), tensor.reshape(-1))

@@ -18,7 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-FOLDERS = ("core", "comm", "construct", "eager", "passes", "state_dict", "checkpoint", "explain", "top", "docs")
+FOLDERS = ("core", "comm", "construct", "eager", "optim", "passes", "state_dict", "checkpoint", "explain", "top")
+FOLDERS += ("docs",)
 
 # A whole string, or from Python 3.12 on the text between the braces of an f-string.
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
@@ -34,6 +35,8 @@ EXEMPT = {
     "found_inf_per_device": "GradScaler's name",
     "_found_inf_per_device": "GradScaler's name",
     "kept_unsharded": "names the decision to keep a unit unsharded",
+    "free_kept_unsharded": "as kept_unsharded",
+    "_take_kept_unsharded": "as kept_unsharded",
     "KeptUnsharded": "names the decision to keep a unit unsharded",
 }
 ATTRIBUTES_ONLY = {"parts"}

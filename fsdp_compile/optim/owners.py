@@ -1,0 +1,382 @@
+"""`by_owner`: each sharded parameter is updated by one rank, its owner, by any optimizer that needs complete matrices.
+
+rank 0                      rank 1
+a: rows 0, 1   b: row 0     a: row 2   b: rows 1, 2      what the ranks store of parameters and gradients
+          |                        |
+          all-to-all: the owner of each gets all of it
+          |                        |
+a, and its state            b, and its state             each rank updates what it owns, by the inner optimizer
+          |                        |
+          all-to-all: updated parameters return
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor, refuse_unreduced
+
+Group = dict[str, Any]
+State = dict[str, Any]  # of one parameter
+
+# Note [State of owners in checkpoints]
+# The owner of a parameter has all of the parameter's state, in full, and other ranks have none. The state dict says
+# this in the terms of sharded tensors: every tensor of the state is one of which the owner stores all elements. So
+# torch.distributed.checkpoint writes each from its owner and reads it where the owner of that time wants it, whatever
+# the number of ranks; nothing is gathered. Other ranks must know names, shapes and dtypes to show the same keys, and
+# owners tell them when a parameter is first updated. Scalars, such as step counts, are in the owner's state dict alone:
+# what another rank knew of them would be out of date, and DCP may write a plain value from any rank that shows it.
+
+
+def by_owner(params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> "ByOwner":
+    """An optimizer that updates every sharded parameter in full, on one rank, by an inner optimizer.
+
+    It is for updates that depend on a complete matrix: Muon, Shampoo, SOAP, Adafactor. Results are those of the inner
+    optimizer on one process. Parameters are dealt to the ranks that they are sharded over by the cost of an update,
+    m * n * min(m, n) for a matrix and the number of elements for others, the dearest first, each to the rank that has
+    least to do. A step takes two all-to-alls for each process group and dtype. State is in full on the owner alone.
+
+    The inner optimizer sees, on each rank, the parameters that this rank owns, in full, and all plain parameters, which
+    every rank updates alike. Under hybrid sharding all replicas do the same work. Its `step` is called without a
+    closure. Owners retain a copy of their parameters between steps.
+
+    Args:
+        params: parameters, pairs of names and parameters, or groups of them with options, as `torch.optim` takes them;
+            the same in the same order on all ranks.
+        make_optimizer: makes the inner optimizer of a list of groups. It is called once on each rank; a group may have
+            no parameters there.
+
+    Returns:
+        An optimizer over `params`: learning rate schedulers, gradient scalers and hooks work on it. Its groups have
+        the options of the inner optimizer, which follows their changes.
+
+    Raises:
+        RuntimeError: `make_optimizer` failed on another rank; on that rank, what it raised.
+        ValueError: a parameter is on the meta device.
+    """
+    return ByOwner(params, make_optimizer)
+
+
+class ByOwner(Optimizer):
+    """What `by_owner` returns.
+
+    `state` is a view: for parameters that this rank owns it shares memory with the state of the inner optimizer, for
+    others it has tensors of the same shapes without elements here. See Note [State of owners in checkpoints]. A state
+    dict of any number of ranks is loaded through torch.distributed.checkpoint; `load_state_dict` also takes plain
+    tensors of full shape, which all ranks must have, and state that is sharded as the parameters are.
+
+    If the inner optimizer fails in a step, that rank completes the step's collectives before it raises. Other ranks
+    raise too if parameters were updated for the first time, else they go on until they next wait for that rank.
+
+    Attributes:
+        inner: this rank's inner optimizer.
+        owners: for each sharded parameter the rank that owns it, in the process group that it is sharded over.
+    """
+
+    def __init__(self, params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> None:
+        self.owners: dict[Tensor, int] = {}
+        self._full: dict[Tensor, nn.Parameter] = {}  # those that this rank owns
+        self._outlines: dict[
+            Tensor, State
+        ] = {}  # state of others as far as it is known, with tensors on the meta device
+        self._announced: set[Tensor] = set()  # whose owners have told what state there is; the same on all ranks
+        self._loads: dict[ShardRanks, list[int]] = {}  # what each rank has to do in a step
+        self.inner: Optimizer | None = None
+        super().__init__(params, {})
+        inner, error = None, None
+        try:
+            inner = make_optimizer(self._deal(self.param_groups))
+        except Exception as caught:
+            error = caught
+        self._raise_on_all_ranks(error, "make_optimizer", [(ranks, None) for ranks in self._loads])
+        assert inner is not None
+        self.inner, self.defaults = inner, inner.defaults
+        self._show_options()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as `Optimizer.add_param_group`; all ranks must add it."""
+        super().add_param_group(param_group)
+        if self.inner is not None:
+            self.inner.add_param_group(self._deal(self.param_groups[-1:])[0])
+            self._show_options()
+
+    def __getstate__(self) -> Any:
+        raise TypeError("by_owner: expected not to be copied or pickled; save its state_dict()")
+
+    # --- dealing ------------------------------------------------------------------------------------------------------
+
+    def _deal(self, groups: list[Group]) -> list[Group]:
+        """Deal the parameters of groups to owners; the groups as the inner optimizer takes them."""
+        sharded = [param for group in groups for param in group["params"] if isinstance(param, ShardedTensor)]
+        for param in sharded:
+            if param.device.type == "meta":
+                raise ValueError("params: expected parameters with data, found one on the meta device; materialize it")
+        for param in sorted(sharded, key=_cost, reverse=True):
+            ranks = param.spec.ranks
+            loads = self._loads.setdefault(ranks, [0] * ranks.size)
+            owner = self.owners[param] = loads.index(min(loads))
+            loads[owner] += _cost(param)
+            if owner == ranks.rank:
+                full = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+                self._full[param] = nn.Parameter(full, param.requires_grad)
+        with torch.no_grad():
+            self._fetch(sharded, with_gradients=False)  # some optimizers look at parameters when they are made
+        return [
+            {
+                **_options(group),
+                "params": [self._full.get(each, each) for each in group["params"] if self._is_here(each)],
+            }
+            for group in groups
+        ]
+
+    def _is_here(self, param: Tensor) -> bool:
+        """Whether this rank's inner optimizer has the parameter."""
+        return param in self._full or param not in self.owners
+
+    def _buckets(self, params: Iterable[ShardedTensor]) -> Iterator[tuple[ShardRanks, list[list[ShardedTensor]]]]:
+        """Parameters that travel together, by their owners: those of one process group, dtype and device."""
+        buckets: dict[Any, list[list[ShardedTensor]]] = {}
+        for param in params:
+            ranks = param.spec.ranks
+            key = (ranks, param.dtype, param.device)
+            buckets.setdefault(key, [[] for _ in range(ranks.size)])[self.owners[param]].append(param)
+        return ((key[0], of_owners) for key, of_owners in buckets.items())
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; all ranks must call it, with gradients of the same parameters.
+
+        Args:
+            closure: computes the loss and gradients anew; called once, before the update.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; the first
+                update of a parameter failed on another rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _update(self) -> None:
+        assert self.inner is not None
+        params = [param for param in self.owners if isinstance(param, ShardedTensor) and param.grad is not None]
+        self._fetch(params, with_gradients=True)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_options(group))
+        error = None
+        try:
+            self.inner.step()
+        except Exception as caught:
+            error = caught
+        for param in params:
+            if param in self._full:
+                self._full[param].grad = None
+        self._send_back(params)
+        self._show_options()
+        new: defaultdict[ShardRanks, list[Tensor]] = defaultdict(list)
+        for param in params:
+            if param not in self._announced:
+                new[param.spec.ranks].append(param)
+        self._raise_on_all_ranks(error, "the inner optimizer", new.items())
+
+    def _fetch(self, params: Sequence[ShardedTensor], with_gradients: bool) -> None:
+        """Let owners have parameters, and gradients, as they are now."""
+        columns: list[Callable[[ShardedTensor], Tensor]] = [_local_data]
+        columns += [_local_gradient] if with_gradients else []
+        for ranks, of_owners in self._buckets(params):
+            mine = of_owners[ranks.rank]
+            sent = torch.cat([local(param) for of_owner in of_owners for param in of_owner for local in columns])
+            send = [len(columns) * sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
+            sizes = [[param.spec.ranges[rank][1] for param in mine for _ in columns] for rank in range(ranks.size)]
+            received = collectives.all_to_all(sent, send, list(map(sum, sizes)), ranks.group)
+            ranges = iter(received.split([size for of_rank in sizes for size in of_rank]))
+            slices = [[[next(ranges) for _ in columns] for _ in mine] for _ in range(ranks.size)]
+            for index, param in enumerate(mine):
+                order = sorted(range(ranks.size), key=param.spec.ranges.__getitem__)
+                data, *grads = [
+                    torch.cat([slices[rank][index][column] for rank in order]).view(param.shape)
+                    for column in range(len(columns))
+                ]
+                full = self._full[param]
+                if (full.dtype, full.device) != (data.dtype, data.device):
+                    full.data = data
+                full.copy_(data)
+                full.grad = grads[0] if grads else None
+
+    def _send_back(self, params: Sequence[ShardedTensor]) -> None:
+        """Let all ranks have their elements of what owners have updated."""
+        for ranks, of_owners in self._buckets(params):
+            slices, receive = [], [sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
+            for rank in range(ranks.size):
+                for param in of_owners[ranks.rank]:
+                    first, numel = param.spec.ranges[rank]
+                    slices.append(self._full[param].reshape(-1)[first : first + numel])
+            send = [sum(param.spec.ranges[rank][1] for param in of_owners[ranks.rank]) for rank in range(ranks.size)]
+            like = next(param for of_owner in of_owners for param in of_owner).local
+            sent = torch.cat(slices) if slices else like.new_empty(0)
+            received = collectives.all_to_all(sent, send, receive, ranks.group)
+            flattened = [param for of_owner in of_owners for param in of_owner]
+            for param, local in zip(flattened, received.split([each.spec.numel for each in flattened]), strict=True):
+                param.local.copy_(local)  # which counts the version of `local`
+                torch.autograd.graph.increment_version(param)
+
+    def _raise_on_all_ranks(
+        self, error: Exception | None, what: str, new: Iterable[tuple[ShardRanks, Sequence[Tensor] | None]]
+    ) -> None:
+        """Tell each other of the state of `new` parameters, sharded over the same ranks, and of errors, which raise."""
+        elsewhere = ""
+        for ranks, params in new:
+            outlines = {
+                i: _outline(param, self.inner.state.get(self._full[param], {}))
+                for i, param in enumerate(params or ())
+                if param in self._full and self.inner is not None and error is None
+            }
+            said = None if error is None else str(error) or repr(error)
+            for rank, (theirs, failure) in enumerate(
+                collectives.gather_objects((outlines, said), group_named(ranks.group))
+            ):
+                self._outlines.update({params[i]: outline for i, outline in theirs.items()} if params else {})
+                elsewhere = elsewhere or (f"{what} failed on rank {rank} of the group: {failure}" if failure else "")
+            self._announced.update(params if params and not elsewhere else ())
+        if error is not None or elsewhere:
+            raise error or RuntimeError(elsewhere)
+
+    # --- options and state --------------------------------------------------------------------------------------------
+
+    def _show_options(self) -> None:
+        """Let the groups have the inner optimizer's options, which it may have changed."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups if self.inner else (), strict=True):
+            group.update(_options(inner))
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """For each parameter that was updated its state; made anew at each access, so changes of it have no effect."""
+        shown: defaultdict[Tensor, Any] = defaultdict(dict)
+        inner = self.inner.state if self.inner else {}
+        for param in (param for group in self.param_groups for param in group["params"]):
+            own = inner.get(self._full.get(param, param)) if self._is_here(param) else self._outlines.get(param)
+            if own:
+                shown[param] = self._shown(param, own) if param in self.owners else own
+        return shown
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """`Optimizer.__init__` sets an empty state."""
+
+    def _spec(self, param: ShardedTensor, shape: torch.Size) -> ShardSpec:
+        """How state of that shape is sharded: all elements are the owner's."""
+        numel = shape.numel()
+        return ShardSpec(FlatSharding(tuple(shape), self.owners[param] * numel, numel), param.spec.ranks)
+
+    def _shown(self, param: Any, value: Any) -> Any:
+        """State of a parameter, or the outline of it, as sharded tensors."""
+        if not isinstance(value, Tensor):
+            return _map(lambda each: self._shown(param, each), value)
+        if _is_scalar(param, value) or not value.numel():
+            return value if value.device.type != "meta" else torch.empty_like(value, device=param.device)
+        if value.device.type == "meta":
+            local = torch.empty(0, dtype=value.dtype, device=param.device)
+        else:
+            local = value.detach().reshape(-1)
+        return ShardedTensor(local, self._spec(param, value.shape))
+
+    def __setstate__(self, state: Group) -> None:
+        """Called by `load_state_dict`, with state by parameters."""
+        super().__setstate__({"param_groups": state["param_groups"]})
+        assert self.inner is not None
+        here = [param for group in self.inner.param_groups for param in group["params"]]
+        index = {param: i for i, param in enumerate(here)}
+        loaded = {}
+        self._outlines, self._announced = {}, set()  # the next step announces again: ranks may have loaded other keys
+        for param, values in state["state"].items():
+            own = self._loaded(param, values)
+            if param in self.owners:
+                self._outlines[param] = _outline(param, values)
+            if not isinstance(param, Tensor) or self._is_here(param):
+                loaded[index.get(self._full.get(param, param), param)] = own
+        groups = [
+            {**_options(group), "params": [index[param] for param in inner["params"]]}
+            for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True)
+        ]
+        self.inner.load_state_dict({"state": loaded, "param_groups": groups})
+
+    def _loaded(self, param: Any, value: Any) -> Any:
+        """A value of a state dict as the inner optimizer has it: plain, in full. All ranks gather what is sharded."""
+        if not isinstance(value, Tensor):
+            return _map(lambda each: self._loaded(param, each), value)
+        if not isinstance(value, ShardedTensor):
+            return value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor
+        theirs = value.spec.ranks
+        ours = param.spec.ranks if param in self.owners else theirs
+        if (theirs.size, theirs.rank) != (ours.size, ours.rank):
+            raise ValueError(
+                f"load_state_dict: expected state of rank {ours.rank} of {ours.size}, found that of rank {theirs.rank} "
+                f"of {theirs.size}; save and load it through torch.distributed.checkpoint"
+            )
+        if param in self.owners and value.spec.sharding == self._spec(param, value.shape).sharding:
+            return value.local.view(value.shape) if param in self._full else None
+        return value.full_tensor()
+
+
+def _cost(param: Tensor) -> int:
+    """What an update costs: that of a few products of a matrix with itself, or a few operations on each element."""
+    return param.numel() * (min(param.shape) if param.dim() == 2 else 1)
+
+
+def _options(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _local_data(param: ShardedTensor) -> Tensor:
+    if isinstance(param, UnshardedTensor):
+        raise RuntimeError("step: expected sharded parameters, found summoned ones; leave summon_full_params first")
+    return param.local.detach()
+
+
+def _local_gradient(param: ShardedTensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    if isinstance(grad, UnreducedGradient):
+        refuse_unreduced("step")
+    if isinstance(grad, ShardedTensor) and grad.spec == param.spec:
+        return grad.local.to(param.dtype)
+    full = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
+    return param.spec.local_of(full).to(param.dtype)
+
+
+def _map(convert: Callable[[Any], Any], value: Any) -> Any:
+    """`convert` what a dict, a list or a tuple has; any other value as it is."""
+    if isinstance(value, dict):
+        return {key: convert(each) for key, each in value.items()}
+    return type(value)(map(convert, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _outline(param: Any, value: Any) -> Any:
+    """State without its data: tensors are on the meta device; scalars are left out of dicts."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        value = {key: each for key, each in value.items() if isinstance(each, (Tensor, dict, list))}
+        value = {key: each for key, each in value.items() if not _is_scalar(param, each)}
+    return _map(lambda each: _outline(param, each), value)
+
+
+def _is_scalar(param: Tensor, value: Any) -> bool:
+    """Whether it is a scalar of a parameter that is none; of a scalar, all state may be scalar, and is sharded."""
+    return isinstance(value, Tensor) and not value.dim() and param.dim() > 0
