@@ -162,7 +162,7 @@ def measure_on_rank(rank: int, folder: str) -> None:
     with torch.device("meta"):
         model = build(BIG_WIDTH, BIG_LAYERS)
     fully_shard(model, device_id=torch.device("cpu"), param_init_fn=materialize)
-    shards = [param.detach() for param in model.parameters()]
+    shards = [param.detach().to_local() for param in model.parameters()]
     figures: dict[str, Any] = {"shard": sum(shard.nbytes for shard in shards) / MIB}
     checkpoint = f"{folder}/checkpoint"
     figures["save"] = needed(lambda: dcp.save({"model": model}, checkpoint_id=checkpoint), shards)

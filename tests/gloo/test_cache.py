@@ -57,7 +57,7 @@ def _train(rank: int, backend: str) -> Report:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    total = sum(param.detach().double().sum().item() for param in model.parameters())
+    total = sum(param.detach().to_local().double().sum().item() for param in model.parameters())
     caches = (("inductor", "fxgraph_cache"), ("aot_autograd", "autograd_cache"))
     hits, misses = (tuple(counters[who][f"{name}_{what}"] for who, name in caches) for what in ("hit", "miss"))
     return Report(losses, total, hits, misses)

@@ -26,6 +26,7 @@ from .training import (
     backward,
     build,
     follow,
+    local,
     mine,
     shard,
     stored_here,
@@ -105,9 +106,11 @@ def _compress(rank: int, hook: Any, strategy: str, param_dtype: torch.dtype | No
         backward(reference, MLP, whole(MLP, seed))
     coarse = 0.05 if torch.bfloat16 in (COMPRESSING[hook], param_dtype) else 0.01
     for param, expected in zip(model.parameters(), _here(model, reference), strict=True):
-        if param.grad is not None:
-            assert param.grad.dtype == torch.float32
-            assert expected is not None and (param.grad - expected).norm() <= coarse * expected.norm()
+        assert param.grad is not None and param.grad.dtype == torch.float32
+        if expected is None:
+            assert not local(param.grad).numel()
+        else:
+            assert (local(param.grad) - expected).norm() <= coarse * expected.norm()
 
 
 def _here(model: nn.Module, reference: nn.Module) -> list[Tensor | None]:

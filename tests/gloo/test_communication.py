@@ -186,8 +186,8 @@ def _watch_gradients(rank: int, how: str) -> None:
         reduced = {call.result for call in calls if call.kind == "reduce"}
         for unit in units(model):
             storages = {p.grad.untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
-            trained_here = any(p.requires_grad and p.numel() for p in unit.params)
-            assert len(storages) == trained_here, f"{unit}: gradients in {len(storages)} storages"
+            trained = any(p.requires_grad for p in unit.params)
+            assert len(storages) == trained, f"{unit}: gradients in {len(storages)} storages"
             assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"
 
 

@@ -19,7 +19,7 @@ from fsdp_compile.core.unit import unit_of
 
 from .emulation import Emulation, loss_of, windows_of
 from .ranks import Ranks
-from .training import OPTIMIZERS, build, stored_here
+from .training import OPTIMIZERS, build, local, stored_here
 
 RESULTS = Path(__file__).parents[1] / "feature_results.json"
 STEPS = 50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 4
@@ -75,14 +75,14 @@ def _train(row: Row, how: str) -> list[Step]:
             _average_ignored(model)
             if row.clip is not None:
                 losses.append(model.clip_grad_norm_(row.clip))
-            grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            grads = [local(param.grad).clone() for param in model.parameters() if param.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
             if row.replaces:
                 _replace(model)
             if row.evaluates:
                 losses.append(_evaluate(row, executor, model, step))
-        steps.append(Step(losses, grads, [param.detach().clone() for param in model.parameters()]))
+        steps.append(Step(losses, grads, [local(param.detach()).clone() for param in model.parameters()]))
     return steps
 
 

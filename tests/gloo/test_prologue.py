@@ -95,13 +95,15 @@ def _refuse(rank: int) -> None:
     reference, model = twins(MLP)
     run = _compile_module(model)
     before = model.head.weight.data
-    model.head.weight.data = torch.zeros(5, 11)
-    with pytest.raises(RuntimeError, match=r"parameter head.weight: expected .* this rank's part, .*found .*\(5, 11\)"):
+    with pytest.raises(ValueError, match=r"data: expected a tensor of the full shape \(5, 11\), found \(11, 5\)"):
+        model.head.weight.data = torch.zeros(11, 5)
+    model.head.weight.data = torch.zeros(5, 11, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"parameter head.weight: expected torch.float32 .*, found torch.float64"):
         run(mine(MLP, 1)[0])
     model.head.weight.data = before
     follow(run, reference, MLP)
 
 
 def test_what_does_not_fit_is_refused_before_a_compiled_step(two: Ranks) -> None:
-    """A replacement of another shape raises before anything is computed; the model stays usable (E-WB-4)."""
+    """A replacement of another shape or dtype raises before anything is computed; the model stays usable (E-WB-4)."""
     two.run(_refuse)

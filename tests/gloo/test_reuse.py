@@ -7,7 +7,7 @@ from overwriting import Mirrored, Scaled, awkward
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from .ranks import Ranks
-from .training import backward, executor, shard
+from .training import backward, executor, local, shard
 
 BOUND = 1e-5  # relative to the largest element of all gradients
 
@@ -22,7 +22,9 @@ def _train(rank: int, how: str, per_rank: int) -> float:
         for run, optimizer in zip(runs, optimizers, strict=True):
             optimizer.zero_grad()
             backward(run, case, inputs)
-        eager, compiled = (torch.cat([p.grad for p in model.parameters() if p.grad is not None]) for model in models)
+        eager, compiled = (
+            torch.cat([local(p.grad) for p in model.parameters() if p.grad is not None]) for model in models
+        )
         worst = max(worst, ((eager - compiled).abs().max() / eager.abs().max()).item())
         for optimizer in optimizers:
             optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .ranks import Ranks
 from .test_outputs import _Outer
-from .training import assert_bitwise, follow, mine, shard, twins
+from .training import assert_bitwise, follow, local, mine, shard, twins
 
 MLP = MODELS["mlp"]
 
@@ -61,7 +61,7 @@ def _vary(rank: int, name: str, how: str, dynamic: bool | None) -> None:
                 loss.backward()
         torch.testing.assert_close(losses[0], losses[1])
     for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(local(ours.grad), local(theirs.grad), rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def _inner_structures(rank: int) -> None:
 def _assert_same_used(model: nn.Module, eager: nn.Module) -> None:
     """Gradients that are zero for want of use may be None in one of the two."""
     for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-        grads = [torch.zeros_like(ours) if param.grad is None else param.grad for param in (ours, theirs)]
+        grads = [local(torch.zeros_like(ours) if param.grad is None else param.grad) for param in (ours, theirs)]
         assert torch.equal(*grads), name
 
 

@@ -11,7 +11,7 @@ from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .test_communication import _spied
-from .training import assert_same_gradients, backward, executor, follow, mine, shard, twins, units, whole
+from .training import assert_same_gradients, backward, executor, follow, local, mine, shard, twins, units, whole
 
 MLP = MODELS["mlp"]
 
@@ -58,7 +58,9 @@ def _change(model: nn.Module, how: str) -> None:
             param.mul_(0.5)
         elif how == "data":
             param.data = param.data * 0.5
-        elif how == "on one rank" and index == len(params) - 1 and param.numel():  # it lies on the last rank alone
+        elif (
+            how == "on one rank" and index == len(params) - 1 and local(param).numel()
+        ):  # it lies on the last rank alone
             param.mul_(0.5)
     if how == "summoned":
         with summon_full_params(model):

@@ -144,11 +144,14 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float =
 def assert_bitwise(ours: nn.Module, theirs: nn.Module, when: str) -> None:
     """Two models that are sharded alike, or not at all, have equal parameters and gradients, bit for bit."""
     for name, one, other in _paired(ours, theirs):
-        assert torch.equal(one, other), f"{when}: {name} differs by {(one - other).abs().sum()}"
+        _assert_equal(local(one), local(other), f"{when}: {name}")
         assert (one.grad is None) == (other.grad is None), f"{when}: {name}.grad: {one.grad} against {other.grad}"
         if one.grad is not None and other.grad is not None:
-            apart = (one.grad - other.grad).abs().sum()
-            assert torch.equal(one.grad, other.grad), f"{when}: {name}.grad differs by {apart}"
+            _assert_equal(local(one.grad), local(other.grad), f"{when}: {name}.grad")
+
+
+def _assert_equal(one: Tensor, other: Tensor, what: str) -> None:
+    assert torch.equal(one, other), f"{what} differs by {(one - other).abs().sum()}"
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
