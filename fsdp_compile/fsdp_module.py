@@ -13,10 +13,10 @@ from fsdp_compile.core.lookup import original_class
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
 from fsdp_compile.core.unit import Unit, check_idle, unit_of
-from fsdp_compile.eager import Runtime, compiled_forward, sharded_forward
+from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager._torch import norms
 from fsdp_compile.eager.convert import convert
-from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision
+from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision, gathering
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
@@ -86,13 +86,7 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
     @staticmethod
     def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of the swapped class: `forward` with the module's units gathered around it."""
-
-        def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return sharded_forward(self, forward, args, kwargs)
-
-        # A code object for each class: Dynamo counts recompilations per code object, and these are different programs.
-        gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
-        return functools.wraps(forward)(gathered_forward)
+        return gathering(forward)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: from now on a call of this module runs compiled.

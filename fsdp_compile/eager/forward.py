@@ -7,8 +7,10 @@ A module inside a sharded one that was compiled by itself goes both ways: `compi
 as for its neighbours, and the graph in between reads unsharded flat parameters and packs their gradients.
 """
 
+import functools
 from collections.abc import Callable, Collection
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -87,16 +89,43 @@ class Prologue:
             # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
             gathers_itself = self._compiled_call_impl is not None and (self._fsdp.is_root or "_fsdp" not in vars(self))
             if gathers_itself or dynamo_is_active():  # else the eager runtime gathers, which checks too
-                _prepare(self._fsdp.units_below)
+                _prepare(self)
+            if "forward" in vars(self) and "_fsdp" in vars(self):
+                gather_around_own_forward(self)  # type: ignore[arg-type]  # a mixin of modules
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 
 
+def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, a function of a sharded module, with the module's units gathered around it."""
+
+    def gathered_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return sharded_forward(self, forward, args, kwargs)
+
+    # A code object for each function: Dynamo counts recompilations per code object, and these are different programs.
+    gathered_forward.__code__ = gathered_forward.__code__.replace(co_name="gathered_forward")
+    gathered_forward = functools.wraps(forward)(gathered_forward)
+    vars(gathered_forward)["gathers"] = True  # and so have functions that wrap it with functools.wraps
+    return gathered_forward
+
+
+def gather_around_own_forward(module: nn.Module) -> None:
+    """Let a `forward` that was set on `module` itself, instead of its class, run with the module's units gathered."""
+    own: Any = vars(module)["forward"]
+    if hasattr(own, "gathers"):
+        return
+    is_method = isinstance(own, MethodType) and own.__self__ is module
+    function = own.__func__ if is_method else lambda self, *args, **kwargs: own(*args, **kwargs)
+    vars(module)["forward"] = MethodType(gathering(function), module)
+
+
 @torch.compiler.disable
-def _prepare(units: tuple[Unit, ...]) -> None:
+def _prepare(module: Any) -> None:
     """Apply what users did to parameters; free what was gathered for an eager forward. Raises as `refresh` does."""
     if current_backward() != -1:  # a forward that is recomputed: what the first one found is in force
         return
-    for unit in units:
+    if module._fsdp.is_root:
+        module._fsdp_runtime.check(module)
+    for unit in module._fsdp.units_below:
         if not unit.is_unsharded:
             refresh(unit)
             free_prefetched(unit)
@@ -113,6 +142,8 @@ def _unsharded(
     try:  # Note [Graph breaks in the forward of a sharded module]
         if _in_backward():
             return _recomputed(module, run, args, kwargs, as_flats)
+        if _is_inside_itself(module):
+            return run(*args, **kwargs)
         opened: list[UnshardedUnit] = []
         try:
             _open(module, opened, as_flats)
@@ -129,6 +160,12 @@ def _unsharded(
 @torch.compiler.disable
 def _in_backward() -> bool:
     return current_backward() != -1
+
+
+@torch.compiler.disable
+def _is_inside_itself(module: Any) -> bool:
+    """Whether a forward that was set on the root `module` calls the one of its class."""
+    return module._fsdp.is_root and module._fsdp_runtime.iteration is not None
 
 
 @torch.compiler.disable

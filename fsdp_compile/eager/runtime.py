@@ -22,7 +22,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, take_prefetched, unshard
@@ -58,7 +58,7 @@ class Runtime:
         self.order: list[weakref.ref[Unit]] = []
         self.reduces_in_flight: deque[GradientReduction] = deque()
         self.converting = False
-        self._order_is_known = self._settings_are_checked = False
+        self._order_is_known = self._is_checked = False
         self._streams: dict[torch.device, Streams] = {}
         self._order_check: OrderCheck | None = None
         self._checks_order = False  # in the iteration under way
@@ -78,13 +78,22 @@ class Runtime:
             self._streams[device].begin_iteration()
         return self._streams[device]
 
+    def check(self, module: nn.Module) -> None:
+        """Before the first forward of the root `module`: whether it can be right, eager or compiled.
+
+        Raises:
+            ValueError: units differ in a setting that a root has once, or a parameter was added after `fully_shard`.
+        """
+        if not self._is_checked:
+            check_settings(module)
+            check_all_sharded(module)
+            self._is_checked = True
+
     # --- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self, module: nn.Module) -> None:
-        """A forward of the root `module` starts. ValueError if settings that its units share differ."""
-        if not self._settings_are_checked:
-            check_settings(module)
-            self._settings_are_checked = True
+        """A forward of the root `module` starts. ValueError as `check` raises it."""
+        self.check(module)
         self._drop_prefetched()
         self._last_forward, self.iteration = None, object()
         if not self._order_is_known:
@@ -218,6 +227,18 @@ def check_settings(module: nn.Module) -> None:
                     f"{setting}: expected one value for all units under one root, found {expected} for "
                     f"{type(module).__name__} and {value} for {path}; use the same in every call of fully_shard"
                 )
+
+
+def check_all_sharded(module: nn.Module) -> None:
+    """Raise ValueError if a trained parameter of `module` or below belongs to no unit: nobody averages its gradient."""
+    shardings = filter(None, map(sharding_of, module.modules()))
+    ignored = frozenset[nn.Parameter]().union(*(sharding.ignored_params for sharding in shardings))
+    for name, param in module.named_parameters():
+        if param.requires_grad and param.numel() and param not in ignored and unit_of(param) is None:
+            raise ValueError(
+                f"parameter {name}: expected a parameter of a unit, found one that was added after fully_shard, whose "
+                f"gradients no rank would average; add it before, or call fully_shard on its module before the root"
+            )
 
 
 class OrderCheck:

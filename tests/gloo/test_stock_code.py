@@ -1,13 +1,17 @@
 """Code that was written for unsharded models, on sharded ones: right, or refused with a reason."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.unit import unit_of
 
 from .ranks import Ranks
 from .training import executor, local, stored_here
@@ -54,3 +58,96 @@ def _penalty(rank: int, how: str) -> None:
 def test_parameters_inside_forward(two: Ranks, how: str) -> None:
     """What a forward computes from `self.parameters()` has the unsharded model's values and gradients."""
     two.run(_penalty, how)
+
+
+# --- forward on the instance ------------------------------------------------------------------------------------------
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _twice(self: nn.Sequential, x: Tensor) -> Tensor:
+    return 2 * self[2](self[1](self[0](x)))
+
+
+def _set_forward(model: nn.Module, how: str) -> None:
+    if how == "replaced":
+        model.forward = MethodType(_twice, model)  # type: ignore[method-assign]
+    else:  # as accelerate patches autocast around a forward
+        patched = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+        model.forward = MethodType(patched, model)  # type: ignore[method-assign]
+
+
+def _own_forward(rank: int, how: str, when: str, strategy: str) -> None:
+    reference, sharded = _net(), _net()
+    _set_forward(reference, how)
+    if when == "before":
+        _set_forward(sharded, how)
+    fully_shard(sharded, sharding_strategy=ShardingStrategy[strategy])
+    if when == "after":
+        _set_forward(sharded, how)
+    world = dist.get_world_size()
+    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        reference(batch).float().square().mean().backward()
+        sharded(batch.chunk(world)[rank]).float().square().mean().backward()
+    close = {"rtol": 3e-2, "atol": 3e-3} if how == "autocast" else {"rtol": 1e-4, "atol": 1e-6}
+    for param, other in zip(sharded.parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None and other.grad is not None
+        here = stored_here(param, other.grad)
+        if here is not None:
+            torch.testing.assert_close(local(param.grad), here, **close)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_forward_set_on_the_instance(two: Ranks, strategy: str) -> None:
+    """A `forward` that was set on the module itself, before or after sharding, runs with parameters gathered."""
+    for how in ("replaced", "autocast"):
+        for when in ("before", "after"):
+            two.run(_own_forward, how, when, strategy)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def _added(rank: int) -> None:
+    model = fully_shard(_net())
+    model.append(nn.Linear(3, 3))
+    x = torch.ones(2, 7)
+    for run in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match=r"parameter 3.weight: expected a parameter of a unit, found one that was"):
+            run(x)
+    model[3].requires_grad_(False)  # what does not train may be there
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="model: expected the module itself, found what torch.compile made of"):
+        fully_shard(torch.compile(_net()))
+    with pytest.raises(RuntimeError, match=r"parameter weight of Linear: expected a conversion of the sharded module"):
+        model[0].double()
+
+
+def test_refused(two: Ranks) -> None:
+    """Trained parameters that nobody would average, compiled wrappers and the conversion of a part are refused."""
+    two.run(_added)
+
+
+def _data_parallel(rank: int) -> None:
+    world = dist.get_world_size()
+    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
+    reference = _net()
+    reference(batch).square().mean().backward()
+    inner = _net()
+    fully_shard(inner[0])
+    model = DistributedDataParallel(inner)
+    model(batch.chunk(world)[rank]).square().mean().backward()
+    for param, other in zip(inner.parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None and other.grad is not None
+        here = stored_here(param, other.grad) if unit_of(param) else other.grad
+        if here is not None:
+            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+
+
+def test_data_parallel_around_a_sharded_module(two: Ranks) -> None:
+    """DistributedDataParallel around a sharded module trains as one process does."""
+    two.run(_data_parallel)
