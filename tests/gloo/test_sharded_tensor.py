@@ -686,7 +686,7 @@ def _objects(rank: int) -> None:
     param.mark = "a"
     copied = copy.deepcopy(param)
     assert isinstance(copied, nn.Parameter) and type(copied) is ShardedTensor and copied.requires_grad
-    assert (torch.equal(copied, param) and copied.local.data_ptr() != param.local.data_ptr()) or not param.spec.numel
+    assert torch.equal(copied, param) and copied.local.data_ptr() != param.local.data_ptr() or not param.spec.numel
     for options in ({"weights_only": True}, {"weights_only": False}):
         loaded = _saved({"p": param, "g": torch.ones_like(param)}, **options)
         assert isinstance(loaded["p"], nn.Parameter) and not isinstance(loaded["g"], nn.Parameter)
