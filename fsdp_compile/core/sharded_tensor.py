@@ -352,17 +352,20 @@ def refuse_unreduced(name: str) -> NoReturn:
 def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func` with plain tensors in the place of those that have all elements here."""
     plain: dict[int, Any] = {}
+    met = set()
 
     def unwrap(value: Any) -> Any:
+        met.add(type(value))
         if isinstance(value, (UnshardedTensor, UnreducedGradient)):
             full = value.local.view(value.shape)
             plain[id(full)] = value
             return full
-        if type(value) is ShardedTensor and any(isinstance(arg, UnreducedGradient) for arg in args):
-            refuse_unreduced(func._schema.name)
         return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
 
-    result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
+    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
+    if met.issuperset((ShardedTensor, UnreducedGradient)):
+        refuse_unreduced(func._schema.name)
+    result = func(*args, **kwargs)
     if func._schema.is_mutable:
         torch.autograd.graph.increment_version([tensor.local for tensor in plain.values()])
     return plain.get(id(result), result)
