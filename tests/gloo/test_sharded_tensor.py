@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -647,6 +648,11 @@ def _higher(rank: int) -> None:
 def test_other_ways_to_gradients(ranks: Ranks) -> None:
     """autograd.grad, second derivatives and recomputation give what they give on one process."""
     ranks.run(_higher)
+
+
+def _step_and_clear(optimizer: torch.optim.Optimizer, param: Any) -> None:
+    optimizer.step()
+    param.grad = None
 
 
 def _hooks(rank: int) -> None:
