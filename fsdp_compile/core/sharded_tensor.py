@@ -177,6 +177,10 @@ class ShardedTensor(Tensor):
     def __array__(self, dtype: Any = None) -> NoReturn:
         raise TypeError(_REFUSED.format("conversion to an array", "numpy()"))
 
+    def data_ptr(self) -> int:
+        """The address of this rank's elements."""
+        return self.local.data_ptr()
+
     def is_pinned(self, device: Any = None) -> bool:
         """Whether this rank's elements are in pinned memory."""
         return self.local.is_pinned()
