@@ -28,7 +28,7 @@ def two(folder: Path) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def three(folder: Path) -> Iterator[Ranks]:
-    """Three ranks: shards end at odd places."""
+    """Three ranks."""
     yield from _pool(3, folder)
 
 
