@@ -78,12 +78,13 @@ def wrap(result: Any, spec: ShardSpec) -> Any:
 def meets_data(tensors: list[Any]) -> bool:
     """Whether sharded tensors are combined with plain ones that may be this rank's data.
 
-    Scalars that are tensors are, where autograd sees them. Optimizers compute with many that are equal on all ranks.
+    Scalars that are tensors are, beside parameters and in backward. Optimizers also compute with such scalars, which
+    are equal on all ranks.
     """
     if all(type(each) is ShardedTensor for each in tensors):
         return False
-    seen = any(each.requires_grad for each in tensors) if torch.is_grad_enabled() else runs_formula()
-    return any(type(each) not in (ShardedTensor, ShardedView) and (seen or each.dim()) for each in tensors)
+    scalars = runs_formula() or any(each.requires_grad for each in tensors)
+    return any(type(each) not in (ShardedTensor, ShardedView) and (scalars or each.dim()) for each in tensors)
 
 
 def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:

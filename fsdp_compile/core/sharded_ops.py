@@ -76,7 +76,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return gather(func, args, kwargs)
     average_gradients(tensors)
     if meets_data(tensors):
-        averaged = averaged_in_backward(values)
+        averaged = averaged_in_backward(values) if func in _LINEAR else None
         if averaged is not None:
             args, kwargs = averaged[: len(args)], dict(zip(kwargs, averaged[len(args) :], strict=True))
         elif not mutable:
@@ -91,6 +91,9 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         return wrap(result, spec)
     bump_version(target.local)
     return target
+
+
+_LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.neg.default}
 
 
 def _common_spec(tensors: list[Any]) -> ShardSpec | None:
@@ -119,19 +122,26 @@ _spec_of, _local_of = attrgetter("spec"), attrgetter("local")
 
 
 def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    first = args[0] if isinstance(args[0], (list, tuple)) else args[1]  # _foreach_pow(2.0, tensors)
-    if set(map(type, first)) != {ShardedTensor}:
-        return _foreach_mixed(func, args, kwargs)
-    specs = list(map(_spec_of, first))
+    args = [plain(arg) if isinstance(arg, Tensor) else arg for arg in args]  # scalars
+    targets = args[0] if isinstance(args[0], (list, tuple)) else args[1]  # _foreach_pow(2.0, tensors)
+    mutable = func._schema.is_mutable
+    if not mutable and torch.is_grad_enabled():
+        average_gradients(args)
+        tensors = [each for arg in args if isinstance(arg, (list, tuple)) for each in arg if isinstance(each, Tensor)]
+        if meets_data(tensors):
+            return gather(func, args, kwargs)
+    if set(map(type, targets)) != {ShardedTensor}:
+        return _foreach_mixed(func, args, kwargs, targets)
+    specs = list(map(_spec_of, targets))
     local = [_locals(arg, specs) for arg in args]
     result = func(*local, **{key: _locals(value, specs) for key, value in kwargs.items()})
-    if func._schema.is_mutable:
+    if mutable:
         for position in written_arguments(func):
             if position < len(args) and args[position]:
                 bump_version(local[position])
                 bump_version(args[position])
         return result
-    return [ShardedTensor(each, spec) for each, spec in zip(result, specs, strict=True)]
+    return list(map(ShardedTensor, result, specs))
 
 
 def _locals(arg: Any, specs: list[ShardSpec]) -> Any:
@@ -143,29 +153,32 @@ def _locals(arg: Any, specs: list[ShardSpec]) -> Any:
     return [operand(spec, value) for spec, value in zip(specs, arg, strict=True)]
 
 
-def _foreach_mixed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sharded and plain tensors side by side: the lists are split in two; plain targets take full operands."""
-    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
-    target, mutable = args[lists[0]], func._schema.is_mutable
-    sharded = [i for i, each in enumerate(target) if is_sharded(each)]
-    if not mutable:  # a new tensor is sharded like any of its operands
-        sharded = [i for i in range(len(target)) if any(is_sharded(args[j][i]) and args[j][i].shape == target[i].shape
-                                                        for j in lists)]  # fmt: skip
-    results: list[Any] = [None] * len(target)
-    for chosen in (sharded, [i for i in range(len(target)) if i not in sharded]):
+def _foreach_mixed(func: Any, args: Any, kwargs: Any, targets: Any) -> Any:
+    """Sharded and plain tensors among targets: the lists are split in two, and plain targets take full operands.
+
+    A new tensor is sharded if an operand of its shape is.
+    """
+    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == len(targets)]
+    mutable = func._schema.is_mutable
+    specs: dict[int, ShardSpec] = {}
+    for i, target in enumerate(targets):
+        for each in (target,) if mutable else (args[j][i] for j in lists):
+            if is_sharded(each) and each.shape == target.shape:
+                specs[i] = each.spec
+    results: list[Any] = [None] * len(targets)
+    for chosen in (list(specs), [i for i in range(len(targets)) if i not in specs]):
         if not chosen:
             continue
-        of_chosen = [[arg[i] for i in chosen] if j in lists else arg for j, arg in enumerate(args)]
-        if chosen is sharded:
-            specs = [next(args[j][i].spec for j in lists if is_sharded(args[j][i])) for i in chosen]
-            local = [_locals(arg, specs) for arg in of_chosen]
-            result = func(*local, **kwargs)
-            for position in written_arguments(func):
-                bump_version([each for i, each in enumerate(local[position]) if is_sharded(of_chosen[position][i])])
-            result = result and [ShardedTensor(each, spec) for each, spec in zip(result, specs, strict=True)]
+        some = [[arg[i] for i in chosen] if j in lists else arg for j, arg in enumerate(args)]
+        if chosen[0] in specs:
+            if mutable:
+                _foreach(func, some, kwargs)
+                continue
+            of_chosen = [specs[i] for i in chosen]
+            made: Any = map(ShardedTensor, func(*[_locals(arg, of_chosen) for arg in some], **kwargs), of_chosen)
         else:
-            result = func(*[[*map(plain, arg)] if j in lists else arg for j, arg in enumerate(of_chosen)], **kwargs)
-        for i, each in zip(chosen, result or [], strict=False):
+            made = func(*[[*map(plain, arg)] if isinstance(arg, list) else arg for arg in some], **kwargs) or ()
+        for i, each in zip(chosen, made, strict=False):
             results[i] = each
     return None if mutable else results
 

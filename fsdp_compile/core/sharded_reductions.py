@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.core.shard_spec import depending_on
 from fsdp_compile.core.sharded_operands import Rule, average_gradients, bump_version, gather, is_sharded, operand, plain
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 
@@ -42,7 +41,7 @@ def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, red
     spec, ndim = x.spec, x.dim()
     if not ndim or not dims or len({dim % ndim for dim in dims}) == ndim:
         values = x.local if x.local.numel() else x.local.new_full((1,), fill)
-        total = spec.all_reduce(depending_on(x.local, reduce(values, [0], False)), op)
+        total = spec.all_reduce(reduce(values, [0], False), op)
         return total.view([1] * ndim) if keepdim else total
     dims = sorted({dim % ndim for dim in dims})
     low, high = spec.rows
@@ -54,7 +53,7 @@ def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, red
         mine = neutral.expand(x.shape[0], *neutral.shape[1:]).clone()
         if here is not None:
             mine[low:high] = here
-    total = spec.all_reduce(depending_on(x.local, mine.contiguous()), op)
+    total = spec.all_reduce(mine.contiguous(), op)
     return total if keepdim else total.squeeze(dims)
 
 
@@ -187,8 +186,6 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
         here = power(torch.stack(norms))
         at = torch.tensor(stored, device=here.device)
         powers = here if len(stored) == len(tensors) else powers.index_copy(0, at, here)
-    else:
-        powers = depending_on(first.local, powers)
     total = root(first.spec.all_reduce(powers, op))
     return [each.view([1] * first.dim()) for each in total.unbind()] if keepdim else total.unbind()
 

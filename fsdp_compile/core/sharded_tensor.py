@@ -177,6 +177,10 @@ class ShardedTensor(Tensor):
     def __array__(self, dtype: Any = None) -> NoReturn:
         raise TypeError(_REFUSED.format("conversion to an array", "numpy()"))
 
+    def data_ptr(self) -> int:
+        """The address of this rank's elements."""
+        return self.local.data_ptr()
+
     def is_pinned(self, device: Any = None) -> bool:
         """Whether this rank's elements are in pinned memory."""
         return self.local.is_pinned()
@@ -352,17 +356,20 @@ def refuse_unreduced(name: str) -> NoReturn:
 def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func` with plain tensors in the place of those that have all elements here."""
     plain: dict[int, Any] = {}
+    met = set()
 
     def unwrap(value: Any) -> Any:
+        met.add(type(value))
         if isinstance(value, (UnshardedTensor, UnreducedGradient)):
             full = value.local.view(value.shape)
             plain[id(full)] = value
             return full
-        if type(value) is ShardedTensor and any(isinstance(arg, UnreducedGradient) for arg in args):
-            refuse_unreduced(func._schema.name)
         return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
 
-    result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
+    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
+    if met.issuperset((ShardedTensor, UnreducedGradient)):
+        refuse_unreduced(func._schema.name)
+    result = func(*args, **kwargs)
     if func._schema.is_mutable:
         torch.autograd.graph.increment_version([tensor.local for tensor in plain.values()])
     return plain.get(id(result), result)

@@ -36,7 +36,7 @@ class Chain(nn.Module):
 
 
 def trained(**options: object) -> tuple[Tensor, int, float]:
-    """After three steps: what rank 0 stores of all parameters; launches of a step, and seconds of it that waits slept."""
+    """After three steps: rank 0's part of all parameters; launches of a step, and seconds of it that waits slept."""
     torch.manual_seed(0)
     model = fully_shard(Chain(), auto_wrap_policy={nn.Linear})
     run = torch.compile(model, backend="fsdp_compile", options=options, fullgraph=True) if options else model
