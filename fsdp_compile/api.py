@@ -206,8 +206,8 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if "_orig_mod" in model._modules:
         raise ValueError(
-            f"model: expected the module itself, found what torch.compile made of {type(model._orig_mod).__name__}; call "
-            f"fully_shard(model) first and compile what it returns, or call model.compile() before or after"
+            f"model: expected the module itself, found what torch.compile made of {type(model._orig_mod).__name__}; "
+            f"call fully_shard(model) first and compile what it returns, or call model.compile() before or after"
         )
     if not any(True for _ in model.parameters()):
         raise ValueError(f"model: expected a module with parameters, found none in {type(model).__name__}")

@@ -117,6 +117,11 @@ class _Averages:
     def __call__(self, gradient: Tensor) -> Tensor | None:
         if type(gradient) is ShardedTensor:
             return None
+        if gradient.requires_grad:
+            raise RuntimeError(
+                "backward: expected create_graph=False, found True for a parameter that is used outside of its unit's "
+                "forward; derivatives of second order are not averaged over ranks"
+            )
         return ShardedTensor(self.spec.local_of(_average(self.spec, plain(gradient))).clone(), self.spec)
 
     def __deepcopy__(self, memo: Any) -> "_Averages":

@@ -410,7 +410,9 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     vars(tensor).update(local=local, spec=spec)
     if type(tensor) is not kind:
         tensor.__class__ = kind
+    average_gradients((tensor,))
 
 
 # Last, because the rules of operators make sharded tensors. Nothing else imports that file.
+from fsdp_compile.core.sharded_operands import average_gradients  # noqa: E402
 from fsdp_compile.core.sharded_ops import rule_of  # noqa: E402

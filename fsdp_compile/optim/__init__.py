@@ -1,8 +1,10 @@
 """Optimizers over sharded parameters.
 
-owners.py   by_owner: for optimizers that need complete matrices, such as Muon or SOAP; one rank updates each matrix
+flat_step.py   flat_step: elementwise optimizers, such as AdamW, update flat shards instead of single parameters
+owners.py      by_owner: for optimizers that need complete matrices, such as Muon or SOAP; one rank updates each matrix
 """
 
+from fsdp_compile.optim.flat_step import flat_step
 from fsdp_compile.optim.owners import ByOwner, by_owner
 
-__all__ = ["ByOwner", "by_owner"]
+__all__ = ["ByOwner", "by_owner", "flat_step"]

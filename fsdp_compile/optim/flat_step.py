@@ -2,8 +2,8 @@
 
     optimizer = flat_step(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-Nearly all of the host time of an optimizer step is Python code that runs for each parameter. Parameters that lie side by
-side in a flat shard and are in one parameter group are updated alike, so the optimizer may see them as one tensor:
+Nearly all of the host time of an optimizer step is Python code that runs for each parameter. Parameters that lie side
+by side in a flat shard and are in one parameter group are updated alike, so the optimizer may see them as one tensor:
 
     flat shard      | a a a . b b b b c c c |        .: padding
     the optimizer   | ----------------------|        one parameter, its gradient, and one tensor for each kind of state
@@ -158,6 +158,18 @@ class _Segment:
         self.shown = [optimizer.state[param] for param in self.params]
 
 
+    def release_state(self, optimizer: Optimizer) -> None:
+        """Let each parameter have scalars of its own, such as its number of steps, as it is going to be updated alone."""
+        for param, shown in zip(self.params, self.shown, strict=False):
+            if optimizer.state.get(param) is shown:
+                shown.update((name, value.clone()) for name, value in shown.items() if _is_scalar(value))
+        self.shown = []
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.dim() == 0
+
+
 class _FlatOptimizer:
     """An optimizer and the segments that it steps on."""
 
@@ -215,10 +227,12 @@ class _FlatOptimizer:
         """Give the segment its gradient and its state; whether it can be stepped on."""
         gradient = segment.gradient()
         if gradient is None:
+            segment.release_state(self.optimizer)
             return False
         states = list(map(self.optimizer.state.get, segment.params))
         if len(segment.shown) != len(states) or not all(map(operator.is_, states, segment.shown)):
             if not all(states) or not segment.take_state(states):  # type: ignore[arg-type]  # all are there
+                segment.shown = []
                 return False
             segment.show_state(self.optimizer)
         segment.param.grad = gradient
@@ -226,7 +240,7 @@ class _FlatOptimizer:
 
 
 def _segments(params: list[nn.Parameter]) -> list[_Segment]:
-    """Parameters of one group as segments: those of a flat parameter between which no parameter of another group lies."""
+    """Parameters of one group as segments: those of a flat parameter with no parameter of another group in between."""
     of_flats: dict[FlatParam, list[int]] = {}
     for param in params:
         managed = unit_of(param)

@@ -1,0 +1,93 @@
+"""Optimizers that step on flat shards do what they do without."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile import fully_shard
+from fsdp_compile.optim import flat_step
+
+from .ranks import Ranks
+from .training import local
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "plain_sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True, foreach=False),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=1.0),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.Tanh()) for _ in range(3)])
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    decayed = {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.2}
+    return [decayed, {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0}]
+
+
+def _assert_equal(one: nn.Module, other: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(mine), local(theirs))
+        states = [optimizer.state[param] for optimizer, param in zip(optimizers, (mine, theirs), strict=True)]
+        assert states[0].keys() == states[1].keys()
+        for name, value in states[0].items():
+            assert type(value) is type(states[1][name])
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(local(value), local(states[1][name])), name
+
+
+def _train(rank: int, names: list[str], by_groups: bool) -> None:
+    for name in names:
+        models = [fully_shard(_model(), auto_wrap_policy="auto") for _ in range(2)]
+        of = _groups if by_groups else nn.Module.parameters
+        optimizers = [OPTIMIZERS[name](of(model)) for model in models]
+        flat_step(optimizers[0])
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+        for step in range(6):
+            x = torch.randn(3, 9, generator=torch.Generator().manual_seed(step + 10 * rank))
+            for model, optimizer, schedule in zip(models, optimizers, schedules, strict=True):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if step == 3:  # one gradient less: a state that differs within a segment
+                    model[1][0].weight.grad = None
+                optimizer.step()
+                schedule.step()
+                if step == 4:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            _assert_equal(*models, optimizers)
+
+
+@pytest.mark.parametrize("by_groups", [False, True])
+def test_bit_for_bit(two: Ranks, by_groups: bool) -> None:
+    """Parameters and state are those of ordinary steps: schedules, clipping, missing gradients, loaded state."""
+    two.run(_train, list(OPTIMIZERS), by_groups)
+
+
+def _refuse(rank: int) -> None:
+    model = fully_shard(_model())
+    with pytest.raises(TypeError, match=r"expected one that updates elementwise, SGD, .*, found Adafactor"):
+        flat_step(torch.optim.Adafactor(model.parameters()))
+
+
+def test_refused(two: Ranks) -> None:
+    """An optimizer whose update of an element depends on others is refused."""
+    two.run(_refuse)
