@@ -20,7 +20,6 @@ ALLOWED = {
     "construct": {"core", "comm"},
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
-    "optim": {"core", "comm"},
     "passes": {"core.ops", "core.layout", "core.unshard_spec", "config", "comm"},
     "state_dict": {"core", "comm"},
     "checkpoint": {"state_dict", "core", "comm"},
