@@ -3,7 +3,7 @@
 fully_shard                  shard a model's parameters in place
 FSDPModule                   what `fully_shard` returns: the model, with methods such as `no_sync` and `clip_grad_norm_`
 FullyShardedDataParallel     the same as a wrapper, for scripts written for torch.distributed.fsdp
-summon_full_params           a context in which parameters have their full shape
+summon_full_params           a context in which parameters have all elements on this rank
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 explain                      the plan of a compiled step, with what it hides and what not; needs no GPU, no other rank

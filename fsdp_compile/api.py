@@ -59,10 +59,12 @@ def fully_shard(
 ) -> FSDPModule:
     """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
 
-    Parameters keep their identity and become 1-D views into this rank's shard, of shape `[n]` with n >= 0 (of their
-    full shape under NO_SHARD). During forward and backward module code finds them in full shape. Gradients arrive on
-    the sharded parameters as the mean over the group, in the same 1-D shape. An optimizer may be made before or after
-    this call. For type checkers the return value is an `FSDPModule`, and `model` keeps its own type.
+    Parameters keep their identity and shape and become sharded tensors: `param.to_local()`, 1-D `[n]` with n >= 0, is
+    what this rank stores, and `param.full_tensor()` gathers all elements. (Under NO_SHARD they stay plain.) During
+    forward and backward module code finds plain tensors of the full shape. Gradients arrive on the parameters as the
+    mean over the group, sharded alike. Operators on sharded tensors that reduce or gather must run on all ranks. An
+    optimizer may be made before or after this call. For type checkers the return value is an `FSDPModule`, and `model`
+    keeps its own type.
 
     All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
 

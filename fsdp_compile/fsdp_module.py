@@ -164,12 +164,12 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
             reshard(unit)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds parameters in full shape.
+        """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds all elements of parameters.
 
         Edits are kept as in `summon_full_params`. One sharded module is gathered at a time, with those around it.
 
         Raises:
-            ValueError: a forward or backward is under way, or parameters are in full shape already.
+            ValueError: a forward or backward is under way, or parameters are summoned already.
         """
         with summoned_for_apply(self):
             return super().apply(fn)

@@ -15,11 +15,11 @@ __all__ = [
     "carries_optimizers",
     "change_wrapper",
     "current_backward",
+    "executes_formula",
     "gives_gradients_of_leaves",
     "new_wrapper",
     "register_foreach_type",
     "replace_data",
-    "runs_formula",
     "set_plain_grad",
     "step_carried_optimizers",
     "swap_wrapper",
@@ -128,7 +128,7 @@ def register_foreach_type(kind: type[Tensor]) -> None:
             supported.append(kind)
 
 
-def runs_formula() -> bool:
+def executes_formula() -> bool:
     """Whether this thread runs a backward pass, and not what follows the accumulation of a gradient."""
     if current_backward() == -1:
         return False

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.core._torch import NO_TORCH_FUNCTION, gives_gradients_of_leaves, new_wrapper, runs_formula
+from fsdp_compile.core._torch import NO_TORCH_FUNCTION, executes_formula, gives_gradients_of_leaves, new_wrapper
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor, refuse_unreduced
 
@@ -83,13 +83,13 @@ def meets_data(tensors: list[Any]) -> bool:
     """
     if all(type(each) is ShardedTensor for each in tensors):
         return False
-    scalars = runs_formula() or any(each.requires_grad for each in tensors)
+    scalars = executes_formula() or any(each.requires_grad for each in tensors)
     return any(type(each) not in (ShardedTensor, ShardedView) and (scalars or each.dim()) for each in tensors)
 
 
 def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:
     """Operands of a formula of autograd, the plain ones averaged over all ranks; None if that would not be right."""
-    if torch.is_grad_enabled() or not runs_formula() or not gives_gradients_of_leaves(ShardedTensor, tensors):
+    if torch.is_grad_enabled() or not executes_formula() or not gives_gradients_of_leaves(ShardedTensor, tensors):
         return None
     spec = next(each.spec for each in tensors if type(each) is ShardedTensor)
     return [

@@ -1,8 +1,8 @@
-"""`summon_full_params`: parameters in full shape, outside of forward and backward.
+"""`summon_full_params`: parameters with all elements on the rank, outside of forward and backward.
 
-    enter    all-gather -> each parameter's data becomes its full view; the same objects under the same names
-    inside   read, edit, save
-    leave    this rank's part of the edits goes back into the shard -> each parameter's data is its part again
+    enter    all-gather -> each parameter becomes an `UnshardedTensor` over its full view; the same object
+    inside   read, edit, save: parameters act as plain tensors
+    leave    this rank's part of the edits goes back into the shard -> each parameter is sharded again
 
 Full tensors are fresh buffers, so dropped edits leave no trace: no forward ever reads them. They have the dtype in
 which parameters are stored, whatever the unit computes in. All ranks of a unit's group take part in each all-gather, in
@@ -72,7 +72,8 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within, parameters are in full shape: the same objects under the same names, e.g. to inspect, edit or save them.
+    """Within, parameters have all their elements on this rank and act as plain tensors: the same objects under the same
+    names, e.g. to inspect, edit or save them.
 
     They are gathered in the dtype and to the device that they are stored in and computed on, without padding. All ranks
     of the process group must enter and leave together. No forward or backward may run inside; between a forward and its
@@ -86,13 +87,13 @@ def summon_full_params(
         rank0_only: only rank 0 of each group that parameters are sharded over sees full parameters, the others their
             shards; all take part in the gather. Under NO_SHARD every rank has full parameters. Needs writeback=False.
         offload_to_cpu: the full parameters lie in host memory.
-        with_grads: gradients are in full shape too, those that a rank lacks as zeros; None stays where no rank has one.
+        with_grads: gradients have all elements too, those that a rank lacks as zeros; None stays where no rank has one.
             Edits are kept as those of parameters are, on ranks that have a gradient. Gradients that `no_sync` collected
-            are in full shape anyway and stay local.
+            have all elements anyway and stay local.
 
     Raises:
         NotImplementedError: `rank0_only` with `writeback`, or `with_grads` with `offload_to_cpu`.
-        AssertionError: a forward or backward is under way, or parameters are in full shape already.
+        AssertionError: a forward or backward is under way, or parameters are summoned already.
         RuntimeError: on leaving: a parameter or gradient was replaced by one of another shape or dtype. Its unit is as
             it was on entering then, the others keep their edits.
         NotImplementedError: on leaving: a shared parameter was replaced in some of its places only. As above.
@@ -130,7 +131,7 @@ def summoned(units: Sequence[Unit], options: Options, by: str) -> Iterator[None]
 
 
 class Summoned:
-    """A unit whose parameters are in full shape, and how it gets back.
+    """A unit whose parameters have all elements on this rank, and how it gets back.
 
     Args:
         unit: an idle unit.

@@ -195,7 +195,10 @@ def test_parameters_keep_identity_and_lie_in_one_shard() -> None:
             expected = full.flatten()[record.first : record.last + 1] if record else torch.empty(0)
             assert isinstance(param, ShardedTensor) and isinstance(param, nn.Parameter)
             assert param.shape == full.shape and torch.equal(param.to_local().detach(), expected)
-            assert not record or param.untyped_storage().data_ptr() == unit.flats[0].shard.untyped_storage().data_ptr()
+            assert (
+                not record
+                or param.to_local().untyped_storage().data_ptr() == unit.flats[0].shard.untyped_storage().data_ptr()
+            )
 
 
 def test_alignment_of_every_view() -> None:

@@ -16,7 +16,7 @@ PACKAGE = Path(fsdp_compile.__file__).parent
 ALLOWED = {
     "comm.flat": {"comm", "core"},
     "comm": set(),
-    "core": {"comm.collectives", "comm.groups"},
+    "core": {"comm.collectives", "comm.groups", "comm._torch"},
     "construct": {"core", "comm"},
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
