@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
 
 __all__ = [
     "NO_TORCH_FUNCTION",
+    "FakeTensor",
     "call_after_backward",
     "carries_optimizers",
     "change_wrapper",

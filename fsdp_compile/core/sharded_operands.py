@@ -27,7 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.core._torch import NO_TORCH_FUNCTION, executes_formula, gives_gradients_of_leaves, new_wrapper
+from fsdp_compile.core._torch import (
+    NO_TORCH_FUNCTION,
+    FakeTensor,
+    executes_formula,
+    gives_gradients_of_leaves,
+    new_wrapper,
+)
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor, refuse_unreduced
 
@@ -99,10 +105,21 @@ def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:
 
 
 def average_gradients(args: Iterable[Any]) -> None:
-    """See to it that parameters among `args` get the mean over ranks of plain gradients."""
+    """See to it that parameters among `args` get the mean over ranks of plain gradients.
+
+    Raises:
+        RuntimeError: the compiler traces this, and gradients are wanted. Where it puts collectives, in forward or in
+            backward, depends on the size of what a rank stores.
+    """
     for arg in args:
         if type(arg) is ShardedTensor:
-            if arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
+            if isinstance(arg.local, FakeTensor):
+                if arg.requires_grad and torch.is_grad_enabled():
+                    raise RuntimeError(
+                        "expected a compiled forward to use parameters as `module.name`, which gives unsharded ones, "
+                        "found it to use a sharded one, as from parameters(); compute that outside of what is compiled"
+                    )
+            elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
                 vars(arg)["_averages"] = arg.register_hook(_Averages(arg.spec))
         elif isinstance(arg, (list, tuple)):
             average_gradients(arg)

@@ -157,7 +157,6 @@ class _Segment:
             optimizer.state[param] = shown
         self.shown = [optimizer.state[param] for param in self.params]
 
-
     def release_state(self, optimizer: Optimizer) -> None:
         """Let each parameter have scalars of its own, such as its number of steps, as it is going to be updated alone."""
         for param, shown in zip(self.params, self.shown, strict=False):

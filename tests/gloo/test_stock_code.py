@@ -14,9 +14,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.core.unit import unit_of
 
 from .ranks import Ranks
-from .training import executor, local, stored_here
-
-HOW = ["eager", "aot_eager"]
+from .training import local, stored_here
 
 
 class _Penalized(nn.Module):
@@ -36,10 +34,9 @@ class _Penalized(nn.Module):
         return self.head(x).square().mean() * factor + 0.1 * penalty
 
 
-def _penalty(rank: int, how: str) -> None:
+def _penalty(rank: int) -> None:
     reference = _Penalized()
-    sharded = fully_shard(copy.deepcopy(reference))
-    model = executor(sharded, how)
+    model = fully_shard(copy.deepcopy(reference))
     world = dist.get_world_size()
     batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
     expected = torch.stack([reference(part) for part in batch.chunk(world)])
@@ -47,17 +44,22 @@ def _penalty(rank: int, how: str) -> None:
     loss = model(batch.chunk(world)[rank])
     torch.testing.assert_close(loss.detach(), expected[rank].detach())
     loss.backward()
-    for param, other in zip(sharded.parameters(), reference.parameters(), strict=True):
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert other.grad is not None and param.grad is not None
         here = stored_here(param, other.grad)
         if here is not None:
             torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"found it to use a sharded one, as from parameters\(\)"):
+        compiled(batch.chunk(world)[rank])
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_parameters_inside_forward(two: Ranks, how: str) -> None:
-    """What a forward computes from `self.parameters()` has the unsharded model's values and gradients."""
-    two.run(_penalty, how)
+def test_parameters_inside_forward(two: Ranks) -> None:
+    """What a forward computes from `self.parameters()` has the unsharded model's values and gradients.
+
+    Compiled, it is refused.
+    """
+    two.run(_penalty)
 
 
 # --- forward on the instance ------------------------------------------------------------------------------------------
