@@ -223,7 +223,9 @@ def _plain(rank: int) -> None:
     backward(reference, MLP, whole(MLP, 2))
     backward(model, MLP, mine(MLP, 2))
     for ours, theirs in _pairs(model, reference):
-        torch.testing.assert_close(ours.grad.full_tensor() if isinstance(ours.grad, ShardedTensor) else ours.grad, theirs.grad)
+        torch.testing.assert_close(
+            ours.grad.full_tensor() if isinstance(ours.grad, ShardedTensor) else ours.grad, theirs.grad
+        )
     for optimizer in optimizers:
         optimizer.step()
     assert_same_parameters(model, reference)

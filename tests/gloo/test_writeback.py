@@ -108,13 +108,15 @@ def _data_of_another_shape(rank: int) -> None:
     weight = model.head.weight
     for data in (torch.zeros(11, 5), torch.zeros(55), weight.to_local().detach().clone(), model.stem.weight.data):
         shape = ", ".join(map(str, data.shape))
-        with pytest.raises(ValueError, match=rf"data: expected a tensor of the full shape \(5, 11\), found \({shape},?\)"):
+        with pytest.raises(
+            ValueError, match=rf"data: expected a tensor of the full shape \(5, 11\), found \({shape},?\)"
+        ):
             weight.data = data
     follow(model, reference, MLP)
 
 
 def test_data_of_another_shape_is_refused(two: Ranks) -> None:
-    """Assigning data of another shape, such as this rank's part, raises at once and changes nothing (E-WB-4, E-ERR-32)."""
+    """Data of another shape, such as this rank's part, is refused at once and changes nothing (E-WB-4, E-ERR-32)."""
     two.run(_data_of_another_shape)
 
 
@@ -142,7 +144,7 @@ def _swap_averages(rank: int, strategy: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 @all_strategies
 def test_averages_swapped_in_by_data(two: Ranks, strategy: str, how: str) -> None:
-    """Averages assigned to `param.data` for an evaluation leave the data that was saved before it as it was (E-WB-3)."""
+    """Averages assigned to `param.data` for an evaluation leave the data that was saved before as it was (E-WB-3)."""
     two.run(_swap_averages, strategy, how)
 
 
