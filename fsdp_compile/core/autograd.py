@@ -49,22 +49,32 @@ class ShardSplitter:
     """Splits a tensor that is laid out like this rank's shard into the parameters' slices, by a single split."""
 
     def __init__(self, layout: FlatParamLayout, rank: int) -> None:
+        records = layout.records(rank)
         self._sizes: list[int] = []  # of consecutive windows of the shard, padding included
-        self._windows: list[int | None] = []  # for each parameter its window; None: it is not on this rank
+        self._windows: list[int] = []  # for each parameter its window, without elements if it is not on this rank
+        self._absent = [record is None for record in records]
         self.is_sharded = layout.world_size > 1
         self._shapes = layout.shapes if layout.world_size == 1 else None  # unsharded parameters keep their shape
         end = 0
-        for record in layout.records(rank):
-            if record:
-                self._sizes += [record.offset - end] * (record.offset > end) + [record.numel]
-                end = record.offset + record.numel
-            self._windows.append(len(self._sizes) - 1 if record else None)
+        for record in records:
+            if record and record.offset > end:
+                self._sizes.append(record.offset - end)
+            self._windows.append(len(self._sizes))
+            self._sizes.append(record.numel if record else 0)
+            end = record.offset + record.numel if record else end
         self._sizes += [layout.shard_numel - end] * (layout.shard_numel > end)
 
-    def split(self, flat: Tensor) -> list[Tensor | None]:
-        """Views of `flat`, 1-D `[shard_numel]`: 1-D, or in full shape if unsharded; None: not on this rank."""
+    def split_all(self, flat: Tensor) -> list[Tensor]:
+        """1-D views of `flat`, 1-D `[shard_numel]`: one for each parameter, without elements if it is not here.
+
+        No two parameters get the same tensor object: a compiler would take them for one input.
+        """
         windows = flat.split_with_sizes(self._sizes)
-        slices = [None if window is None else windows[window] for window in self._windows]
+        return [windows[window] for window in self._windows]
+
+    def split(self, flat: Tensor) -> list[Tensor | None]:
+        """As `split_all`, but in full shape if unsharded; None: not on this rank."""
+        slices = [None if absent else part for part, absent in zip(self.split_all(flat), self._absent, strict=True)]
         if self._shapes is None:
             return slices
         return [None if part is None else part.view(shape) for part, shape in zip(slices, self._shapes, strict=True)]
@@ -191,13 +201,12 @@ class ShardBinding:
 
         Parameters that are absent here get gradients without elements: every rank has a gradient of each parameter.
         """
-        slices = zip(self.splitter.split(grad), self.params, strict=True)
         if not self.is_sharded:
+            slices = zip(self.splitter.split(grad), self.params, strict=True)
             return [part if param.requires_grad else None for part, param in slices]
-        nothing = grad[:0]
         return [
-            ShardedTensor(nothing if part is None else part, param.spec) if param.requires_grad else None  # type: ignore[attr-defined]
-            for part, param in slices
+            ShardedTensor(part, param.spec) if param.requires_grad else None  # type: ignore[attr-defined]
+            for part, param in zip(self.splitter.split_all(grad), self.params, strict=True)
         ]
 
     def set_grad_dtype(self, dtype: torch.dtype | None) -> None:

@@ -111,13 +111,13 @@ class FlatParam:
 
     def _bind_params(self) -> None:
         """Let each parameter lie in the shard; what is absent here is a slice without elements."""
-        nothing = self.shard[self.shard.numel() :]
         if self.specs:
-            for param, part, spec in zip(self.params, self.split(self.shard), self.specs, strict=True):
-                set_local(param, nothing if part is None else part, spec, ShardedTensor)
+            for param, part, spec in zip(self.params, self._splitter.split_all(self.shard), self.specs, strict=True):
+                set_local(param, part, spec, ShardedTensor)
             return
-        for param, part, shape in zip(self.params, self.split(self.shard), self.layout.shapes, strict=True):
-            replace_data(param, nothing.view(shape) if part is None else part)
+        nothing = self.shard[self.shard.numel() :]
+        for param, stored, shape in zip(self.params, self.split(self.shard), self.layout.shapes, strict=True):
+            replace_data(param, nothing.view(shape) if stored is None else stored)
 
     def note_trained(self) -> None:
         """See which parameters train now."""

@@ -131,8 +131,8 @@ class _Averages:
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        if type(gradient) is ShardedTensor:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or type(gradient) is ShardedTensor:  # None: under no_sync nothing is reduced
             return None
         if gradient.requires_grad:
             raise RuntimeError(

@@ -145,6 +145,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """One all-reduce for each group of ranks and device, however many tensors there are."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     average_gradients(tensors)
     norms: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
@@ -152,9 +153,9 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         groups.setdefault((each.spec.ranks, each.device) if is_sharded(each) else None, []).append(i)
     for group, chosen in groups.items():
         alike = [tensors[i] for i in chosen]
-        of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order)
+        of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order, dtype)
         for i, norm in zip(chosen, of_group, strict=True):
-            norms[i] = norm.to(kwargs.get("dtype") or tensors[i].dtype)
+            norms[i] = norm.to(dtype or tensors[i].dtype)
     return norms
 
 

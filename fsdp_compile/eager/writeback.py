@@ -154,9 +154,9 @@ def _warn(unit: Unit, changed: Sequence[Mapping[int, Tensor]]) -> None:
     for flat, values in zip(unit.flats, changed, strict=True):
         for index, local in values.items():
             warnings.warn(
-                f"rank {unit.rank}: parameter {flat.layout.names[index]} was replaced between steps: expected it to "
-                f"lie in the shard on {flat.shard.device}, found other memory on {local.device}; the values are copied "
-                f"into a new shard",
+                f"rank {unit.rank}: parameter {flat.layout.names[index]} of shape {flat.layout.shapes[index]} was "
+                f"replaced between steps: expected it to lie in the shard on {flat.shard.device}, found other memory "
+                f"on {local.device}; this rank's {local.numel()} elements are copied into a new shard",
                 UserWarning,
                 stacklevel=2,
             )

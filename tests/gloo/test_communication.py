@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_compile.comm import collectives
 
 from .ranks import Ranks
-from .training import OPTIMIZERS, assert_bitwise, backward, executor, mine, shard, units
+from .training import OPTIMIZERS, assert_bitwise, backward, executor, local, mine, shard, units
 
 MLP = MODELS["mlp"]
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
@@ -185,7 +185,7 @@ def _watch_gradients(rank: int, how: str) -> None:
             backward(run, case, mine(case, 1))
         reduced = {call.result for call in calls if call.kind == "reduce"}
         for unit in units(model):
-            storages = {p.grad.untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
+            storages = {local(p.grad).untyped_storage().data_ptr() for p in unit.params if p.grad is not None}
             trained = any(p.requires_grad for p in unit.params)
             assert len(storages) == trained, f"{unit}: gradients in {len(storages)} storages"
             assert storages <= reduced, f"{unit}: gradients were copied after the reduce-scatter"

@@ -95,13 +95,15 @@ def _convert_wrongly(rank: int) -> None:
     for change in (
         lambda tensor: tensor.repeat(2),
         lambda tensor: tensor.to("meta"),
-        lambda tensor: tensor.double() if tensor is model.head.weight else tensor,
         _fail,
     ):
         with pytest.raises(RuntimeError, match=r"expected|on purpose"):
             model._apply(change)
         assert_same_parameters(model, reference)
-        assert all(param.grad is None or param.grad.dtype == param.dtype for param in model.parameters())
+        assert all(param.grad is not None and param.grad.dtype == param.dtype for param in model.parameters())
+    model._apply(lambda tensor: tensor.double() if tensor is model.head.weight else tensor)  # it is given shards
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert_same_parameters(model, reference)
     model.zero_grad()
     reference.zero_grad()
     follow(model, reference, MLP)
@@ -112,7 +114,7 @@ def _fail(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_conversion_that_fails_changes_nothing(two: Ranks) -> None:
-    """Conversion to other sizes, of half a unit or to the meta device raises; all is as before."""
+    """Conversion to other sizes or to the meta device raises, and all is as before; half a unit cannot be converted."""
     two.run(_convert_wrongly)
 
 
@@ -139,15 +141,15 @@ def _overwrite(rank: int) -> None:
     try:
         before = list(model.parameters())
         model._apply(lambda tensor: tensor.clone())
-        assert not any(a is b for a, b in zip(model.parameters(), before, strict=True))
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     follow(model, reference, MLP)
     follow(executor(model, "aot_eager"), reference, MLP)
 
 
-def test_conversion_that_makes_new_parameters(two: Ranks) -> None:
-    """Where torch is told to make new parameters on conversion, these are taken over (E-WB-3)."""
+def test_conversion_that_is_to_make_new_parameters(two: Ranks) -> None:
+    """Where torch is told to make new parameters on conversion, sharded ones stay the same objects (E-VIEW-6)."""
     two.run(_overwrite)
 
 

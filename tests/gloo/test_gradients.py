@@ -12,15 +12,18 @@ from torch.distributed.fsdp import CPUOffload
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
 
 from .ranks import Ranks
 from .training import (
+    OPTIMIZERS,
     assert_bitwise,
     assert_same_gradients,
     assert_same_parameters,
     backward,
     build,
     follow,
+    local,
     mine,
     shard,
     stored_here,
@@ -81,7 +84,7 @@ def _none_or_not(rank: int) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         here = stored_here(ours, theirs.grad) if theirs.grad is not None else None
         if here is not None:
-            torch.testing.assert_close(ours.grad, here, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(local(ours.grad), here, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_gradients_of_unused_frozen_and_cleared_parameters(two: Ranks) -> None:
@@ -107,15 +110,17 @@ def _example(rank: int) -> None:
     x = torch.arange(25.0)
     model(x + 2.0 * rank).backward()  # the mean over both ranks is that of x + 1
     mean = x + 1.0
-    expected = [(mean[:3], mean[:16], None), (None, mean[16:], mean[:5])][rank]
+    nothing = mean[:0]
+    expected = [(mean[:3], mean[:16], nothing), (nothing, mean[16:], mean[:5])][rank]
     for param, part in zip((model.a, model.b, model.c), expected, strict=True):
-        assert param.grad is None if part is None else torch.equal(param.grad, part)
+        assert param.grad.shape == param.shape and torch.equal(param.grad.to_local(), part)
+        assert torch.equal(param.grad.full_tensor(), mean[: param.numel()].view(param.shape))
 
 
 def test_gradients_of_an_example(two: Ranks) -> None:
     """Parameters of 3, 25 and 5 elements at 0, 16 and 48 of 64: the second's 16 first elements are the first rank's.
 
-    What a rank has nothing of has no gradient there (E-GRAD-10, on our grid of 16 elements).
+    Of what a rank has nothing of, its gradient has no elements there (E-GRAD-1, E-GRAD-10, on our grid of 16 elements).
     """
     two.run(_example)
 
@@ -125,26 +130,34 @@ def test_gradients_of_an_example(two: Ranks) -> None:
 
 def _add_up(rank: int, strategy: str, offload: bool) -> None:
     reference, model = build(MLP), shard(MLP, strategy, cpu_offload=CPUOffload(offload))
-    for (_name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for ours, theirs in _pairs(model, reference):
         theirs.grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(theirs.numel()))
-        here = stored_here(ours, theirs.grad)
-        ours.grad = None if here is None else here.clone()
+        ours.grad = torch.empty_like(ours).copy_(theirs.grad)
     for seed in (1, 2):
         backward(reference, MLP, whole(MLP, seed))
         backward(model, MLP, mine(MLP, seed))
         assert_same_gradients(model, reference)
     with model.no_sync():
         backward(model, MLP, mine(MLP, 3))
-        shapes = {tuple(param.grad.shape) == tuple(p.shape) for param, p in _pairs(model, reference)}
-        local = [param.grad.clone() for param in model.parameters()]
+        accumulated = [_unreduced(param.grad).clone() for param in model.parameters()]
     model(mine(MLP, 4)[0])
-    assert shapes == {True}
-    assert all(torch.equal(a, p.grad) for a, p in zip(local, model.parameters(), strict=True)), "a forward changes none"
+    for before, (ours, theirs) in zip(accumulated, _pairs(model, reference), strict=True):
+        assert before.shape == theirs.shape
+        assert torch.equal(_unreduced(ours.grad), before), "a forward changes none"
     backward(model, MLP, mine(MLP, 4))
     for seed in (3, 4):
         backward(reference, MLP, whole(MLP, seed))
     assert_same_gradients(model, reference)
-    assert all(param.grad is None or param.grad.shape == param.shape for param in model.parameters())
+    kinds = {(type(param.grad), param.grad.shape == param.shape) for param in model.parameters()}
+    assert kinds == {(Tensor if strategy == "NO_SHARD" else ShardedTensor, True)}
+
+
+def _unreduced(grad: Tensor) -> Tensor:
+    """All elements of a gradient that this rank has accumulated."""
+    if isinstance(grad, UnreducedGradient):
+        return grad.full_tensor()
+    assert not isinstance(grad, ShardedTensor), "expected an accumulated gradient, found a reduced one"
+    return grad
 
 
 def _pairs(model: nn.Module, reference: nn.Module) -> Any:
@@ -169,8 +182,7 @@ def _see_reduction(rank: int, strategy: str) -> None:
     early: list[bool] = []
 
     def arrives(param: nn.Parameter, name: str) -> None:
-        if param.grad is not None:  # else this rank has nothing of it
-            seen[name] = param.grad.clone()
+        seen[name] = local(param.grad).clone()
 
     def first_block_computes(grad: Tensor) -> None:
         early.append(any(param.grad is not None for param in model.head.parameters()))
@@ -182,8 +194,7 @@ def _see_reduction(rank: int, strategy: str) -> None:
     assert early == [False], "the head's are reduced while the first block computes, and not to be seen yet"
     for (name, param), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         here = stored_here(param, theirs.grad)
-        if here is not None:
-            torch.testing.assert_close(seen[name], here)
+        torch.testing.assert_close(seen[name], theirs.grad.flatten()[:0] if here is None else here)
 
 
 @all_strategies
@@ -195,20 +206,49 @@ def test_gradients_are_seen_when_they_are_reduced(two: Ranks, strategy: str) -> 
 # --- what cannot be added to ------------------------------------------------------------------------------------------
 
 
-def _wrong_shape(rank: int) -> None:
+def _plain(rank: int) -> None:
     reference, model = twins(MLP)
+    optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (reference, model)]
+    backward(reference, MLP, whole(MLP, 1))
+    for ours, theirs in _pairs(model, reference):
+        ours.grad = theirs.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(model, reference)
     with summon_full_params(model):
         for param in model.parameters():
-            param.grad = torch.zeros_like(param)  # in full shape, and not shown by with_grads: it stays
-    with pytest.raises(RuntimeError, match=r"parameter \S+: expected a \.grad of shape \(\d+,\) on cpu.* found \("):
-        backward(model, MLP, mine(MLP, 1))
+            param.grad = param.grad * 2.0  # in full shape, and not shown by with_grads: it stays
+    for param in reference.parameters():
+        param.grad *= 2.0
+    backward(reference, MLP, whole(MLP, 2))
+    backward(model, MLP, mine(MLP, 2))
+    for ours, theirs in _pairs(model, reference):
+        torch.testing.assert_close(
+            ours.grad.full_tensor() if isinstance(ours.grad, ShardedTensor) else ours.grad, theirs.grad
+        )
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(model, reference)
+
+
+def test_plain_gradients(two: Ranks) -> None:
+    """Plain gradients of the full shape that the user assigns are stepped with and added to (E-WB-6, E-BWD-6)."""
+    two.run(_plain)
+
+
+def _wrong_shape(rank: int) -> None:
+    reference, model = twins(MLP)
+    backward(model, MLP, mine(MLP, 1))
+    for param in model.parameters():
+        with pytest.raises(RuntimeError, match="assign a gradient of size"):
+            param.grad = param.grad.to_local().new_zeros(3, 3, 3)
     model.zero_grad()
     with model.no_sync():
         backward(model, MLP, mine(MLP, 1))
         for param in model.parameters():
-            param.grad = torch.zeros_like(param)  # a part, where whole gradients add up
+            param.grad = torch.zeros_like(param)  # sharded, where gradients of each rank add up
         with pytest.raises(
-            RuntimeError, match=r"parameter \S+: expected a gradient of its full shape .* inside no_sync"
+            RuntimeError, match=r"parameter \S+: expected a gradient of this rank alone inside no_sync, found a sharded"
         ):
             backward(model, MLP, mine(MLP, 2))
     model.zero_grad()
@@ -216,9 +256,8 @@ def _wrong_shape(rank: int) -> None:
 
 
 def test_gradients_that_do_not_fit(two: Ranks) -> None:
-    """A `.grad` of another shape than is to be added: RuntimeError with name and both shapes, on each rank that has it.
-
-    Of parts (E-ERR-12), and of whole gradients inside no_sync (E-ERR-26).
+    """A `.grad` that cannot be added to is refused on each rank: one of another shape when it is assigned (E-ERR-12),
+    a sharded one inside no_sync by the next backward, with the parameter's name (E-ERR-26).
     """
     two.run(_wrong_shape)
 

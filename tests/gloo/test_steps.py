@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import StateDictType, fully_shard, state_dict_type
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 from .training import (
@@ -53,8 +54,8 @@ def _look(rank: int, strategy: str) -> None:
     model(vectors(rank, 4)[0]).sum().backward()
     for block in model:
         assert block.notes == [(Tensor, (9, 7), True)] * 2, block.notes  # in forward and in backward
-        assert type(block.up.weight) is nn.Parameter
-        assert block.up.weight.dim() == (2 if strategy == "NO_SHARD" else 1)
+        assert isinstance(block.up.weight, nn.Parameter) and block.up.weight.shape == (9, 7)
+        assert isinstance(block.up.weight, ShardedTensor) == (strategy != "NO_SHARD")
 
 
 @all_strategies

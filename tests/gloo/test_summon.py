@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnshardedTensor
 
 from .ranks import Ranks
 from .test_communication import _spied
@@ -48,8 +49,7 @@ def _read(rank: int, name: str, strategy: str) -> None:
                 if param is not None:
                     assert getattr(ours, key) is ours._parameters[key] and torch.equal(getattr(ours, key), param)
     assert_same_parameters(model, reference)
-    if strategy != "NO_SHARD":
-        assert all(param.dim() == 1 for param in model.parameters())
+    assert {type(param) for param in model.parameters()} == {nn.Parameter if strategy == "NO_SHARD" else ShardedTensor}
     follow(model, reference, MODELS[name])
 
 
@@ -67,18 +67,19 @@ def _read_parts(rank: int) -> None:
     reference, model = twins(MLP)
     block = model.blocks[0]
     with _spied() as calls, summon_full_params(model, recurse=False):
-        assert model.head.weight.dim() == 2 and block.up.weight.dim() == 1
+        assert type(model.head.weight) is UnshardedTensor and type(block.up.weight) is ShardedTensor
     assert len(calls) == 1
     with summon_full_params(block.up):
-        assert torch.equal(block.up.weight, reference.blocks[0].up.weight) and model.head.weight.dim() == 1
+        assert torch.equal(block.up.weight, reference.blocks[0].up.weight) and type(model.head.weight) is ShardedTensor
     with summon_full_params(model.blocks), summon_full_params(model.stem):
         assert torch.equal(model.blocks[2].up.weight, reference.blocks[2].up.weight)
     with _spied() as calls, summon_full_params(block.up, recurse=False), summon_full_params(nn.Linear(2, 3)):
-        assert block.up.weight.dim() == 1
+        assert type(block.up.weight) is ShardedTensor
     assert not calls
     wrapper = FullyShardedDataParallel(build(MLP), auto_wrap_policy={Residual})
     with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False):
-        assert wrapper.head.weight.dim() == 2 and wrapper.blocks[0].up.weight.dim() == 1
+        assert type(wrapper.head.weight) is UnshardedTensor
+        assert type(wrapper.blocks[0].up.weight) is ShardedTensor
 
 
 def test_of_any_module(two: Ranks) -> None:
@@ -200,12 +201,14 @@ def test_exceptions_inside(two: Ranks) -> None:
 
 def _leave_badly(rank: int, change: str) -> None:
     reference, model = twins(MLP)
-    wrong = pytest.raises(RuntimeError, match=r"parameter up.weight: expected .*\(23, 11\).* found .*\(5,\)")
+    match = r"expected .*\(23, 11\).* found .*\(5,\)"
+    wrong = pytest.raises(ValueError if change == "data" else RuntimeError, match=match)
     with wrong, summon_full_params(model), torch.no_grad():
         model.head.weight.zero_()  # another unit: kept
         reference.head.weight.zero_()
         model.blocks[0].down.weight.zero_()
         if change == "data":
+            reference.blocks[0].down.weight.zero_()  # kept too: the exception is one inside
             model.blocks[0].up.weight.data = torch.zeros(5)
         else:
             model.blocks[0].up.weight = nn.Parameter(torch.zeros(5))
@@ -215,7 +218,7 @@ def _leave_badly(rank: int, change: str) -> None:
 
 @pytest.mark.parametrize("change", ["data", "objects"])
 def test_replacing_by_another_shape(two: Ranks, change: str) -> None:
-    """Leaving with another shape raises, names both, and leaves that unit as it was (E-WB-4, E-ERR-32)."""
+    """Data of another shape is refused at once, a parameter on leaving: its unit is as it was (E-WB-4, E-ERR-32)."""
     two.run(_leave_badly, change)
 
 

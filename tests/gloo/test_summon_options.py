@@ -9,7 +9,7 @@ from models import MODELS
 from torch import nn
 
 from fsdp_compile import fully_shard, summon_full_params
-from fsdp_compile.core._torch import set_grad
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnshardedTensor, set_grad
 
 from .ranks import Ranks
 from .test_communication import _spied
@@ -17,6 +17,7 @@ from .training import (
     assert_same_gradients,
     backward,
     follow,
+    local,
     mine,
     twins,
     units,
@@ -34,11 +35,12 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 def _rank0_only(rank: int, offload: bool) -> None:
     reference, model = twins(MLP)
-    sharded = {name: param.detach().clone() for name, param in model.named_parameters()}
+    sharded = {name: local(param).detach().clone() for name, param in model.named_parameters()}
     with _spied() as calls, summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
         expected = dict(reference.named_parameters()) if rank == 0 else sharded
         for name, param in model.named_parameters():
-            assert torch.equal(param, expected[name]) and param.device.type == "cpu"
+            assert type(param) is (UnshardedTensor if rank == 0 else ShardedTensor)
+            assert torch.equal(param if rank == 0 else local(param), expected[name]) and param.device.type == "cpu"
         with pytest.raises(AssertionError, match="forward: expected sharded parameters"), torch.no_grad():
             model.blocks[0](torch.randn(2, 11))
     assert sum(call.kind == "gather" for call in calls) == len(units(model))
@@ -127,7 +129,7 @@ def _missing_gradients(rank: int, dtype: torch.dtype) -> None:
         dist.set_debug_level(level)
     said = [str(w.message) for w in caught if "has a gradient on other ranks" in str(w.message)]
     assert len(said) == rank and all(f"rank {rank}: parameter weight" in text for text in said)
-    assert model.weight.grad is None if rank else (model.weight.grad == 5.0).all()
+    assert model.weight.grad is None if rank else (local(model.weight.grad) == 5.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -19,6 +19,7 @@ from .training import (
     backward,
     executor,
     follow,
+    local,
     mine,
     shard,
     twins,
@@ -80,26 +81,71 @@ def test_replaced_parameters(two: Ranks, name: str, strategy: str, change: str, 
 def _replace_wrongly(rank: int, change: str) -> None:
     reference, model = twins(MLP)
     old = model.head.weight
-    if change == "shape":
-        old.data = torch.zeros(5, 11)  # in full shape: fits nowhere
-    elif change == "dtype":
+    if change == "dtype":
         old.data = old.data.double()
     elif change == "object":
-        model.head.weight = nn.Parameter(torch.zeros(5, 11))
+        model.head.weight = nn.Parameter(torch.zeros(11, 5))
+    elif change == "local part":
+        model.head.weight = nn.Parameter(old.to_local().detach().clone())
     elif change == "sharded already":
         model.head.weight = model.stem.weight
     with pytest.raises(RuntimeError, match=r"parameter head.weight: expected .* found"):
         model(mine(MLP, 1)[0])
     model.head.weight = old
     reference.head.weight.data.fill_(0.5)
-    old.data = torch.full_like(old.data.flatten()[: units(model)[0].records[2].numel if rank == 1 else 0].float(), 0.5)
+    old.data = torch.full(old.shape, 0.5)
     follow(model, reference, MLP)
 
 
-@pytest.mark.parametrize("change", ["shape", "dtype", "object", "sharded already"])
+@pytest.mark.parametrize("change", ["dtype", "object", "local part", "sharded already"])
 def test_what_does_not_fit_is_refused(two: Ranks, change: str) -> None:
     """A replacement of another shape or dtype raises and names both; the next right one is taken (E-WB-4, E-ERR-32)."""
     two.run(_replace_wrongly, change)
+
+
+def _data_of_another_shape(rank: int) -> None:
+    reference, model = twins(MLP)
+    weight = model.head.weight
+    for data in (torch.zeros(11, 5), torch.zeros(55), weight.to_local().detach().clone(), model.stem.weight.data):
+        shape = ", ".join(map(str, data.shape))
+        with pytest.raises(
+            ValueError, match=rf"data: expected a tensor of the full shape \(5, 11\), found \({shape},?\)"
+        ):
+            weight.data = data
+    follow(model, reference, MLP)
+
+
+def test_data_of_another_shape_is_refused(two: Ranks) -> None:
+    """Data of another shape, such as this rank's part, is refused at once and changes nothing (E-WB-4, E-ERR-32)."""
+    two.run(_data_of_another_shape)
+
+
+def _swap_averages(rank: int, strategy: str, how: str) -> None:
+    reference, model = twins(MLP, strategy)
+    run = executor(model, how)
+    follow(run, reference, MLP)
+    trained = [local(param).detach().clone() for param in model.parameters()]
+    saved = {param: param.data for each in (model, reference) for param in each.parameters()}
+    averages = {param: param.detach() * 0.5 for param in saved}
+    for param, average in averages.items():
+        param.data = average
+    x = mine(MLP, 7)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), reference(x))
+    for param, data in saved.items():
+        param.data = data
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), reference(x))
+    for param, before in zip(model.parameters(), trained, strict=True):
+        assert torch.equal(local(param).detach(), before), "the trained weights were overwritten"
+    follow(run, reference, MLP)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@all_strategies
+def test_averages_swapped_in_by_data(two: Ranks, strategy: str, how: str) -> None:
+    """Averages assigned to `param.data` for an evaluation leave the data that was saved before as it was (E-WB-3)."""
+    two.run(_swap_averages, strategy, how)
 
 
 def _any_shape(rank: int) -> None:
@@ -207,7 +253,8 @@ def _warn(rank: int) -> None:
                 model(torch.randn(2, 16))
         said = [str(w.message) for w in caught if "was replaced" in str(w.message)]
         assert len(said) == (level == "info")
-    assert f"rank {rank}: parameter weight" in said[0] and said[0].count("(32,) on cpu") == 2
+    assert f"rank {rank}: parameter weight of shape (4, 16)" in said[0] and said[0].count(" on cpu") == 2
+    assert "this rank's 32 elements" in said[0]
 
 
 def test_writeback_warns_at_debug_level(two: Ranks) -> None:
