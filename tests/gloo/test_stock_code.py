@@ -126,7 +126,7 @@ def _added(rank: int) -> None:
     with pytest.raises(ValueError, match=r"model: expected the module itself, found what torch.compile made of"):
         fully_shard(torch.compile(_net()))
     with pytest.raises(RuntimeError, match=r"parameter weight of Linear: expected a conversion of the sharded module"):
-        model[0].double()
+        fully_shard(_net(), auto_wrap_policy=None)[0].double()
 
 
 def test_refused(two: Ranks) -> None:
