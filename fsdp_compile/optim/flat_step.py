@@ -160,7 +160,7 @@ class _Segment:
     def release_state(self, optimizer: Optimizer) -> None:
         """Let each parameter have scalars of its own, such as its number of steps: it is going to be updated alone."""
         for param, shown in zip(self.params, self.shown, strict=False):
-            if optimizer.state.get(param) is shown:
+            if shown is not None and optimizer.state.get(param) is shown:
                 shown.update((name, value.clone()) for name, value in shown.items() if _is_scalar(value))
         self.shown = []
 
