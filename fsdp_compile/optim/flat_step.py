@@ -46,9 +46,10 @@ _GRAD = operator.attrgetter("grad")
 def flat_step(optimizer: Optimizer) -> Optimizer:
     """Let `optimizer.step()` update flat shards instead of single parameters, where it can; return `optimizer`.
 
-    Results are bit for bit those without it. The first step is an ordinary one, which makes the state. A step updates
-    those parameters one by one whose gradients do not lie side by side, or whose state differs (after a gradient was
-    None in some step, or after one of them was assigned).
+    Results are those without it, but for the last bit of some elements: kernels compute the last few elements of a
+    tensor with other instructions. The first step is an ordinary one, which makes the state. A step updates those
+    parameters one by one whose gradients do not lie side by side, or whose state differs (after a gradient was None in
+    some step, or after one of them was assigned).
 
     Args:
         optimizer: of one of the classes in `ELEMENTWISE` exactly; subclasses may do anything.
@@ -160,8 +161,9 @@ class _Segment:
     def release_state(self, optimizer: Optimizer) -> None:
         """Let each parameter have scalars of its own, such as its number of steps: it is going to be updated alone."""
         for param, shown in zip(self.params, self.shown, strict=False):
-            if shown is not None and optimizer.state.get(param) is shown:
-                shown.update((name, value.clone()) for name, value in shown.items() if _is_scalar(value))
+            state: dict[str, Any] = optimizer.state.get(param, {})
+            if state is shown:
+                state.update((name, value.clone()) for name, value in state.items() if _is_scalar(value))
         self.shown = []
 
 
