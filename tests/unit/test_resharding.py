@@ -39,7 +39,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def assert_all_there(model: nn.Module, optim: torch.optim.Optimizer, keys: list[str]) -> None:
-    """This rank has all state of the trained parameters, whatever it stores of them; torch drops that of frozen ones."""
+    """Each rank has all state of trained parameters, whatever it stores of them; torch drops that of frozen ones."""
     for param, name in clean_names(model).items():
         if param.requires_grad:
             prefix = f"optim.state.{name}."
