@@ -68,6 +68,14 @@ def copies(tensor: Tensor, group: str) -> bool:
     return _copies_on_cpu[ranks]
 
 
+def sendable(tensor: Tensor, group: str) -> Tensor:
+    """`tensor`, or a copy on a device that `group` communicates: parameters may be offloaded, and NCCL takes no host
+    memory.
+    """
+    devices = backends(group_named(group))
+    return tensor if tensor.device.type != "cpu" or "cpu" in devices else tensor.to(next(iter(devices)))
+
+
 def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
     """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
     if not copies(full, group):
@@ -93,8 +101,8 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 
 
 def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
-    """As `all_gather`, by an operator without side effects: for code that users may compile."""
-    return WAIT(ALL_GATHER(shard, group_size, group))
+    """As `all_gather`, by an operator without side effects: for code that users may compile. From any device."""
+    return WAIT(ALL_GATHER(sendable(shard, group), group_size, group)).to(shard.device)
 
 
 def start_reduce_scatter(
@@ -126,9 +134,10 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
     """Send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
 
     Returns:
-        1-D `[sum(receive)]`: what the ranks sent to this one, in order of ranks; `receive[i]` elements from rank i.
+        1-D `[sum(receive)]`: what the ranks sent to this one, in order of ranks; `receive[i]` elements from rank i. On
+        the device of `sent`, which may be any.
     """
-    return WAIT(ALL_TO_ALL(sent, receive, send, group))
+    return WAIT(ALL_TO_ALL(sendable(sent, group), receive, send, group)).to(sent.device)
 
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
@@ -137,8 +146,8 @@ def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
 
 
 def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
-    """Reduce `full`, any shape, over the group; return a new tensor of that shape."""
-    return WAIT(ALL_REDUCE(full, op, group))
+    """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device."""
+    return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)
 
 
 def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:

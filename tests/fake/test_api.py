@@ -316,6 +316,7 @@ def test_one_rank_means_no_shard() -> None:
     with pytest.warns(UserWarning, match="FULL_SHARD over one rank is NO_SHARD"):
         fully_shard(model, process_group=alone)
     assert [p.shape for p in model.parameters()] == shapes
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fully_shard(mlp(), process_group=alone, sharding_strategy=ShardingStrategy.NO_SHARD)

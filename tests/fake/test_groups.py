@@ -9,6 +9,7 @@ from conftest import RANK, WORLD_SIZE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile.comm.collectives import sendable
 from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups
 
 FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -210,3 +211,15 @@ def test_places_where_one_side_is_one_rank(no_launcher: None) -> None:
     alone = Groups(ones.shard)
     for strategy in PLAIN:
         assert place(strategy, alone) == Placement(ones.shard, 1, False, None)
+
+
+def test_offloaded_tensors_are_sent_from_a_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in host memory is copied to a device that the group communicates, and stays where the group takes it.
+
+    Norms of offloaded gradients need that in a group of NCCL alone (E-CLIP-1). "meta" stands for the device here.
+    """
+    tensor, group = torch.ones(3), dist.group.WORLD
+    assert group is not None and sendable(tensor, group.group_name) is tensor
+    for devices, sent_from in (("meta:nccl", "meta"), ("cpu:gloo,meta:nccl", "cpu")):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, devices=devices: devices)
+        assert sendable(tensor, group.group_name).device.type == sent_from

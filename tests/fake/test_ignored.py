@@ -34,9 +34,10 @@ def test_ignored_parameters() -> None:
     """Ignored parameters stay whole in units whose other parameters are sharded (E-INIT-11)."""
     model = mlp()
     mine = [model.stem.weight, model.blocks[0].up.bias]
-    shapes = [param.shape for param in mine]
+    values = [param.detach().clone() for param in mine]
     fully_shard(model, ignored_states=mine)
-    assert [param.shape for param in mine] == shapes
+    assert {type(param) for param in mine} == {nn.Parameter}
+    assert all(torch.equal(param, value) for param, value in zip(mine, values, strict=True))
     assert {n for n, p in model.named_parameters() if unit_of(p) is None} == {"stem.weight", "blocks.0.up.bias"}
 
 
