@@ -240,8 +240,10 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
 
 
 def mesh_of(group: str, device_type: str) -> DeviceMesh:
-    """The ranks of the group of that name as a 1-D mesh."""
-    return DeviceMesh.from_group(group_named(group), device_type)
+    """The ranks of the group of that name as a 1-D mesh, of devices of that type if the group communicates on these."""
+    process_group = group_named(group)
+    supported = [each.partition(":")[0] for each in dist.get_backend_config(process_group).split(",")]
+    return DeviceMesh.from_group(process_group, device_type if device_type in supported else supported[0])
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
