@@ -6,12 +6,10 @@ load(saved, states)          read it into those of other ranks
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
@@ -27,8 +25,7 @@ class Saved(NamedTuple):
 
 def ranks_seen_by(rank: int, world_size: int) -> ShardRanks:
     """`world_size` ranks as `rank` sees them; good for no communication."""
-    mesh = DeviceMesh("cpu", torch.arange(world_size), _init_backend=False, _rank=rank)
-    return ShardRanks("none", world_size, rank, _meshes={"cpu": mesh})
+    return ShardRanks("none", world_size, rank)
 
 
 def sharded(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, ShardedValue]:

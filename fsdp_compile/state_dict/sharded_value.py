@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.shard_spec import Chunk, ShardSpec
@@ -58,7 +59,9 @@ class ShardedValue(DTensor):
         """To torch this is a DTensor of the full shape, with the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
-        value: ShardedValue = new_dtensor(cls, local, _dtensor_spec(spec, local.dtype, local.device.type))
+        value: ShardedValue = new_dtensor(
+            cls, local, _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)
+        )
         value.spec = spec
         return value
 
@@ -96,6 +99,7 @@ class ShardedValue(DTensor):
         return self.spec.gather(local)
 
     redistribute = _SHARDED.redistribute
+    numpy, tolist, __array__ = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__  # refused
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Itself: what this rank stores has no n-D shape. `local` is the same as a 1-D tensor."""
@@ -123,9 +127,9 @@ class ShardedValue(DTensor):
 
 
 @functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
-def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype, device_type: str) -> DTensorSpec:
+def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """What a DTensor with values of that kind says of itself."""
-    return replicated_spec(spec.mesh(device_type), tuple(spec.shape), _strides(tuple(spec.shape)), dtype)
+    return replicated_spec(mesh, shape, _strides(shape), dtype)
 
 
 def _tensor_of(value: ShardedValue) -> ShardedTensor:

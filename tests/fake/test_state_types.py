@@ -144,7 +144,7 @@ def test_where_values_are_gathered() -> None:
     model = fully_shard(mlp())
     assert model.state_dict()["stem.weight"].device_mesh.device_type == "cpu"
     assert model.stem.weight.device_mesh.device_type == "cpu"
+    elsewhere = fully_shard(mlp())
     with mock.patch.object(dist, "get_backend_config", lambda group: "meta:fake"):
-        elsewhere = fully_shard(mlp())
         assert elsewhere.state_dict()["stem.weight"].device_mesh.device_type == "meta"
         assert elsewhere.state_dict()["stem.weight"].full_tensor().device.type == "meta"

@@ -318,7 +318,7 @@ def test_the_device_may_not_be_left() -> None:
     model = fully_shard(mlp())
     with pytest.raises(RuntimeError, match="parameter weight of Linear: expected a conversion of the sharded module"):
         model.stem.to("meta")
-    model.stem.weight.data = torch.empty(11, 7, device="meta")
+    model.stem.weight = nn.Parameter(torch.empty(11, 7, device="meta"))
     with pytest.raises(RuntimeError, match=r"parameter stem\.\w+: expected .* for cpu, found .* on meta"):
         model(torch.randn(3, 7))
     with pytest.raises(RuntimeError, match=r"parameter \S+: expected a device with values, found meta"):
