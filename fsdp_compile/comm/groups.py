@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile.comm._torch import group_named, mesh_without_group
+from fsdp_compile.comm.collectives import backends
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -248,8 +249,8 @@ def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
         process_group = group_named(group)
     except RuntimeError:  # a group of an earlier run, whose values were loaded from a file
         return mesh_without_group(size, rank, device_type)
-    supported = [each.partition(":")[0] for each in dist.get_backend_config(process_group).split(",")]
-    return DeviceMesh.from_group(process_group, device_type if device_type in supported else supported[0])
+    supported = backends(process_group)
+    return DeviceMesh.from_group(process_group, device_type if device_type in supported else next(iter(supported)))
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:
