@@ -6,16 +6,14 @@ load(saved, states)          read it into those of other ranks
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import FlatSharding
-from fsdp_compile.state_dict.sharded_value import ShardedValue, ShardSpec
+from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.state_dict.sharded_value import ShardedValue
 
 
 class Saved(NamedTuple):
@@ -25,18 +23,18 @@ class Saved(NamedTuple):
     data: dict[MetadataIndex, Any]
 
 
-def mesh_seen_by(rank: int, world_size: int) -> DeviceMesh:
-    """A mesh of `world_size` ranks as `rank` sees it; good for no communication."""
-    return DeviceMesh("cpu", torch.arange(world_size), _init_backend=False, _rank=rank)
+def ranks_seen_by(rank: int, world_size: int) -> ShardRanks:
+    """`world_size` ranks as `rank` sees them; good for no communication."""
+    return ShardRanks("none", world_size, rank)
 
 
 def sharded(full: dict[str, Tensor], layout: FlatParamLayout, rank: int) -> dict[str, ShardedValue]:
     """What `rank` stores of tensors in full shape that are laid out as `layout` says, in memory of its own."""
-    mesh, state = mesh_seen_by(rank, layout.world_size), {}
+    ranks, state = ranks_seen_by(rank, layout.world_size), {}
     for name, offset in zip(layout.names, layout.offsets, strict=True):
         sharding = FlatSharding(tuple(full[name].shape), offset, layout.shard_numel)
         first, numel = sharding.local_range(rank)
-        state[name] = ShardedValue(full[name].reshape(-1)[first : first + numel].clone(), ShardSpec(sharding, mesh))
+        state[name] = ShardedValue(full[name].reshape(-1)[first : first + numel].clone(), ShardSpec(sharding, ranks))
     return state
 
 

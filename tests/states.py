@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.lookup import clean_names
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.state_dict.sharded_value import managed
 
@@ -66,8 +67,7 @@ def start(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> tor
     """An optimizer that has stepped once, so that it has state."""
     optimizer = make(model.parameters())
     for param in model.parameters():
-        parameter = managed(param)
-        if param.requires_grad and (parameter is None or parameter.is_stored_here):
+        if param.requires_grad:
             param.grad = torch.ones_like(param)
     optimizer.step()
     optimizer.zero_grad()
@@ -91,18 +91,19 @@ def assert_known(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int =
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     for param, name in clean_names(model).items():
-        parameter = managed(param)
-        shape = parameter.shape if parameter else tuple(param.shape)
-        yield name, param.detach(), _mine(param, known_tensor(name, shape, seed))
+        yield name, *_pair(param, param.detach(), known_tensor(name, tuple(param.shape), seed))
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                full = known_tensor(f"{name} {key}", () if value.dim() == 0 else shape, seed)
-                yield f"{name} {key}", value, full if value.dim() == 0 else _mine(param, full)
+                assert value.shape in (param.shape, torch.Size()), f"{name} {key}: {tuple(value.shape)}"
+                assert not managed(param) or not value.dim() or isinstance(value, ShardedTensor), f"{name} {key}"
+                yield f"{name} {key}", *_pair(param, value, known_tensor(f"{name} {key}", tuple(value.shape), seed))
 
 
-def _mine(param: nn.Parameter, full: Tensor) -> Tensor:
-    if managed(param) is None:
-        return full
+def _pair(param: nn.Parameter, value: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank stores of a value that belongs to `param`, and of `full`, in the same shape."""
+    if not isinstance(value, ShardedTensor):
+        return value, full
     unit, index = unit_of(param)
     record = unit.records[index]
-    return full.reshape(-1)[record.first : record.last + 1] if record else full.new_empty(0)
+    here = full.reshape(-1)[record.first : record.last + 1] if record else full.new_empty(0)
+    return value.to_local(), here

@@ -129,8 +129,10 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
             if tensor is not None:
                 names.setdefault(tensor, []).append(clean_name(f"{path}.{name}" if path else name))
     for tensor, called in names.items():
-        local, first, is_written = tensor.detach().reshape(-1), 0, is_first(group)
-        if isinstance(tensor, nn.Parameter) and (parameter := managed(tensor)):
+        parameter = managed(tensor) if isinstance(tensor, nn.Parameter) else None
+        if parameter is None:
+            local, first, is_written = tensor.detach().reshape(-1), 0, is_first(group)
+        else:
             replicas = parameter.unit.replicas  # the ranks that store the same elements
             local, first = parameter.local, parameter.spec.first
             is_written = parameter.spec.numel > 0 and (replicas is None or is_first(replicas))

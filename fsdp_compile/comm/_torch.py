@@ -4,6 +4,7 @@ When torch moves:
 - importing `_functional_collectives` registers the operators of `_c10d_functional` and the shapes of their results;
   collectives.py lists those that are used, and in `GROUP_ARGUMENT` the position of the group among their arguments;
 - `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13;
+- `_init_backend` and `_rank` of DeviceMesh let it be made without a process group;
 - `_allgather_base` is what `dist.all_gather_into_tensor` calls;
 - the store of `_get_process_group_store` must be the group's own.
 """
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives  # noqa: F401  (registers OPERATORS)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 OPERATORS = torch.ops._c10d_functional
@@ -20,6 +22,11 @@ OPERATORS = torch.ops._c10d_functional
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+
+
+def mesh_without_group(size: int, rank: int, device_type: str) -> DeviceMesh:
+    """`size` ranks, as `rank` sees them, as a 1-D mesh that cannot communicate."""
+    return DeviceMesh(device_type, torch.arange(size), _init_backend=False, _rank=rank)
 
 
 def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:

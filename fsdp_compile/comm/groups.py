@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm._torch import group_named, mesh_without_group
+from fsdp_compile.comm.collectives import backends
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -239,9 +240,17 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
     return replace(groups, stages=known["stages", neighbors])
 
 
-def mesh_of(group: str, device_type: str) -> DeviceMesh:
-    """The ranks of the group of that name as a 1-D mesh."""
-    return DeviceMesh.from_group(group_named(group), device_type)
+def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
+    """The `size` ranks of the group of that name, seen by `rank`, as a 1-D mesh.
+
+    It is of devices of that type if the group communicates on these. If there is no such group, it cannot communicate.
+    """
+    try:
+        process_group = group_named(group)
+    except RuntimeError:  # a group of an earlier run, whose values were loaded from a file
+        return mesh_without_group(size, rank, device_type)
+    supported = backends(process_group)
+    return DeviceMesh.from_group(process_group, device_type if device_type in supported else next(iter(supported)))
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:

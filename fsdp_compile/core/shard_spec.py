@@ -150,9 +150,9 @@ class ShardRanks:
             )
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks as a 1-D mesh of devices of that type, made at the first use."""
+        """The ranks as a 1-D mesh of devices of that type, or of one that they communicate on, made when first used."""
         if device_type not in self._meshes:
-            self._meshes[device_type] = mesh_of(self.group, device_type)
+            self._meshes[device_type] = mesh_of(self.group, self.size, self.rank, device_type)
         return self._meshes[device_type]
 
     def average(self, value: Tensor) -> Tensor:

@@ -231,7 +231,9 @@ class Unit:
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks of `group`, as a 1-D mesh of the devices that the unit computes on now."""
-        return mesh_of(self.group_name, self.device.type) if self.ranks is None else self.ranks.mesh(self.device.type)
+        if self.ranks is not None:
+            return self.ranks.mesh(self.device.type)
+        return mesh_of(self.group_name, self.group.size(), self.group.rank(), self.device.type)
 
     @property
     def has_frozen(self) -> bool:

@@ -2,10 +2,11 @@
 
 FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
 SHARDED    a `ShardedValue` of the original shape for each parameter, over memory of the shard: nothing is gathered
-LOCAL      what this rank stores, 1-D; only the same rank of equally many, sharded in the same way, can load it
+LOCAL      a `ShardedTensor` for each parameter, over the same memory, which other code knows less well than DTensors
 
-Every kind can be loaded whatever is set, except for LOCAL values, which need LOCAL. Until a kind is set, `fully_shard`
-means SHARDED and `FullyShardedDataParallel` means FULL, as with torch's functions of these names.
+Every kind can be loaded whatever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores,
+and only the same rank of equally many can load them. Until a kind is set, `fully_shard` means SHARDED and
+`FullyShardedDataParallel` means FULL, as with torch's functions of these names.
 """
 
 from collections.abc import Iterator

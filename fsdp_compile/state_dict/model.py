@@ -2,7 +2,7 @@
 
     SHARDED   a value shares memory with the shard         model.state_dict() -> {"blocks.0.weight": ShardedValue, ...}
     FULL      gather a unit -> copy its parameters -> free it -> the next unit
-    LOCAL     the parameter itself, detached: a `ShardedTensor`
+    LOCAL     the parameter itself, detached
 
 `nn.Module` collects and distributes values module by module. A module that owns sharded parameters (`fsdp_module.py`)
 lets the functions here replace these values: `collect` around its `state_dict`, `save` and `load` for its own
@@ -88,7 +88,7 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str
     In `state` the parameters then take the place of their values: `_load_from_state_dict` copies them onto themselves.
     """
     for name, parameter in _own_parameters(module, state, prefix):
-        if error := _load(parameter, state[prefix + name]):
+        if error := _load(parameter, prefix + name, state[prefix + name]):
             errors.append(f"size mismatch for {prefix}{name}: {error}")
         state[prefix + name] = parameter.param
 
@@ -132,9 +132,9 @@ def _called_by_dcp() -> bool:
 
 
 @torch.no_grad()
-def _load(parameter: ManagedParameter, value: Any) -> str | None:
+def _load(parameter: ManagedParameter, name: str, value: Any) -> str | None:
     """Copy this rank's elements of `value` into the shard; what is wrong with the value, if it does not fit."""
-    local = parameter.local_of(value) if isinstance(value, Tensor) else None
+    local = parameter.local_of(value, f"parameter {name}") if isinstance(value, Tensor) else None
     if local is None:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         return f"expected shape {parameter.shape}, found {what}"

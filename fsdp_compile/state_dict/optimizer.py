@@ -211,7 +211,7 @@ def _by_name(
     names = clean_names(model)
     params = {key: (_name_of(param, names), param) for key, param in params_by_key(optim, given["param_groups"])}
     groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given["param_groups"]]
-    sharded = sharded_states(optim, given)
+    sharded = sharded_states(optim, given, kind)
     states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
     if kind is FULL:
         unit = units_used_below(model)[0]

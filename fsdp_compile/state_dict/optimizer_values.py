@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -75,15 +76,16 @@ def params_by_key(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterato
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def sharded_states(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, State]:
+def sharded_states(optimizer: Optimizer, state_dict: StateDict, kind: StateDictType | None = None) -> dict[Any, State]:
     """The states of a state dict with a `ShardedValue` for each sharded tensor; all else is as it is.
 
-    Tensors of other shapes than their parameter's are plain, and equal on all ranks.
+    Tensors of other shapes than their parameter's are plain, and equal on all ranks. In LOCAL, which `kind` says or, if
+    it is None, what is set for the parameter's unit, sharded tensors stay as they are too.
     """
     states = dict(state_dict["state"])
     for key, param in params_by_key(optimizer, state_dict["param_groups"]):
         parameter = managed(param)
-        if key in states and parameter is not None and settings_of(parameter.unit).state_dict_type is not LOCAL:
+        if key in states and parameter and (kind or settings_of(parameter.unit).state_dict_type) is not LOCAL:
             states[key] = {name: _value(parameter, value) for name, value in states[key].items()}
     return states
 
@@ -125,7 +127,8 @@ def _local(parameter: ManagedParameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     is_step = value.dim() == 0 and (parameter.shape or name == "step")  # of a parameter of shape () all state is 0-d
-    local = None if is_step else parameter.local_of(value)
+    what = f"optimizer state {name} of parameter {parameter.name}"
+    local = None if is_step else parameter.local_of(value, what)
     if local is None:
         return full_tensor(value)
     return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)

@@ -16,17 +16,15 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.core.shard_spec import Chunk, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict._torch import DTensorSpec, call_plainly, new_dtensor, replicated_spec, tree_map_only
@@ -39,14 +37,16 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # --- the value --------------------------------------------------------------------------------------------------------
 
+_SHARDED: Any = ShardedTensor  # a value does some things as sharded tensors do
+
 
 class ShardedValue(DTensor):
     """A tensor of which each rank of a mesh stores one range of the flattened elements, as `spec` says.
 
-    It may also be a scalar that belongs to such a tensor. See Note [Values in sharded state dicts].
+    See Note [Values in sharded state dicts].
 
     Args:
-        local: what this rank stores, 1-D `[n]` with n >= 0; it is not copied. For a scalar `[1]` or `[0]`.
+        local: what this rank stores, 1-D `[n]` with n >= 0; it is not copied.
         spec: what that is of the tensor; one object for all values that are sharded alike.
 
     Raises:
@@ -59,7 +59,9 @@ class ShardedValue(DTensor):
         """To torch this is a DTensor of the full shape, with the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
-        value: ShardedValue = new_dtensor(cls, local, _dtensor_spec(spec, local.dtype, local.device.type))
+        value: ShardedValue = new_dtensor(
+            cls, local, _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)
+        )
         value.spec = spec
         return value
 
@@ -83,31 +85,10 @@ class ShardedValue(DTensor):
             return torch.empty(0, dtype=elements.dtype).set_(storage, 0, chunk.sizes, _strides(chunk.sizes))
         return elements.view(chunk.sizes)
 
-    # What torch.distributed.checkpoint asks for:
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        size = torch.Size(self.spec.shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in self.spec.storage_metadata
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return list(self.spec.storage_metadata)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for chunk in self.spec.chunks:
-            if chunk.offsets == index.offset:
-                return self.view_of(chunk)
-        expected = [chunk.offsets for chunk in self.spec.chunks]
-        raise ValueError(
-            f"{index.fqn}: expected the offsets of one of this rank's chunks, {expected}, found {index.offset}"
-        )
+    # What torch.distributed.checkpoint asks for, on `view_of`:
+    __create_write_items__ = _SHARDED.__create_write_items__
+    __create_chunk_list__ = _SHARDED.__create_chunk_list__
+    __get_tensor_shard__ = _SHARDED.__get_tensor_shard__
 
     # What DTensor has beside tensor functions:
 
@@ -117,20 +98,8 @@ class ShardedValue(DTensor):
         local = self.local if self.local.device.type == device.type else self.local.to(device)
         return self.spec.gather(local)
 
-    def redistribute(
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
-    ) -> DTensor:
-        """The full tensor as a replicated DTensor, the only placement that this can be turned into.
-
-        Raises:
-            ValueError: another mesh or another placement was asked for.
-        """
-        if device_mesh not in (None, self.device_mesh) or list(placements or [Replicate()]) != [Replicate()]:
-            raise ValueError(
-                f"placements: expected [Replicate()] on the same mesh, found {placements} on {device_mesh}; call "
-                f"full_tensor(), then distribute_tensor"
-            )
-        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
+    redistribute = _SHARDED.redistribute
+    numpy, tolist, __array__ = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__  # refused
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Itself: what this rank stores has no n-D shape. `local` is the same as a 1-D tensor."""
@@ -158,9 +127,9 @@ class ShardedValue(DTensor):
 
 
 @functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
-def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype, device_type: str) -> DTensorSpec:
+def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """What a DTensor with values of that kind says of itself."""
-    return replicated_spec(spec.mesh(device_type), tuple(spec.shape), _strides(tuple(spec.shape)), dtype)
+    return replicated_spec(mesh, shape, _strides(shape), dtype)
 
 
 def _tensor_of(value: ShardedValue) -> ShardedTensor:
@@ -181,8 +150,8 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         return target.copy_(full_tensor(source), non_blocking)
     if source.shape != target.shape:
         raise ValueError(f"copy_: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
-    check_own_part(source, target.spec)
-    alike = isinstance(source, (ShardedValue, ShardedTensor)) and _store_the_same(source.spec, target.spec)
+    check_own_part("copy_", source, target.spec)
+    alike = isinstance(source, (ShardedValue, ShardedTensor)) and target.spec.same_ranges(source.spec)
     target.local.copy_(source.local if alike else target.spec.local_of(full_tensor(source)), non_blocking)  # type: ignore[attr-defined]  # alike
     return target
 
@@ -202,7 +171,7 @@ _QUERIES = {"size", "dim", "numel", "nelement", "stride", "element_size", "ndime
 _QUERIES |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offset", "untyped_storage", "is_pinned"}
 _COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes whose values are computed
 
-torch.serialization.add_safe_globals([ShardedValue, ShardSpec, ShardRanks, FlatSharding])
+torch.serialization.add_safe_globals([ShardedValue])
 
 
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
@@ -253,12 +222,13 @@ class ManagedParameter:
 
     def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
         """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""
-        return isinstance(value, (ShardedValue, ShardedTensor)) and _store_the_same(value.spec, self.spec)
+        return isinstance(value, (ShardedValue, ShardedTensor)) and self.spec.same_ranges(value.spec)
 
-    def local_of(self, value: Tensor) -> Tensor | None:
+    def local_of(self, value: Tensor, what: str) -> Tensor | None:
         """What this rank stores, 1-D `[n]`, of a value of the parameter's shape; None if it has another shape.
 
-        It shares memory with the value if it can. All ranks gather a value that is distributed in another way.
+        It shares memory with the value if it can. All ranks gather a value that is distributed in another way. `what`
+        names the value in errors.
 
         Raises:
             RuntimeError: the value is what another rank has stored of this parameter.
@@ -267,27 +237,20 @@ class ManagedParameter:
             return value.local
         if tuple(value.shape) != self.shape:
             return None
-        check_own_part(value, self.spec)
+        check_own_part(what, value, self.spec)
         return self.spec.local_of(full_tensor(value))
 
 
-def check_own_part(value: Any, spec: ShardSpec) -> None:
-    """Raise RuntimeError if `value` has another rank's elements of what `spec` says, as one that this rank loaded."""
+def check_own_part(what: str, value: Any, spec: ShardSpec) -> None:
+    """Raise RuntimeError if `value` has another rank's elements of what `spec` says, as one from that rank's file."""
     if isinstance(value, (ShardedValue, ShardedTensor)):
         mine, its = spec.ranks, value.spec.ranks
         if (mine.size, mine.rank) != (its.size, its.rank):
             raise RuntimeError(
-                f"expected what rank {mine.rank} of {mine.size} stores, found what rank {its.rank} of {its.size} "
-                f"has saved; save and load with torch.distributed.checkpoint, or save the full_tensor() of each value"
+                f"{what}: expected what rank {mine.rank} of {mine.size} stores, found what rank {its.rank} of "
+                f"{its.size} has saved; save and load with torch.distributed.checkpoint, or save full_tensor() of "
+                f"each value"
             )
-
-
-def _store_the_same(one: ShardSpec, other: ShardSpec) -> bool:
-    """Whether a rank stores the same elements by both, perhaps in another process group, as of an earlier run."""
-    if one is other:
-        return True
-    same_rank = (one.ranks.rank, one.ranks.size) == (other.ranks.rank, other.ranks.size)
-    return same_rank and one.sharding == other.sharding
 
 
 def full_tensor(value: Any) -> Any:

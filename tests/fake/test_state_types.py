@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import mlp
 from torch import nn
 from torch.distributed.fsdp import (
@@ -29,7 +30,6 @@ from fsdp_compile import (
     summon_full_params,
 )
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.unit import unit_of
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 DEFAULTS = {
@@ -139,13 +139,12 @@ def test_deepcopy_keeps_what_is_set() -> None:
         assert model.state_dict()["stem.weight"].shape == (11, 7)
 
 
-def test_values_follow_a_model_to_another_device() -> None:
-    """They are gathered among devices of the kind that the model is on now, also after state dicts from before."""
+def test_where_values_are_gathered() -> None:
+    """Where a value is, if its group communicates there, else on a device where it does, as with NCCL alone."""
     model = fully_shard(mlp())
-    copied = copy.deepcopy(model)
-    for each, kind in ((model, "cpu"), (copied, "meta"), (model, "cpu")):
-        unit, _ = unit_of(each.stem.weight)
-        unit.device = torch.device(kind)  # what `model.to` does to units beside their shards
-        assert each.state_dict()["stem.weight"].device_mesh.device_type == kind
-    unit.device = torch.device("meta")
-    assert model.state_dict()["stem.weight"].device_mesh.device_type == "meta"
+    assert model.state_dict()["stem.weight"].device_mesh.device_type == "cpu"
+    assert model.stem.weight.device_mesh.device_type == "cpu"
+    elsewhere = fully_shard(mlp())
+    with mock.patch.object(dist, "get_backend_config", lambda group: "meta:fake"):
+        assert elsewhere.state_dict()["stem.weight"].device_mesh.device_type == "meta"
+        assert elsewhere.state_dict()["stem.weight"].full_tensor().device.type == "meta"

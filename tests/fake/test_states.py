@@ -10,12 +10,13 @@ import pytest
 import torch
 from models import Residual, mlp
 from recording import recorded, unlike_blocks
-from refusing import units
+from refusing import local, units
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
 from fsdp_compile.core.unit import describe_state, unit_of
 from fsdp_compile.eager.unsharded import UnshardedBuffer, UnshardedUnit
 
@@ -51,7 +52,9 @@ def _is_sharded(module: nn.Module) -> bool:
     """Each parameter is exactly this rank's part, in the shard, and the full ones are nowhere to be seen."""
     found = [unit_of(param) for param in module.parameters()]
     parts = [unit.records[index].numel if unit.records[index] else 0 for unit, index in found]
-    return [param.numel() for param in module.parameters()] == parts and all(unit.is_current() for unit, _ in found)
+    return [local(param).numel() for param in module.parameters()] == parts and all(
+        unit.is_current() for unit, _ in found
+    )
 
 
 @all_strategies
@@ -178,9 +181,8 @@ def test_no_hook_outlives_its_backward(sync: bool) -> None:
     assert not prompt._backward_hooks
     assert not [each for each in gc.get_objects() if type(each) is UnshardedUnit and each.unit in units(model)]
     (unit,) = model[1]._fsdp.units
-    shapes = [tuple(param.shape) for param in unit.params] if sync else unit.shapes
-    present = [index for index, record in enumerate(unit.records) if record or not sync]
-    assert all(tuple(unit.params[index].grad.shape) == shapes[index] for index in present)
+    assert {type(param.grad) for param in unit.params} == {ShardedTensor if sync else UnreducedGradient}
+    assert all(param.grad.shape == param.shape for param in unit.params)
 
 
 def test_resharding_is_not_freeing() -> None:
@@ -314,7 +316,9 @@ def test_the_device_may_not_be_left() -> None:
     another; what moves a whole model takes shards along.
     """
     model = fully_shard(mlp())
-    model.stem.to("meta")
+    with pytest.raises(RuntimeError, match="parameter weight of Linear: expected a conversion of the sharded module"):
+        model.stem.to("meta")
+    model.stem.weight = nn.Parameter(torch.empty(11, 7, device="meta"))
     with pytest.raises(RuntimeError, match=r"parameter stem\.\w+: expected .* for cpu, found .* on meta"):
         model(torch.randn(3, 7))
     with pytest.raises(RuntimeError, match=r"parameter \S+: expected a device with values, found meta"):

@@ -44,7 +44,8 @@ def live(rank: int, root: Path, rendezvous: Path, told: int) -> None:
     if step:
         assert state["step"] == step, f"expected step {step}, found {state['step']}"
         for tensor in tensors:
-            assert (tensor == step).all(), f"expected {step} in all tensors, found {tensor.unique()}"
+            here = tensor.to_local()
+            assert (here == step).all(), f"expected {step} in all tensors, found {here.unique()}"
     os.write(told, f"{step}\n".encode())
     while True:
         step += 1

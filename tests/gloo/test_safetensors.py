@@ -17,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard, summon_full_params
 
 from .ranks import Ranks
-from .training import backward, build, full_parameters, mine, units
+from .training import backward, build, full_parameters, local, mine, units
 
 
 class Normed(nn.Module):
@@ -69,7 +69,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 def _stored(model: nn.Module) -> int:
     """Bytes that this rank stores of parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return sum(local(tensor).nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _there_and_back(rank: int, folder: Path, name: str, strategies: list[str]) -> None:

@@ -1,5 +1,6 @@
 """State dicts on real ranks: what they hold, what they communicate, and what is said of wrong ones."""
 
+import dataclasses
 import io
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import MODELS, Residual, Stack
-from states import OPTIMIZERS, assert_known, fill, start
+from states import OPTIMIZERS, assert_known, fill, known_tensor, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,10 +41,11 @@ from fsdp_compile import (
     rekey_optim_state_dict,
     state_dict_type,
 )
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.state_dict.sharded_value import ShardedValue
 
 from .ranks import Ranks
-from .training import backward, build, executor, full_parameters, mine, shard
+from .training import backward, build, executor, full_parameters, local, mine, shard
 
 MLP = MODELS["mlp"]
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -123,9 +125,10 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
     assert split == (set() if strategy == "NO_SHARD" else set(plain) - unsplit)
     same({key: value.full_tensor() if key in split else value for key, value in sharded.items()}, plain)
     with state_dict_type(model, LOCAL):
-        local = {key: value.clone() for key, value in model.state_dict().items()}
-    assert all(local[name].shape == param.shape for name, param in model.named_parameters())
-    for kind, state in ((FULL, plain), (SHARDED, _mixed(**options).state_dict()), (LOCAL, local)):
+        stored = {key: value.clone() for key, value in model.state_dict().items()}
+    assert all(stored[name].shape == param.shape for name, param in model.named_parameters())
+    assert {key for key, value in stored.items() if type(value) is ShardedTensor} == split
+    for kind, state in ((FULL, plain), (SHARDED, _mixed(**options).state_dict()), (LOCAL, stored)):
         other = _mixed(seed=1, sharding_strategy=ShardingStrategy[strategy], **options)
         with state_dict_type(other, kind):
             if kind is SHARDED and strategy == "NO_SHARD":
@@ -172,10 +175,13 @@ def equal_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bo
     """Both optimizers, over the same parameters, have the same state, bit for bit."""
     params = [param for group in one.param_groups for param in group["params"]]
     pairs = [(one.state.get(param, {}), other.state.get(param, {})) for param in params]
-    return all(
-        a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a)
-        for a, b in pairs
-    )
+    return all(a.keys() == b.keys() and all(_same_here(a[key], b[key]) for key in a) for a, b in pairs)
+
+
+def _same_here(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same_here, one, other))
+    return type(one) is type(other) and torch.equal(torch.as_tensor(local(one)), torch.as_tensor(local(other)))
 
 
 def test_on_the_first_rank_alone(two: Ranks) -> None:
@@ -233,13 +239,13 @@ def test_wrapper(two: Ranks) -> None:
 
 def _loading(rank: int) -> None:
     model, plain = shard(MLP), build(MLP, seed=1).state_dict()
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    before = local(model.stem.weight).clone()
     wrong = {**plain, "stem.weight": torch.zeros(7, 11), "head.bias": "text"}
     with pytest.raises(RuntimeError) as error:
         model.load_state_dict(wrong)
     assert "size mismatch for stem.weight: expected shape (11, 7), found shape (7, 11)" in str(error.value)
     assert "size mismatch for head.bias: expected shape (5,), found a str" in str(error.value)
-    assert torch.equal(model.stem.weight, before["stem.weight"])
+    assert torch.equal(local(model.stem.weight), before)
     missing = {key: value for key, value in plain.items() if key != "blocks.0.up.bias"} | {"extra": torch.zeros(1)}
     with pytest.raises(RuntimeError, match=r'Missing key.*"blocks.0.up.bias"[\s\S]*Unexpected key.*"extra"'):
         model.load_state_dict(missing)
@@ -249,8 +255,8 @@ def _loading(rank: int) -> None:
     model.load_state_dict(plain, assign=True)
     assert all(param is parameters[name] for name, param in model.named_parameters())
     assert all(torch.equal(value, plain[name]) for name, value in full_parameters(model).items())
-    with state_dict_type(model, LOCAL), pytest.raises(RuntimeError, match="LOCAL_STATE_DICT by the same rank"):
-        model.load_state_dict({**plain, "stem.weight": torch.zeros(5)})
+    with state_dict_type(model, LOCAL), pytest.raises(RuntimeError, match=r"shape \(11, 7\), found shape \(5,\)"):
+        model.load_state_dict({**plain, "stem.weight": torch.zeros(5)})  # as many as this rank stores
     foreign = fully_shard(build(MLP, seed=2), auto_wrap_policy=None)
     model.load_state_dict(foreign.state_dict())  # other units: gathered on the way
     assert all(torch.equal(value, full_parameters(foreign)[name]) for name, value in full_parameters(model).items())
@@ -282,7 +288,7 @@ def _trains_on(rank: int, how: str, strategy: str) -> None:
     for seed in range(2):
         step(run, optimizer, seed)
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    copied = torch.load(_through_file(state), weights_only=False)
+    copied = torch.load(_through_file(state), weights_only=True)
     losses = [step(run, optimizer, seed) for seed in range(2, 4)]
     other = OPTIMIZERS["adamw"](resumed.parameters())
     resumed.load_state_dict(copied["model"])
@@ -319,6 +325,40 @@ def test_training_goes_on_bit_for_bit(two: Ranks, how: str) -> None:
     """What each rank saved of sharded state dicts with `torch.save` continues the run, eager or compiled."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         two.run(_trains_on, how, strategy)
+
+
+def _saved_by_one_rank(rank: int, folder: str) -> None:
+    model = shard(MLP)
+    optimizer = start(model, OPTIMIZERS["adamw"])
+    for kind in (SHARDED, LOCAL):
+        with state_dict_type(model, kind):
+            if rank == 0:
+                torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{folder}/{kind}")
+            dist.barrier()
+            state = torch.load(f"{folder}/{kind}", weights_only=True)
+            before = full_parameters(model)
+            if rank == 0:
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optim"])
+            else:
+                refused = "expected what rank 1 of 2 stores, found what rank 0 of 2 has saved; .* full_tensor"
+                with pytest.raises(RuntimeError, match=rf"parameter stem.weight: {refused}"):
+                    model.load_state_dict(state["model"])
+                with pytest.raises(RuntimeError, match=rf"optimizer state exp_avg of parameter stem.weight: {refused}"):
+                    optimizer.load_state_dict(state["optim"])
+            same(full_parameters(model), before)
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if rank == 0:
+        torch.save(full, f"{folder}/full")
+    dist.barrier()
+    other = shard(MLP)
+    other.load_state_dict(torch.load(f"{folder}/full", weights_only=True))
+    same(full_parameters(other), before)
+
+
+def test_what_one_rank_saved(two: Ranks, tmp_path: Path) -> None:
+    """`if rank == 0: torch.save(model.state_dict())`, loaded on all ranks: those whose part it is not refuse it."""
+    two.run(_saved_by_one_rank, str(tmp_path))
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -411,15 +451,50 @@ def _wrong_state(rank: int) -> None:
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             optim_state_dict_to_load(model, fresh, wrong)
-    here = next(name for name, param in model.named_parameters() if param.numel())
-    wrong = {**full, "state": {**state, here: {**state[here], "exp_avg": torch.zeros(2, 1)}}}
-    with pytest.raises(ValueError, match=r"optimizer state exp_avg of parameter .*found shape \(2, 1\)"):
-        optim_state_dict_to_load(model, fresh, wrong)
-    optimizer.state[dict(model.named_parameters())[here]]["odd"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"optimizer state odd .* found shape \(3, 3\), which cannot be sharded"):
-        optimizer.state_dict()
+    theirs = {**state["stem.weight"], "exp_avg": _of_the_other_rank(model.stem.weight)}
+    for load in (partial(optim_state_dict_to_load, model, fresh), fresh.load_state_dict):
+        named = load is not fresh.load_state_dict
+        given = {**full, "state": {**state, "stem.weight": theirs}} if named else {
+            **optimizer.state_dict(), "state": {0: theirs}}  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"exp_avg of .*stem.weight.*found what rank . of 2 has saved"):
+            load(given)
     with pytest.raises(ValueError, match="expected keys among"):
         rekey_optim_state_dict({"state": {"x": {}}, "param_groups": []}, OptimStateKeyType.PARAM_ID, model)
+
+
+def _of_the_other_rank(param: nn.Parameter) -> ShardedTensor:
+    """What `param` is on the other of two ranks, as a file of that rank would have it."""
+    spec = dataclasses.replace(param.spec, ranks=dataclasses.replace(param.spec.ranks, rank=1 - dist.get_rank()))
+    return ShardedTensor(torch.zeros(spec.numel), spec)
+
+
+def _shapes_of_its_own(rank: int, name: str) -> None:
+    make = {"adafactor": torch.optim.Adafactor, "lbfgs": partial(torch.optim.LBFGS, max_iter=1)}[name]
+    model = shard(MLP)
+    optimizer: Any = make(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return backward(model, MLP, mine(MLP, 0))
+
+    for _ in range(3):
+        optimizer.step(closure)
+    state = next(iter(optimizer.state.values()))
+    odd, shape = ("row_var", (11, 1)) if name == "adafactor" else ("d", (sum(p.numel() for p in model.parameters()),))
+    assert type(state[odd]) is Tensor and state[odd].shape == shape
+    for kind in (FULL, SHARDED, LOCAL):
+        with state_dict_type(model, kind):
+            saved = optim_state_dict(model, optimizer)
+            assert torch.equal(next(iter(saved["state"].values()))[odd], state[odd])
+            fresh = make(model.parameters(), lr=0.1)
+            fresh.load_state_dict(optim_state_dict_to_load(model, fresh, saved))
+        assert equal_states(fresh, optimizer)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
+def test_state_of_other_shapes(two: Ranks, name: str) -> None:
+    """State that has not its parameter's shape, as Adafactor's and LBFGS's, is plain, and saved and loaded as it is."""
+    two.run(_shapes_of_its_own, name)
 
 
 def _ranks_disagree(rank: int) -> None:
@@ -428,7 +503,10 @@ def _ranks_disagree(rank: int) -> None:
     if rank == 1:
         for state in optimizer.state.values():
             state["extra"] = torch.zeros(())
-    with state_dict_type(model, FULL), pytest.raises(RuntimeError, match="expected the same on all ranks that store"):
+    with (
+        state_dict_type(model, FULL),
+        pytest.raises(RuntimeError, match="expected the same on all ranks, found"),
+    ):
         optim_state_dict(model, optimizer)
     params = list(model.parameters())
     other = torch.optim.SGD(params if rank == 0 else params[::-1], lr=0.1)
@@ -440,7 +518,10 @@ def _ranks_disagree(rank: int) -> None:
 
 
 def test_wrong_optimizer_state(two: Ranks) -> None:
-    """Missing, unexpected and misshapen state is named; ranks that disagree raise on all ranks before they gather."""
+    """Missing and unexpected state, and what another rank stored, are named.
+
+    Ranks that disagree raise on all ranks before they gather.
+    """
     two.run(_wrong_state)
     two.run(_ranks_disagree)
 
@@ -529,6 +610,41 @@ def test_no_collectives_beyond_planning(two: Ranks, tmp_path: Path) -> None:
     """Sharded state dicts are made and loaded without a collective; saving and loading them starts exactly the
     collectives that a checkpoint of one tensor starts: DCP's own."""
     two.run(_no_collectives, str(tmp_path))
+
+
+def _local_through_dcp(rank: int, folder: str, saving: bool) -> None:
+    model = shard(MLP)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if saving:
+        optimizer = start(model, OPTIMIZERS["adamw"])
+        fill(model, optimizer)
+        with state_dict_type(model, LOCAL):
+            state = {"model": model.state_dict(), "optim": optim_state_dict(model, optimizer)}
+        assert all(type(value) is ShardedTensor for value in state["model"].values())
+        assert type(state["optim"]["state"]["stem.weight"]["exp_avg"]) is ShardedTensor
+        dcp.save(state, checkpoint_id=folder)
+    for kind, options in ((LOCAL, {}), (SHARDED, {}), (LOCAL, {"auto_wrap_policy": None})):
+        other = shard(MLP, **options)
+        optimizer = start(other, OPTIMIZERS["adamw"])
+        with state_dict_type(other, kind):
+            state = {"model": other.state_dict(), "optim": optim_state_dict(other, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            other.load_state_dict(state["model"])
+            optim_state_dict_to_load(other, optimizer, state["optim"], load_directly=True)
+        assert_known(other, optimizer)
+    if rank == 0:
+        plain = build(MLP, seed=2)
+        found = plain.state_dict()
+        dcp.load({"model": found}, checkpoint_id=folder, no_dist=True)
+        same(found, {name: known_tensor(name, tuple(value.shape), 0) for name, value in found.items()})
+
+
+def test_local_state_dicts_through_dcp(two: Ranks, four: Ranks, tmp_path: Path) -> None:
+    """LOCAL values go through `dcp.save` and `dcp.load`: each rank gets its own, at any world size, in any units."""
+    two.run(_local_through_dcp, str(tmp_path / "two"), True)
+    four.run(_local_through_dcp, str(tmp_path / "two"), False)
+    four.run(_local_through_dcp, str(tmp_path / "four"), True)
+    two.run(_local_through_dcp, str(tmp_path / "four"), False)
 
 
 def _modules_and_async(rank: int, folder: str) -> None:

@@ -3,7 +3,7 @@
 import copy
 import io
 import math
-import pickle
+from typing import Any
 
 import planning
 import pytest
@@ -15,8 +15,9 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.shard_spec import FlatSharding
-from fsdp_compile.state_dict.sharded_value import ShardedValue, ShardSpec
+from fsdp_compile.core.shard_spec import FlatSharding, ShardSpec
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.state_dict.sharded_value import ShardedValue
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=4)
 WORLDS = st.sampled_from([1, 2, 3, 4, 8])
@@ -66,7 +67,7 @@ def test_any_world_size_to_any_other(
 
 def value(rank: int = 1) -> ShardedValue:
     """Elements 4 to 7 of 3 x 5."""
-    return ShardedValue(torch.arange(4.0, 8.0), ShardSpec(FlatSharding((3, 5), 0, 4), planning.mesh_seen_by(rank, 4)))
+    return ShardedValue(torch.arange(4.0, 8.0), ShardSpec(FlatSharding((3, 5), 0, 4), planning.ranks_seen_by(rank, 4)))
 
 
 def test_it_is_a_dtensor_of_the_original_shape() -> None:
@@ -108,13 +109,19 @@ def test_copies() -> None:
     assert found.cpu() is found.detach() is found.to("cpu") is found
 
 
-def test_copies_of_scalars() -> None:
-    """A scalar stays one, also beside a parameter of shape (), and pickled values that share a spec still do."""
-    spec = ShardSpec(FlatSharding((), 0, 4), planning.mesh_seen_by(0, 4), is_scalar=True)
-    scalars = [ShardedValue(torch.ones(1), spec), ShardedValue(torch.zeros(1), spec)]
-    first, second = pickle.loads(pickle.dumps(scalars))
-    assert first.spec.is_scalar and copy.deepcopy(first).spec.is_scalar and first.spec is second.spec
-    assert (first.local.item(), second.local.item()) == (1.0, 0.0)
+@pytest.mark.parametrize("kind", [ShardedValue, ShardedTensor])
+def test_files(kind: Any) -> None:
+    """`torch.load` reads both with `weights_only`, also after a mesh was made; those that share a spec still do."""
+    spec = value().spec
+    assert spec.mesh("cpu") is not None and spec.chunks and spec.storage_metadata
+    buffer = io.BytesIO()
+    torch.save([kind(torch.arange(4.0), spec), kind(torch.ones(4), spec)], buffer)
+    buffer.seek(0)
+    first, second = torch.load(buffer, weights_only=True)
+    assert type(first) is kind and first.shape == (3, 5) and first.spec is second.spec
+    assert (first.local.tolist(), second.local.tolist()) == ([0.0, 1.0, 2.0, 3.0], [1.0] * 4)
+    assert first.spec.chunks == spec.chunks
+    assert (first.spec.ranks.rank, first.spec.ranks.size) == (1, 4)
 
 
 def test_copy_from_full_tensors_and_values() -> None:
@@ -128,39 +135,39 @@ def test_copy_from_full_tensors_and_values() -> None:
         found.copy_(torch.zeros(5, 3))
 
 
-def test_computing_with_a_shard_is_refused() -> None:
-    """Arithmetic, and copying into a plain tensor, would be wrong without a word: they say what to do instead."""
-    refused = (lambda: value() + 1, lambda: value().T, lambda: value().sum(), lambda: torch.zeros(3, 5).copy_(value()))
-    for compute in refused:
+def test_what_another_rank_has_saved() -> None:
+    """It is refused with the ranks and with what to do, also where both ranks store equally many elements."""
+    for kind in (ShardedValue, ShardedTensor):
+        theirs = kind(torch.zeros(4), value(rank=2).spec)
         with pytest.raises(
-            RuntimeError, match="found a ShardedValue, of which this rank stores a shard; call full_tensor"
+            RuntimeError,
+            match=r"copy_: expected what rank 1 of 4 stores, found what rank 2 of 4 has saved; .*full_tensor",
         ):
-            compute()
+            value().copy_(theirs)
+
+
+def test_computing_with_values() -> None:
+    """What needs no other rank's elements gives values again, sharded in the same way; `numpy` is refused."""
+    found = value()
+    for computed, expected in (
+        (found + 1, [5.0, 6.0, 7.0, 8.0]),
+        (found * found, [16.0, 25.0, 36.0, 49.0]),
+        (found.isnan(), [False] * 4),
+        (torch.zeros_like(found), [0.0] * 4),
+        (found.mul_(2), [8.0, 10.0, 12.0, 14.0]),
+    ):
+        assert type(computed) is ShardedValue and computed.spec is found.spec
+        assert computed.local.tolist() == expected
+    assert found.local.tolist() == [8.0, 10.0, 12.0, 14.0]
+    for refused in (found.numpy, found.tolist):
+        with pytest.raises(TypeError, match="found one of which this rank stores a part; call full_tensor"):
+            refused()
 
 
 def test_wrong_size() -> None:
     """Local elements that are not what the sharding says are refused."""
     with pytest.raises(ValueError, match=r"local: expected shape \(4,\) .* found \(5,\)"):
         ShardedValue(torch.zeros(5), value().spec)
-
-
-@given(WORLDS, WORLDS)
-def test_scalars_beside_values(saving: int, loading: int) -> None:
-    """A scalar is written once, by a rank that stores some of its parameter, and read by all of those."""
-
-    def state(rank: int, world_size: int, value: float) -> dict[str, ShardedValue]:
-        sharding = FlatSharding((2, 3), 4, 8)
-        local = torch.full((1 if sharding.local_range(rank)[1] else 0,), value)
-        return {"step": ShardedValue(local, ShardSpec(sharding, planning.mesh_seen_by(rank, world_size), True))}
-
-    saving, loading = max(saving, 2), max(loading, 2)
-    saved = planning.save([state(rank, saving, 7.0) for rank in range(saving)])
-    states = [state(rank, loading, 0.0) for rank in range(loading)]
-    planning.load(saved, states)
-    assert [found["step"].local.tolist() for found in states] == [[7.0], [7.0], *[[]] * (loading - 2)]
-    plain = {"step": torch.zeros(())}
-    planning.load(saved, [plain])
-    assert plain["step"] == 7.0
 
 
 def test_errors_of_loading() -> None:
@@ -170,24 +177,13 @@ def test_errors_of_loading() -> None:
     found = value()
     with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: other"):
         planning.load(saved, [{"other": found}])
-    wrong = ShardedValue(torch.zeros(4), ShardSpec(FlatSharding((5, 3), 0, 4), planning.mesh_seen_by(1, 4)))
+    wrong = ShardedValue(torch.zeros(4), ShardSpec(FlatSharding((5, 3), 0, 4), planning.ranks_seen_by(1, 4)))
     with pytest.raises(ValueError, match=r"Size mismatch .*\[3, 5\].*\[5, 3\].* for layer.0"):
         planning.load(saved, [{"layer.0": wrong}])
     with pytest.raises(
         ValueError, match=r"x: expected the offsets of one of this rank's chunks, \[\(0, 4\), \(1, 0\)\]"
     ):
         found.__get_tensor_shard__(planning.MetadataIndex("x", [2, 0]))
-
-
-def test_who_writes_a_scalar() -> None:
-    """The rank with the first element, alone: DCP would let the last of several ranks write all that they share."""
-    sharding = FlatSharding((2, 3), 4, 8)
-    offered = []
-    for rank in range(3):
-        local = torch.ones(1 if sharding.local_range(rank)[1] else 0)
-        scalar = ShardedValue(local, ShardSpec(sharding, planning.mesh_seen_by(rank, 3), is_scalar=True))
-        offered.append(len(scalar.__create_write_items__("x", None)))
-    assert offered == [1, 0, 0]
 
 
 def test_copies_share_their_spec() -> None:
