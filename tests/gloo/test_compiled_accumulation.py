@@ -21,6 +21,8 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 )
 from torch.distributed.fsdp import MixedPrecision
 
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+
 from .ranks import Ranks
 from .test_communication import _spied
 from .test_reduce import _two_by_two
@@ -76,7 +78,12 @@ class _Both:
         for ours, theirs in zip(*(model.parameters() for model in self.models), strict=True):
             assert (ours.grad is None) == (theirs.grad is None), when
             if ours.grad is not None and theirs.grad is not None and ours.grad.any():
-                assert relative_difference(theirs.grad, ours.grad) <= 1e-5, when
+                assert relative_difference(_plain(theirs.grad), _plain(ours.grad)) <= 1e-5, when
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """All elements of a gradient: of all ranks, or under no_sync of this one."""
+    return grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
 
 
 # --- equal to eager ---------------------------------------------------------------------------------------------------
