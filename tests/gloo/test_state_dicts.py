@@ -181,7 +181,9 @@ def equal_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bo
 def _same_here(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_same_here, one, other))
-    return type(one) is type(other) and torch.equal(torch.as_tensor(local(one)), torch.as_tensor(local(other)))
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    return type(one) is type(other) and torch.equal(local(one), local(other))
 
 
 def test_on_the_first_rank_alone(two: Ranks) -> None:
