@@ -20,7 +20,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.eager.unsharded import UnshardedBuffer
 
 from .ranks import Ranks
-from .training import OPTIMIZERS, backward, mine, shard, units
+from .training import OPTIMIZERS, backward, local, mine, shard, units
 
 CASE = Case(unlike_blocks, vectors, squared_error)
 
@@ -201,7 +201,7 @@ def test_mixed_precision(two: Ranks) -> None:
 def _all_bytes() -> int:
     """Bytes of all tensors that Python knows, each storage once."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors = [local(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
