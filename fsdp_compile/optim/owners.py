@@ -80,6 +80,8 @@ class ByOwner(Optimizer):
         owners: for each sharded parameter the rank that owns it, in the process group that it is sharded over.
     """
 
+    shards_own_state = True  # for state_dict/optimizer_values.py
+
     def __init__(self, params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> None:
         self.owners: dict[Tensor, int] = {}
         self._full: dict[Tensor, nn.Parameter] = {}  # those that this rank owns

@@ -47,7 +47,8 @@ def _register_hook() -> None:
 def watch_state(optimizer: Optimizer, *_: Any) -> None:
     """From now on convert what enters and leaves the state dict of `optimizer`, if it has sharded parameters.
 
-    Optimizers are noticed when they first step; what was loaded into one before that is converted then.
+    Optimizers are noticed when they first step; what was loaded into one before that is converted then. Those with an
+    attribute `shards_own_state` that is true are left alone: optim/owners.py shards state in another way.
     """
     if optimizer not in _watched and optimizer not in _unrelated:
         _watch(optimizer)
@@ -56,7 +57,7 @@ def watch_state(optimizer: Optimizer, *_: Any) -> None:
 @torch.compiler.disable  # once for each optimizer, in a step that may be compiled
 def _watch(optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any(managed(param) for param in params):
+    if getattr(optimizer, "shards_own_state", False) or not any(managed(param) for param in params):
         _unrelated.add(optimizer)
         return
     _watched.add(optimizer)

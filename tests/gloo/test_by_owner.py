@@ -1,5 +1,6 @@
 """`by_owner`: stock optimizers on complete matrices, each of one rank, beside the same optimizer on one process."""
 
+import copy
 import io
 import math
 from collections import Counter
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_compile import fully_shard
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_local
 from fsdp_compile.optim import ByOwner, by_owner
@@ -366,3 +368,35 @@ def test_state_of_another_rank_is_refused(two: Ranks, tmp_path: Path) -> None:
     """What another rank pickled is refused with a message that says what to do."""
     with pytest.raises(RanksFailed, match=r"expected state of rank 0 of 2, found that of rank 1.*checkpoint"):
         two.run(_load_of_another_rank, str(tmp_path))
+
+
+def _sharded_model(rank: int) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(9, 13, bias=False), nn.Tanh(), nn.Linear(13, 7, bias=False), nn.Linear(7, 5, bias=False)]
+        return nn.Sequential(*layers)
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Muon(params, lr=0.05)
+
+    reference, model = net(), net()
+    fully_shard(model[0])
+    fully_shard(model)
+    expected, found = make(reference.parameters()), by_owner(model.parameters(), make)
+    world = dist.get_world_size()
+    for step in range(4):
+        x = torch.randn(4 * world, 9, generator=torch.Generator().manual_seed(step))
+        reference(x).square().mean().backward()
+        model(x.view(world, 4, 9)[rank]).square().mean().backward()
+        for optimizer in (expected, found):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            found.load_state_dict(copy.deepcopy(found.state_dict()))
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def test_a_sharded_model(two: Ranks) -> None:
+    """Muon by owner trains a model of `fully_shard` as Muon trains one process, also with state that was loaded."""
+    two.run(_sharded_model)
