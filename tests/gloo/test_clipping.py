@@ -73,12 +73,11 @@ def _mix(rank: int) -> None:
     model.head.requires_grad_(False)
     fully_shard(model.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
     fully_shard(model.blocks[1])
-    ignored = nn.Parameter(torch.tensor([3.0, 4.0]))  # registered after sharding: a parameter of no unit
-    fully_shard(model)
-    reference.head.requires_grad_(False)
     for each in (reference, model):
-        each.register_parameter("ignored", nn.Parameter(ignored.detach().clone()))
+        each.register_parameter("ignored", nn.Parameter(torch.tensor([3.0, 4.0])))
         each.ignored.grad = torch.tensor([30.0, 40.0])
+    fully_shard(model, ignored_states=[model.ignored])
+    reference.head.requires_grad_(False)
     backward(reference, MLP, whole(MLP, 1))
     backward(model, MLP, mine(MLP, 1))
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 7.0)
