@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
+    FakeTensor,
     change_wrapper,
     new_wrapper,
     register_foreach_type,
@@ -410,7 +411,8 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     vars(tensor).update(local=local, spec=spec)
     if type(tensor) is not kind:
         tensor.__class__ = kind
-    average_gradients((tensor,))
+    if not isinstance(local, FakeTensor):  # a model without memory never trains
+        average_gradients((tensor,))
 
 
 # Last, because the rules of operators make sharded tensors. Nothing else imports that file.
