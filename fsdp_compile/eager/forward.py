@@ -124,7 +124,7 @@ def _prepare(module: Any) -> None:
     if current_backward() != -1:  # a forward that is recomputed: what the first one found is in force
         return
     if module._fsdp.is_root:
-        module._fsdp_runtime.check(module)
+        module._fsdp_runtime.check(module if "_fsdp" in vars(module) else module.module)  # of a wrapper: what is inside
     for unit in module._fsdp.units_below:
         if not unit.is_unsharded:
             refresh(unit)
