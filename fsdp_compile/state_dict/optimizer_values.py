@@ -124,12 +124,16 @@ def local_state(param: nn.Parameter, state: State) -> State:
     return {name: _local(parameter, name, value) for name, value in state.items()}
 
 
+# Of a parameter of shape () all state has that shape. These are what torch's optimizers have one of for each parameter.
+_SCALARS = ("step", "mu_product", "eta", "mu")
+
+
 def _local(parameter: ManagedParameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    is_step = value.dim() == 0 and (parameter.shape or name == "step")  # of a parameter of shape () all state is 0-d
+    is_scalar = value.dim() == 0 and (parameter.shape or name in _SCALARS)
     what = f"optimizer state {name} of parameter {parameter.name}"
-    local = None if is_step else parameter.local_of(value, what)
+    local = None if is_scalar else parameter.local_of(value, what)
     if local is None:
         return full_tensor(value)
     return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)

@@ -37,6 +37,6 @@ def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> Non
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run(launcher, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    run = subprocess.run(launcher, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=550)
     errors = [line for line in run.stderr.splitlines() if re.match(r"\[rank\d\]:", line)]
     assert run.returncode == 0, "\n".join(errors) or run.stderr[-4000:]
