@@ -22,7 +22,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, take_prefetched, unshard
@@ -233,8 +233,12 @@ def check_all_sharded(module: nn.Module) -> None:
     """Raise ValueError if a trained parameter of `module` or below belongs to no unit: nobody averages its gradient."""
     shardings = filter(None, map(sharding_of, module.modules()))
     ignored = frozenset[nn.Parameter]().union(*(sharding.ignored_params for sharding in shardings))
-    for name, param in module.named_parameters():
-        if param.requires_grad and param.numel() and param not in ignored and unit_of(param) is None:
+    for path, each in module.named_modules():
+        looked_up = {lookup.name for lookup in getattr(type(each), "_fsdp_lookups", ())}  # also if replaced since
+        for name, param in each._parameters.items():
+            if param is None or name in looked_up or param in ignored or not (param.requires_grad and param.numel()):
+                continue
+            name = f"{path}.{name}" if path else name
             raise ValueError(
                 f"parameter {name}: expected a parameter of a unit, found one that was added after fully_shard, whose "
                 f"gradients no rank would average; add it before, or call fully_shard on its module before the root"
