@@ -120,7 +120,7 @@ def change_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
 
     As an assignment to `.data` of a plain tensor, this lets autograd forget its node for `tensor`.
     """
-    Tensor.data.__set__(tensor, wrapper)  # type: ignore[attr-defined]
+    Tensor.data.__set__(tensor, wrapper)  # type: ignore[attr-defined]  # a tensor, by the stub
 
 
 def register_foreach_type(kind: type[Tensor]) -> None:

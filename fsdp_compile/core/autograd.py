@@ -205,7 +205,7 @@ class ShardBinding:
             slices = zip(self.splitter.split(grad), self.params, strict=True)
             return [part if param.requires_grad else None for part, param in slices]
         return [
-            ShardedTensor(part, param.spec) if param.requires_grad else None  # type: ignore[attr-defined]
+            ShardedTensor(part, param.spec) if param.requires_grad else None  # type: ignore[attr-defined]  # sharded
             for part, param in zip(self.splitter.split_all(grad), self.params, strict=True)
         ]
 

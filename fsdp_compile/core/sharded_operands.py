@@ -111,7 +111,7 @@ def average_gradients(args: Iterable[Any]) -> None:
         RuntimeError: the compiler traces this, and gradients are wanted. Where it puts collectives, in forward or in
             backward, depends on the size of what a rank stores.
     """
-    for arg in args:
+    for arg in args:  # also without grad mode: the forward of a torch.autograd.Function has none
         if type(arg) is ShardedTensor:
             if isinstance(arg.local, FakeTensor):
                 if arg.requires_grad and torch.is_grad_enabled():
@@ -140,9 +140,6 @@ class _Averages:
                 "forward; derivatives of second order are not averaged over ranks"
             )
         return ShardedTensor(self.spec.local_of(_average(self.spec, plain(gradient))).clone(), self.spec)
-
-    def __deepcopy__(self, memo: Any) -> "_Averages":
-        return self
 
 
 def _average(spec: ShardSpec, gradient: Tensor) -> Tensor:
@@ -253,9 +250,10 @@ class ShardedView(Tensor):
 
     numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"ShardedView(shape={tuple(self.shape)} of {self.base!r})"
 
+    # torch's stub declares a static method without `func`.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return ShardedTensor.__torch_dispatch__(func, types, args, kwargs)

@@ -74,7 +74,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     target = kwargs.get("out", args[0]) if mutable else None
     if mutable and not is_sharded(target):
         return gather(func, args, kwargs)
-    average_gradients(tensors)
+    if not mutable or torch.is_grad_enabled():  # else an optimizer edits parameters
+        average_gradients(tensors)
     if meets_data(tensors):
         averaged = averaged_in_backward(values) if func in _LINEAR else None
         if averaged is not None:
@@ -232,6 +233,11 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     return ShardedView(base, (*steps, lambda view: func(view, *args[1:], **kwargs)), likes)
 
 
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    average_gradients(args)
+    return _same(func, args, kwargs)
+
+
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
     return ShardedTensor(args[0].local, args[0].spec) if is_sharded(args[0]) else _view(func, args, kwargs)
 
@@ -259,7 +265,7 @@ def _local_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 _RULES: dict[Any, Rule] = {
     aten.detach.default: _same,
-    aten.alias.default: _same,
+    aten.alias.default: _alias,
     aten.lift_fresh.default: _same,
     aten.clone.default: _like,
     aten._to_copy.default: _like,

@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
-    FakeTensor,
     change_wrapper,
     new_wrapper,
     register_foreach_type,
@@ -103,6 +102,7 @@ class ShardedTensor(Tensor):
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    # torch's stub declares a static method without `func`.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return rule_of(func)(func, args, kwargs or {})
@@ -191,7 +191,7 @@ class ShardedTensor(Tensor):
         self.local.share_memory_()
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         first, numel = self.spec.first, self.spec.numel
         here = f"elements {first} to {first + numel - 1}" if numel else "no elements"
         what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
@@ -274,6 +274,7 @@ class UnshardedTensor(ShardedTensor):
     of, because a parameter must remain the same object.
     """
 
+    # torch's stub declares a static method without `func`.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _call_on_all_elements(func, args, kwargs or {})
@@ -306,7 +307,7 @@ class UnshardedTensor(ShardedTensor):
             raise ValueError(f"data: expected a tensor of shape {tuple(self.shape)}, found {tuple(value.shape)}")
         set_local(self, value.detach().contiguous().view(-1), self.spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
         return f"{what} containing:\n{self.full_tensor().detach()}"
 
@@ -327,6 +328,7 @@ class UnreducedGradient(ShardedTensor):
     different results.
     """
 
+    # torch's stub declares a static method without `func`.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name = func._schema.name
@@ -342,7 +344,7 @@ class UnreducedGradient(ShardedTensor):
         """As `full_tensor`."""
         return self.full_tensor()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
 
 
@@ -411,10 +413,7 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     vars(tensor).update(local=local, spec=spec)
     if type(tensor) is not kind:
         tensor.__class__ = kind
-    if not isinstance(local, FakeTensor):  # a model without memory never trains
-        average_gradients((tensor,))
 
 
 # Last, because the rules of operators make sharded tensors. Nothing else imports that file.
-from fsdp_compile.core.sharded_operands import average_gradients  # noqa: E402
-from fsdp_compile.core.sharded_ops import rule_of  # noqa: E402
+from fsdp_compile.core.sharded_ops import rule_of  # noqa: E402  (see above)

@@ -142,7 +142,7 @@ def _unsharded(
     try:  # Note [Graph breaks in the forward of a sharded module]
         if _in_backward():
             return _recomputed(module, run, args, kwargs, as_flats)
-        if _is_inside_itself(module):
+        if module._fsdp.is_root and _is_inside_itself(module):
             return run(*args, **kwargs)
         opened: list[UnshardedUnit] = []
         try:
@@ -165,7 +165,8 @@ def _in_backward() -> bool:
 @torch.compiler.disable
 def _is_inside_itself(module: Any) -> bool:
     """Whether a forward that was set on the root `module` calls the one of its class."""
-    return module._fsdp.is_root and module._fsdp_runtime.iteration is not None
+    iteration: object | None = module._fsdp_runtime.iteration
+    return iteration is not None
 
 
 @torch.compiler.disable

@@ -73,7 +73,7 @@ def flat_step(optimizer: Optimizer) -> Optimizer:
         flat.step()
         return loss
 
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # of this instance alone
     return optimizer
 
 

@@ -85,9 +85,7 @@ class ByOwner(Optimizer):
     def __init__(self, params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> None:
         self.owners: dict[Tensor, int] = {}
         self._full: dict[Tensor, nn.Parameter] = {}  # those that this rank owns
-        self._outlines: dict[
-            Tensor, State
-        ] = {}  # state of others as far as it is known, with tensors on the meta device
+        self._outlines: dict[Tensor, State] = {}  # known state of others, with tensors on the meta device
         self._announced: set[Tensor] = set()  # whose owners have told what state there is; the same on all ranks
         self._loads: dict[ShardRanks, list[int]] = {}  # what each rank has to do in a step
         self.inner: Optimizer | None = None

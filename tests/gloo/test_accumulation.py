@@ -20,8 +20,8 @@ from .training import (
     backward,
     follow,
     mine,
+    reference_and_model,
     shard,
-    twins,
     units,
     whole,
 )
@@ -31,7 +31,7 @@ all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_
 
 
 def _pattern(rank: int, pattern: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (reference, model)]
     for first in (0, 10):  # two rounds: nothing of the first is left in the second
         for seed, letter in enumerate(pattern, first):
@@ -84,7 +84,7 @@ def test_local_gradients_are_shown(two: Ranks) -> None:
 
 
 def _manage(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     (first, *_), flags = units(model), lambda: {unit.syncs for unit in units(model)}
     with pytest.raises(KeyError), model.no_sync():
         assert flags() == {False}
@@ -123,7 +123,7 @@ def test_context_manager_and_decorator(two: Ranks) -> None:
 
 
 def _set_sync(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     model.blocks[0].set_requires_gradient_sync(False)
     backward(model, MLP, mine(MLP, 1))
     assert [unit.flats[0].accumulated is None for unit in units(model)].count(False) == 1
@@ -140,7 +140,7 @@ def test_a_part_of_the_model(two: Ranks) -> None:
 
 
 def _clear(rank: int, set_to_none: bool, synced_before: bool) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     if synced_before:
         backward(model, MLP, mine(MLP, 7))
@@ -172,7 +172,7 @@ def test_clearing_and_scaling(two: Ranks, set_to_none: bool, synced_before: bool
 
 
 def _step_too_early(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     with model.no_sync():
         backward(model, MLP, mine(MLP, 1))
@@ -196,7 +196,7 @@ def test_steps_without_reduce_are_refused(two: Ranks, strategy: str) -> None:
 
 
 def _compile_step(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     backward(model, MLP, mine(MLP, 1))
     torch.compile(optimizer.step, backend="eager")()
@@ -298,7 +298,7 @@ class _Twice(nn.Module):
 
 def _run_twice(rank: int, strategy: str, syncs: bool) -> None:
     case = Case(_Twice, vectors, squared_error)
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     if not syncs:
         with model.no_sync():
             backward(model, case, mine(case, 5))
@@ -318,7 +318,7 @@ def test_units_called_twice(two: Ranks, strategy: str, syncs: bool) -> None:
 
 
 def _differentiate_twice(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     loss = MLP.loss(model, mine(MLP, 1))
     with pytest.raises(RuntimeError, match=r"parameter \S+: expected a gradient without a graph.*create_graph"):
         loss.backward(create_graph=True)

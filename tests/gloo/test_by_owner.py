@@ -54,7 +54,7 @@ def _shard(params: list[nn.Parameter], group: str = "0") -> list[nn.Parameter]:
     return params
 
 
-def _twins(shapes: list[tuple[int, ...]]) -> tuple[nn.Module, nn.Module]:
+def _reference_and_model(shapes: list[tuple[int, ...]]) -> tuple[nn.Module, nn.Module]:
     reference, model = _model(shapes), _model(shapes)
     _shard(list(model.parameters()))
     return reference, model
@@ -91,7 +91,7 @@ class _Counted(TorchDispatchMode):
 
 
 def _check_updates(rank: int, name: str, shapes: list[tuple[int, ...]]) -> None:
-    reference, model = _twins(shapes)
+    reference, model = _reference_and_model(shapes)
     expected, optimizer = MAKERS[name](reference.parameters()), by_owner(model.parameters(), MAKERS[name])
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (expected, optimizer)]
     for step in range(4):
@@ -176,7 +176,7 @@ def test_mixed_parameters(two: Ranks) -> None:
 
 
 def _check_closure(rank: int) -> None:
-    reference, model = _twins(MATRICES)
+    reference, model = _reference_and_model(MATRICES)
     expected, optimizer = MAKERS["muon"](reference.parameters()), by_owner(model.parameters(), MAKERS["muon"])
 
     def closure() -> Tensor:
@@ -214,7 +214,7 @@ def test_closure_hooks_and_scaler(two: Ranks) -> None:
 
 
 def _check_round_trip(rank: int, name: str, shapes: list[tuple[int, ...]]) -> None:
-    reference, model = _twins(shapes)
+    reference, model = _reference_and_model(shapes)
     expected, optimizer = MAKERS[name](reference.parameters()), by_owner(model.parameters(), MAKERS[name])
     for step in range(2):
         _set_gradients((reference, model), step)
@@ -224,22 +224,22 @@ def _check_round_trip(rank: int, name: str, shapes: list[tuple[int, ...]]) -> No
         torch.load(_pickled(each), weights_only=False)
         for each in (optimizer.state_dict(), expected.state_dict(), _as_parameters(expected, list(model.parameters())))
     ]
-    twins = []
+    restored_pairs = []
     for state_dict in stored:  # by owner; of one process; sharded as parameters are
-        twin = _model(shapes)
-        _shard(list(twin.parameters()))
-        for param, other in zip(twin.parameters(), model.parameters(), strict=True):
+        restored = _model(shapes)
+        _shard(list(restored.parameters()))
+        for param, other in zip(restored.parameters(), model.parameters(), strict=True):
             param.local.data.copy_(other.local)
-        twins.append((twin, by_owner(twin.parameters(), lambda params: MAKERS[name](params))))
-        twins[-1][1].param_groups[0]["lr"] = 7.0
-        twins[-1][1].load_state_dict(state_dict)
-        assert twins[-1][1].param_groups[0]["lr"] == 0.1
-        _check_state(rank, twins[-1][1], expected, twin)
-    _set_gradients((reference, *(twin for twin, _ in twins)), 2)
-    for each in expected, *(loaded for _, loaded in twins):
+        restored_pairs.append((restored, by_owner(restored.parameters(), lambda params: MAKERS[name](params))))
+        restored_pairs[-1][1].param_groups[0]["lr"] = 7.0
+        restored_pairs[-1][1].load_state_dict(state_dict)
+        assert restored_pairs[-1][1].param_groups[0]["lr"] == 0.1
+        _check_state(rank, restored_pairs[-1][1], expected, restored)
+    _set_gradients((reference, *(restored for restored, _ in restored_pairs)), 2)
+    for each in expected, *(loaded for _, loaded in restored_pairs):
         each.step()
-    for twin, _ in twins:
-        _assert_same(twin, reference)
+    for restored, _ in restored_pairs:
+        _assert_same(restored, reference)
 
 
 def _pickled(state_dict: Any) -> io.BytesIO:
@@ -308,7 +308,7 @@ def test_checkpoints_reshard(two: Ranks, three: Ranks, tmp_path: Path, name: str
 
 
 def _check_refusals(rank: int) -> None:
-    _, model = _twins(MATRICES)
+    _, model = _reference_and_model(MATRICES)
 
     class Failing(torch.optim.SGD):
         fails = True
@@ -355,7 +355,7 @@ def test_refusals(two: Ranks) -> None:
 
 
 def _load_of_another_rank(rank: int, folder: str) -> None:
-    _, model = _twins(MATRICES)
+    _, model = _reference_and_model(MATRICES)
     optimizer = by_owner(model.parameters(), MAKERS["sgd"])
     _set_gradients((model,), 0)
     optimizer.step()

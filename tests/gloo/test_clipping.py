@@ -18,7 +18,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor
 
 from .ranks import Ranks
 from .test_communication import _spied
-from .training import assert_same_gradients, backward, build, mine, shard, twins, units, whole
+from .training import assert_same_gradients, backward, build, mine, reference_and_model, shard, units, whole
 
 MLP = MODELS["mlp"]
 ORDERS = [2.0, 1.0, 3.5, math.inf, "inf"]
@@ -36,7 +36,7 @@ def _clip_both(model: Any, reference: nn.Module, max_norm: float, order: Any) ->
 def _clip(rank: int, name: str, strategy: str) -> None:
     case = MODELS[name]
     for order in ORDERS:
-        reference, model = twins(case, strategy)
+        reference, model = reference_and_model(case, strategy)
         backward(reference, case, whole(case, 1))
         backward(model, case, mine(case, 1))
         expected = nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None], order)

@@ -28,9 +28,9 @@ from .training import (
     follow,
     local,
     mine,
+    reference_and_model,
     shard,
     stored_here,
-    twins,
     units,
     whole,
 )
@@ -54,7 +54,7 @@ def _sum(state: _Seen, gradients: Tensor, output: Tensor | None = None) -> None:
 
 
 def _use_own(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     state = _Seen()
     model.register_comm_hook(state, _sum)
     backward(reference, MLP, whole(MLP, 1))
@@ -79,7 +79,7 @@ def test_a_hook_takes_over(two: Ranks, strategy: str) -> None:
 
 
 def _use_default(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     hook = allreduce_hook if strategy == "NO_SHARD" else reduce_scatter_hook
     model.register_comm_hook(DefaultState(dist.group.WORLD), hook)
     with model.no_sync():
@@ -163,7 +163,7 @@ def test_hybrid(four: Ranks) -> None:
 
 
 def _misuse(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     with pytest.raises(AssertionError, match=r"register_comm_hook: expected the root module, found \w+"):
         model.blocks[0].register_comm_hook(None, _sum)
     with pytest.raises(ValueError, match=r"hook: expected a callable, found str"):

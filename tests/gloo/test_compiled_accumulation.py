@@ -33,9 +33,9 @@ from .training import (
     backward,
     executor,
     mine,
+    reference_and_model,
     relative_difference,
     shard,
-    twins,
     units,
     whole,
 )
@@ -274,7 +274,7 @@ def test_orders(two: Ranks) -> None:
 
 def _outside(rank: int) -> None:
     """The forward is traced before no_sync was ever in force."""
-    reference, model = twins(SMALL)
+    reference, model = reference_and_model(SMALL)
     run = executor(model, "aot_eager")
     losses = [SMALL.loss(run, mine(SMALL, 1))]
     with model.no_sync():
@@ -293,7 +293,7 @@ def test_the_forward_decides_to_reduce(two: Ranks) -> None:
 
 def _left_out(rank: int, forward: str, early: bool) -> None:
     """Rank 1 leaves out the backward under no_sync."""
-    reference, model = twins(SMALL, "SHARD_GRAD_OP")
+    reference, model = reference_and_model(SMALL, "SHARD_GRAD_OP")
     run = executor(model, "aot_eager")
     before = SMALL.loss(run, mine(SMALL, 3)) if early else None
     with model.no_sync():
@@ -335,7 +335,7 @@ HEADS = Case(_Heads, vectors, lambda model, inputs: sum(out.square().mean() for 
 
 
 def _several_losses(rank: int, how: str) -> None:
-    reference, model = twins(HEADS)
+    reference, model = reference_and_model(HEADS)
     run = executor(model, how)
     for net, (x, _) in ((torch.compile(reference, backend=how), whole(HEADS, 1)), (run, mine(HEADS, 1))):
         left, right = (out.square().mean() for out in net(x))

@@ -15,7 +15,7 @@ from .training import (
     executor,
     follow,
     mine,
-    twins,
+    reference_and_model,
     units,
     whole,
 )
@@ -27,7 +27,7 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
 def _convert(rank: int, how: str, strategy: str, to: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
     params, grads = list(model.parameters()), [param.grad for param in model.parameters()]
@@ -89,7 +89,7 @@ def test_conversion_with_mixed_precision(two: Ranks, how: str) -> None:
 
 
 def _convert_wrongly(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     backward(model, MLP, mine(MLP, 1))
     backward(reference, MLP, whole(MLP, 1))
     for change in (
@@ -119,7 +119,7 @@ def test_conversion_that_fails_changes_nothing(two: Ranks) -> None:
 
 
 def _convert_part(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     model.blocks[0].double()
     assert model.blocks[0].up.weight.dtype == torch.float64 and model.head.weight.dtype == torch.float32
     model.blocks[0].float()
@@ -136,7 +136,7 @@ def test_conversion_of_one_unit(two: Ranks) -> None:
 
 
 def _overwrite(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         before = list(model.parameters())
@@ -154,7 +154,7 @@ def test_conversion_that_is_to_make_new_parameters(two: Ranks) -> None:
 
 
 def _converted_after_clearing(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     with model.no_sync():
         backward(model, MLP, mine(MLP, 1))
     model.zero_grad()

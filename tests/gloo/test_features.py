@@ -22,7 +22,7 @@ from .training import (
     executor,
     follow,
     mine,
-    twins,
+    reference_and_model,
     units,
     whole,
 )
@@ -39,7 +39,7 @@ MLP = MODELS["mlp"]
 
 
 def _train(rank: int, case: Case, how: str, strategy: str = "FULL_SHARD") -> None:
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     follow(executor(model, how), reference, case)
 
 
@@ -61,7 +61,7 @@ def test_tied_on_four(four: Ranks, name: str) -> None:
 
 
 def _train_tied(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MODELS["tied"], strategy)
+    reference, model = reference_and_model(MODELS["tied"], strategy)
     assert model.head._parameters["weight"] is model.tokens._parameters["weight"]
     follow(executor(model, how), reference, MODELS["tied"])
 
@@ -75,7 +75,7 @@ def test_tied_embedding_and_head(two: Ranks, how: str, strategy: str) -> None:
 
 def _train_frozen(rank: int, how: str) -> None:
     case = MODELS["frozen"]
-    reference, model = twins(case)
+    reference, model = reference_and_model(case)
     before = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
     follow(executor(model, how), reference, case)
     for name, param in model.named_parameters():
@@ -94,7 +94,7 @@ def test_frozen(two: Ranks, how: str) -> None:
 
 
 def _freeze_later(rank: int, how: str) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     run = executor(model, how)
     for trained in (True, False, True):
         for each in (reference, model):
@@ -162,7 +162,7 @@ def test_optimizer_made_before(two: Ranks, how: str) -> None:
 
 
 def _accumulate(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for seed in (1, 2):
         backward(reference, MLP, whole(MLP, seed))
@@ -179,7 +179,7 @@ def test_accumulation(two: Ranks, how: str, strategy: str) -> None:
 
 
 def _forwards_first(rank: int, how: str, strategy: str, separate: bool) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for net, cut in ((reference, whole), (run, mine)):
         losses = [MLP.loss(net, cut(MLP, seed)) for seed in (1, 2)]
@@ -198,7 +198,7 @@ def test_two_forwards_before_backward(two: Ranks, how: str, strategy: str, separ
 
 
 def _backward_twice(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for net, cut in ((reference, whole), (run, mine)):
         loss = MLP.loss(net, cut(MLP, 1))
@@ -216,7 +216,7 @@ def test_two_backwards_of_one_forward(two: Ranks, how: str, strategy: str) -> No
 
 
 def _evaluate_between(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     for seed, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
         with mode():
@@ -236,7 +236,7 @@ def test_evaluation_between_steps(two: Ranks, how: str, strategy: str) -> None:
 
 
 def _forward_only(rank: int, how: str, strategy: str, held: bool) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     pending = MLP.loss(run, mine(MLP, 7))
     if not held:
@@ -260,7 +260,7 @@ def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: boo
 
 
 def _change_in_between(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     loss = MLP.loss(model, mine(MLP, 7))
     with torch.no_grad():
         for each in (model, reference):
@@ -281,7 +281,7 @@ def test_parameters_changed_between_forward_and_backward(two: Ranks) -> None:
 
 
 def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
-    pairs = [twins(MLP, strategy) for strategy in strategies]
+    pairs = [reference_and_model(MLP, strategy) for strategy in strategies]
     runs = [executor(model, how) for _, model in pairs]
     for seed in range(3):
         for run, (reference, _) in zip(runs, pairs, strict=True):
@@ -297,7 +297,7 @@ def test_two_models(two: Ranks, how: str) -> None:
 
 def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
     case = MODELS[name]
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     follow(executor(model, how), reference, case)
     before = [param.detach().clone() for param in model.parameters()]
     twin, twin_reference = copy.deepcopy(model), copy.deepcopy(reference)
@@ -322,7 +322,7 @@ def _one_block(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def _block_alone(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     alone = Case(MLP.build, partial(vectors, inputs=11), _one_block)
     backward(reference.blocks[1], alone, whole(alone, 3))
     backward(executor(model.blocks[1], how), alone, mine(alone, 3))
@@ -340,7 +340,7 @@ def test_block_alone(two: Ranks, how: str, strategy: str) -> None:
 
 
 def _compile_regions(rank: int, where: str, strategy: str) -> None:
-    reference, model = twins(MODELS["gpt"], strategy)
+    reference, model = reference_and_model(MODELS["gpt"], strategy)
     for block in model.blocks:
         region = block if where == "units" else block.up
         region.compile(backend="aot_eager", fullgraph=True)
@@ -387,7 +387,7 @@ FAILURES = {f.__name__: f for f in (_fail_in_forward, _fail_in_backward, _fail_a
 
 
 def _fail_eagerly(rank: int, failure: str, strategy: str, then: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     hook = FAILURES[failure](model)
     with pytest.raises(_Expected):
         backward(model, MLP, mine(MLP, 5))
@@ -404,7 +404,7 @@ def test_exceptions(two: Ranks, failure: str, strategy: str, then: str) -> None:
 
 
 def _fail_compiled(rank: int, failure: str) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     run = executor(model, "aot_eager")
     follow(run, reference, MLP)
     if failure == "shape":  # while tracing again

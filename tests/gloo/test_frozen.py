@@ -20,8 +20,8 @@ from .training import (
     executor,
     follow,
     mine,
+    reference_and_model,
     shard,
-    twins,
     units,
     whole,
 )
@@ -71,7 +71,7 @@ def _frozen_blocks(how: str = "none") -> _Chain:
 
 def _train_lora(rank: int, base: torch.dtype, strategy: str, checkpoints: str) -> None:
     case = Case(partial(_lora, base, checkpoints), vectors, squared_error)
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     follow(model, reference, case)
     model.zero_grad()
     with wire() as sent:
@@ -177,7 +177,7 @@ def test_a_trained_input_collects_no_hooks(two: Ranks) -> None:
 
 
 def _freeze_units(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     for frozen in ([], [0, 1], [0, 1, 2], [1], []):
         for each in (reference, model):
             for index, block in enumerate(each.blocks):

@@ -25,9 +25,9 @@ from .training import (
     follow,
     local,
     mine,
+    reference_and_model,
     shard,
     stored_here,
-    twins,
     units,
     whole,
 )
@@ -63,7 +63,7 @@ class _LeavesOut(nn.Module):
 
 def _none_or_not(rank: int) -> None:
     case = Case(_LeavesOut, vectors, squared_error)
-    reference, model = twins(case)
+    reference, model = reference_and_model(case)
     used, unused = model.blocks
     backward(model, case, mine(case, 1))
     assert used.spare.numel() and not used.spare.grad.any(), "zeros beside gradients of the same unit"
@@ -176,7 +176,7 @@ def test_gradients_add_up(two: Ranks, strategy: str, offload: bool) -> None:
 
 
 def _see_reduction(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     backward(reference, MLP, whole(MLP, 1))
     seen: dict[str, Tensor] = {}
     early: list[bool] = []
@@ -207,7 +207,7 @@ def test_gradients_are_seen_when_they_are_reduced(two: Ranks, strategy: str) -> 
 
 
 def _plain(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     optimizers = [OPTIMIZERS["adamw"](each.parameters()) for each in (reference, model)]
     backward(reference, MLP, whole(MLP, 1))
     for ours, theirs in _pairs(model, reference):
@@ -237,7 +237,7 @@ def test_plain_gradients(two: Ranks) -> None:
 
 
 def _wrong_shape(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     backward(model, MLP, mine(MLP, 1))
     for param in model.parameters():
         with pytest.raises(RuntimeError, match="assign a gradient of size"):
@@ -266,7 +266,7 @@ def test_gradients_that_do_not_fit(two: Ranks) -> None:
 
 
 def _attach_late(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     follow(model, reference, MLP)
     for each in (reference, model):
         each.zero_grad()

@@ -18,8 +18,8 @@ from .training import (
     build,
     follow,
     mine,
+    reference_and_model,
     shard,
-    twins,
     units,
     whole,
 )
@@ -46,7 +46,7 @@ def _bytes(model: nn.Module) -> int:
 
 
 def _accumulate(rank: int, strategy: str) -> list[list[str]]:
-    reference, model = twins(CASE, strategy)
+    reference, model = reference_and_model(CASE, strategy)
     gathered = []
     for seed, sync in enumerate((False, False, True)):
         backward(reference, CASE, whole(CASE, seed))
@@ -115,7 +115,7 @@ CHANGES = {f.__name__: f for f in (_scale, _replace, _load, _load_shards)}
 
 
 def _change(rank: int, change: str) -> None:
-    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     _gathers(model, 1, sync=False)
     model.zero_grad()
     CHANGES[change](model)
@@ -133,7 +133,7 @@ def test_kept_values_are_never_older_than_the_shard(two: Ranks, change: str) -> 
 
 
 def _evaluate_between(rank: int) -> None:
-    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     _gathers(model, 1, sync=False)
     with recorded(model) as log, torch.no_grad():
         model(mine(CASE, 2)[0])
@@ -151,7 +151,7 @@ def test_evaluation_reads_what_is_kept(two: Ranks) -> None:
 
 
 def _pending(rank: int) -> None:
-    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     first, second = (CASE.loss(model, mine(CASE, seed)) for seed in (1, 2))
     with model.no_sync():
         first.backward(retain_graph=True)
@@ -182,7 +182,7 @@ def test_full_shard_keeps_nothing(two: Ranks) -> None:
 
 
 def _left_out(rank: int) -> None:
-    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     with model.no_sync():
         loss = CASE.loss(model, mine(CASE, 1))
         if rank == 0:
@@ -197,7 +197,7 @@ def test_a_rank_may_leave_out_a_backward_under_no_sync(two: Ranks) -> None:
 
 
 def _resharded(rank: int) -> None:
-    reference, model = twins(CASE, "SHARD_GRAD_OP")
+    reference, model = reference_and_model(CASE, "SHARD_GRAD_OP")
     _gathers(model, 1, sync=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -17,8 +17,8 @@ from .training import (
     executor,
     follow,
     mine,
+    reference_and_model,
     shard,
-    twins,
     units,
 )
 
@@ -32,7 +32,7 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
 def _refuse(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     combinations = {
         "rank0_only and writeback": dict(rank0_only=True),
         "with_grads and offload_to_cpu": dict(with_grads=True, offload_to_cpu=True),
@@ -52,7 +52,7 @@ def test_refused_combinations(two: Ranks) -> None:
 
 
 def _nest(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     with summon_full_params(model):
         for nested in (model, model.blocks[1], model.blocks[1].up):
             refused = pytest.raises(AssertionError, match=r"summon_full_params: expected idle units.* inside summon")
@@ -75,7 +75,7 @@ def test_nesting_is_refused(two: Ranks) -> None:
 
 
 def _forward_inside(rank: int, how: str, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
     loss = MLP.loss(run, mine(MLP, 1))
@@ -151,7 +151,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def _apply(rank: int, name: str) -> None:
-    reference, model = twins(MODELS[name])
+    reference, model = reference_and_model(MODELS[name])
     seen: list[nn.Module] = []
     for each in (reference, model):
         assert each.apply(_initialise) is each

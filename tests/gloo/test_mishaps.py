@@ -13,7 +13,7 @@ from fsdp_compile import fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .test_communication import _spied
-from .training import assert_same_gradients, executor, follow, mine, shard, twins, units
+from .training import assert_same_gradients, executor, follow, mine, reference_and_model, shard, units
 
 MLP = MODELS["mlp"]
 every_way = pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
@@ -54,7 +54,7 @@ def test_a_constant_gradient_is_not_taken_for_none(two: Ranks, how: str) -> None
 
 
 def _thaw(rank: int, how: str) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     for each in (reference, model):
         each.stem.requires_grad_(False)
         each.blocks[0].requires_grad_(False)

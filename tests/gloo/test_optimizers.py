@@ -23,8 +23,8 @@ from .training import (
     executor,
     local,
     mine,
+    reference_and_model,
     shard,
-    twins,
     whole,
 )
 
@@ -95,7 +95,7 @@ def test_offloaded_optimizer_in_backward(two: Ranks, strategy: str) -> None:
 
 
 def _overflow_on_one_rank(rank: int, how: str) -> None:
-    _, model = twins(MLP)
+    _, model = reference_and_model(MLP)
     run = executor(model, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)

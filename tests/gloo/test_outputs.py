@@ -20,7 +20,7 @@ from .training import (
     build,
     follow,
     mine,
-    twins,
+    reference_and_model,
     units,
     whole,
 )
@@ -84,7 +84,7 @@ class _Outer(nn.Module):
 
 def _return(rank: int, kind: str, strategy: str) -> None:
     case = Case(lambda: _Outer(kind), vectors, squared_error)
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     optimizers = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
     for seed in range(2):
         backward(model, case, mine(case, seed))
@@ -124,7 +124,7 @@ class _TwoHeads(nn.Module):
 
 def _use_one_head(rank: int, strategy: str) -> None:
     case = Case(_TwoHeads, vectors, lambda model, inputs: squared_error(lambda x: model(x)[0], inputs))
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     with _spied() as calls:
         outputs = model(mine(case, 1)[0])
         (outputs[0] + 0 * outputs[1].detach()).sum().backward()
@@ -178,7 +178,7 @@ def test_a_former_root_may_be_wrapped(two: Ranks) -> None:
 
 def _call_twice(rank: int, strategy: str) -> list[Sent]:
     case = Case(lambda: _Twice(), vectors, squared_error)
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     follow(model, reference, case)
     with wire() as sent:
         backward(model, case, mine(case, 1))

@@ -14,7 +14,7 @@ from fsdp_compile import FullyShardedDataParallel
 from fsdp_compile.eager import forward
 
 from .ranks import Ranks
-from .training import backward, follow, mine, shard, twins, units
+from .training import backward, follow, mine, reference_and_model, shard, units
 
 MLP = MODELS["mlp"]
 OPTIONS: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
@@ -77,7 +77,7 @@ def test_units_are_looked_at_once_a_step(two: Ranks) -> None:
 
 
 def _gathered_by_hand(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     run = _compile_module(model)
     model.unshard()
     assert units(model)[0].prefetched is not None
@@ -92,7 +92,7 @@ def test_what_was_gathered_by_hand_is_freed(two: Ranks) -> None:
 
 
 def _refuse(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     run = _compile_module(model)
     before = model.head.weight.data
     with pytest.raises(ValueError, match=r"data: expected a tensor of the full shape \(5, 11\), found \(11, 5\)"):

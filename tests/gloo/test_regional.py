@@ -13,7 +13,7 @@ from fsdp_compile import fully_shard
 
 from .ranks import Ranks
 from .test_communication import _assert_freed, _gathered_bytes, _per_unit, _spied
-from .training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, shard, twins, units
+from .training import OPTIMIZERS, assert_bitwise, backward, build, follow, mine, reference_and_model, shard, units
 
 MLP = MODELS["mlp"]
 
@@ -35,7 +35,7 @@ CASES = {
 def _train_all(rank: int, how: str, names: tuple[str, ...]) -> None:
     for name in names:
         torch._dynamo.reset()
-        reference, model = twins(CASES[name])
+        reference, model = reference_and_model(CASES[name])
         _compile_blocks(model, how)
         for steps, recompiles in ((1, False), (2, True)):
             with torch._dynamo.config.patch(error_on_recompile=recompiles):

@@ -17,8 +17,8 @@ from .training import (
     executor,
     follow,
     mine,
+    reference_and_model,
     shard,
-    twins,
     units,
     whole,
 )
@@ -99,7 +99,7 @@ def test_sizes_on_the_wire(two: Ranks) -> None:
 
 
 def _poison_padding(rank: int, strategy: str, how: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     for unit in units(model):
         for flat in unit.flats:
             (original,) = [flat.shard.clone()]
@@ -122,7 +122,7 @@ def test_padding_is_never_seen(two: Ranks, strategy: str, how: str) -> None:
 
 
 def _stale(rank: int, strategy: str, change: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
     for evaluate in (torch.no_grad, torch.enable_grad):
         backward(model, MLP, mine(MLP, 1))

@@ -20,8 +20,8 @@ from .training import (
     follow,
     full_parameters,
     mine,
+    reference_and_model,
     shard,
-    twins,
     whole,
 )
 
@@ -35,7 +35,7 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
 def _read(rank: int, name: str, strategy: str) -> None:
-    reference, model = twins(MODELS[name], strategy)
+    reference, model = reference_and_model(MODELS[name], strategy)
     before = dict(model.named_parameters())
     with summon_full_params(model):
         inside = dict(model.named_parameters())
@@ -64,7 +64,7 @@ def test_full_parameters(two: Ranks, name: str, strategy: str) -> None:
 
 
 def _read_parts(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     block = model.blocks[0]
     with _spied() as calls, summon_full_params(model, recurse=False):
         assert type(model.head.weight) is UnshardedTensor and type(block.up.weight) is ShardedTensor
@@ -117,7 +117,7 @@ def test_each_rank_keeps_its_part(two: Ranks) -> None:
 
 
 def _edit(rank: int, how: str, strategy: str, change: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
     for each in (reference, model):
@@ -145,7 +145,7 @@ def test_edits_are_kept(two: Ranks, how: str, strategy: str, change: str) -> Non
 
 
 def _drop(rank: int, strategy: str, change: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     backward(model, MLP, mine(MLP, 1))  # what a forward keeps must not be what is edited
     with torch.no_grad():
         expected = model(mine(MLP, 2)[0])
@@ -186,7 +186,7 @@ class _Expected(Exception):
 
 
 def _raise_inside(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     with pytest.raises(_Expected), summon_full_params(model), torch.no_grad():
         for each in (reference, model):
             each.head.weight.mul_(0.5)
@@ -200,7 +200,7 @@ def test_exceptions_inside(two: Ranks) -> None:
 
 
 def _leave_badly(rank: int, change: str) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     match = r"expected .*\(23, 11\).* found .*\(5,\)"
     wrong = pytest.raises(ValueError if change == "data" else RuntimeError, match=match)
     with wrong, summon_full_params(model), torch.no_grad():
@@ -223,7 +223,7 @@ def test_replacing_by_another_shape(two: Ranks, change: str) -> None:
 
 
 def _between(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     losses = [MLP.loss(reference, whole(MLP, 1)), MLP.loss(model, mine(MLP, 1))]
     with summon_full_params(model):
         pass
@@ -242,7 +242,7 @@ def test_between_forward_and_backward(two: Ranks, strategy: str) -> None:
 
 
 def _edit_between(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     loss = MLP.loss(model, mine(MLP, 1))
     for each in (reference, model):
         with summon_full_params(each), torch.no_grad():

@@ -19,7 +19,7 @@ from .training import (
     follow,
     local,
     mine,
-    twins,
+    reference_and_model,
     units,
     whole,
 )
@@ -34,7 +34,7 @@ both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
 
 
 def _rank0_only(rank: int, offload: bool) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     sharded = {name: local(param).detach().clone() for name, param in model.named_parameters()}
     with _spied() as calls, summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
         expected = dict(reference.named_parameters()) if rank == 0 else sharded
@@ -57,7 +57,7 @@ def test_rank0_only(two: Ranks, offload: bool) -> None:
 
 
 def _offload(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     with pytest.warns(UserWarning, match="offload_to_cpu without rank0_only"):
         context = summon_full_params(model, offload_to_cpu=True)
         context.__enter__()
@@ -82,7 +82,7 @@ def test_offload_on_all_ranks(two: Ranks, strategy: str) -> None:
 
 
 def _gradients(rank: int, strategy: str, writeback: bool) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     with _spied() as calls, summon_full_params(model, with_grads=True):
         assert all(param.grad is None for param in model.parameters())
     gathers = sum(call.kind == "gather" for call in calls)
@@ -157,7 +157,7 @@ def test_gradients_of_another_dtype(two: Ranks) -> None:
 
 
 def _cleared(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     backward(model, MLP, mine(MLP, 1))
     with summon_full_params(model, with_grads=True):
         model.zero_grad()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .ranks import Ranks
 from .test_outputs import _Outer
-from .training import assert_bitwise, follow, local, mine, shard, twins
+from .training import assert_bitwise, follow, local, mine, reference_and_model, shard
 
 MLP = MODELS["mlp"]
 
@@ -103,7 +103,7 @@ def test_grad_and_training_modes(two: Ranks) -> None:
 def _loss_inside(rank: int) -> None:
     for name in ("mlp", "tied"):
         case = MODELS[name]
-        reference, model = twins(case)
+        reference, model = reference_and_model(case)
         step = torch.compile(case.loss, backend="aot_eager", fullgraph=True)
         inside = Case(case.build, case.batch, lambda each, inputs, step=step, model=model, case=case: (
             step(each, inputs) if each is model else case.loss(each, inputs)

@@ -11,7 +11,18 @@ from fsdp_compile import FSDPModule, fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .test_communication import _spied
-from .training import assert_same_gradients, backward, executor, follow, local, mine, shard, twins, units, whole
+from .training import (
+    assert_same_gradients,
+    backward,
+    executor,
+    follow,
+    local,
+    mine,
+    reference_and_model,
+    shard,
+    units,
+    whole,
+)
 
 MLP = MODELS["mlp"]
 
@@ -26,7 +37,7 @@ def _unshard_all(model: nn.Module, async_op: bool) -> None:
 
 
 def _ahead(rank: int, strategy: str, async_op: bool) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     for seed in range(2):
         with _spied() as calls:
             _unshard_all(model, async_op)
@@ -84,7 +95,7 @@ def test_older_values_are_not_used(two: Ranks, how: str) -> None:
 
 
 def _stepped(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     for seed in range(3):
         follow(model, reference, MLP, steps=1, first_seed=seed)
         _unshard_all(model, True)
@@ -97,7 +108,7 @@ def test_unsharded_before_the_step(two: Ranks) -> None:
 
 
 def _within_forward(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     for here, following in zip(model.blocks, [*model.blocks[1:], None], strict=True):
         if following is not None:
             here.register_forward_pre_hook(lambda module, args, following=following: following.unshard(True) and None)
@@ -113,7 +124,7 @@ def test_within_a_forward(two: Ranks) -> None:
 
 
 def _reshard(rank: int, strategy: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     _unshard_all(model, True)
     for module in FSDPModule.fsdp_modules(model):
         module.reshard()
@@ -139,7 +150,7 @@ def test_reshard(two: Ranks, strategy: str) -> None:
 
 
 def _mode(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     for context in (torch.inference_mode(), torch.no_grad(), nullcontext()):
         entered: AbstractContextManager = context
         with entered:
@@ -153,7 +164,7 @@ def test_unsharded_without_gradients(two: Ranks) -> None:
 
 
 def _compiled(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     run = executor(model, "aot_eager")
     for _ in range(2):
         _unshard_all(model, True)
@@ -180,7 +191,7 @@ class _Recurrent(nn.Module):
 
 
 def _alone(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     recurrent = fully_shard(_Recurrent())
     for module, inputs in ((model.blocks[0].up, 11), (model.stem, 7), (recurrent.cell, 7)):
         shape = (3, 1, inputs) if isinstance(module, nn.GRU) else (3, inputs)

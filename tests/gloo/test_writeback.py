@@ -21,8 +21,8 @@ from .training import (
     follow,
     local,
     mine,
+    reference_and_model,
     shard,
-    twins,
     units,
     whole,
 )
@@ -47,7 +47,7 @@ def _halve(model: nn.Module, change: str) -> None:
 
 def _replace(rank: int, name: str, strategy: str, change: str, how: str) -> None:
     case = MODELS[name]
-    reference, model = twins(case, strategy)
+    reference, model = reference_and_model(case, strategy)
     run = executor(model, how)
     follow(run, reference, case)
     for each in (reference, model):
@@ -79,7 +79,7 @@ def test_replaced_parameters(two: Ranks, name: str, strategy: str, change: str, 
 
 
 def _replace_wrongly(rank: int, change: str) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     old = model.head.weight
     if change == "dtype":
         old.data = old.data.double()
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(two: Ranks, change: str) -> None:
 
 
 def _data_of_another_shape(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     weight = model.head.weight
     for data in (torch.zeros(11, 5), torch.zeros(55), weight.to_local().detach().clone(), model.stem.weight.data):
         shape = ", ".join(map(str, data.shape))
@@ -121,7 +121,7 @@ def test_data_of_another_shape_is_refused(two: Ranks) -> None:
 
 
 def _swap_averages(rank: int, strategy: str, how: str) -> None:
-    reference, model = twins(MLP, strategy)
+    reference, model = reference_and_model(MLP, strategy)
     run = executor(model, how)
     follow(run, reference, MLP)
     trained = [local(param).detach().clone() for param in model.parameters()]
@@ -149,7 +149,7 @@ def test_averages_swapped_in_by_data(two: Ranks, strategy: str, how: str) -> Non
 
 
 def _any_shape(rank: int) -> None:
-    reference, model = twins(MLP, "NO_SHARD")
+    reference, model = reference_and_model(MLP, "NO_SHARD")
     for each in (reference, model):
         each.head.weight.data = each.head.weight.data * 0.5
     model.head.weight.data = model.head.weight.data.flatten()
@@ -164,7 +164,7 @@ def test_any_shape_without_sharding(two: Ranks) -> None:
 
 def _untie(rank: int) -> None:
     case = MODELS["tied"]
-    reference, model = twins(case)
+    reference, model = reference_and_model(case)
     shared = model.tokens.weight
     model.head.weight = nn.Parameter(shared.detach().clone())
     with pytest.raises(NotImplementedError, match=r"parameter tokens.weight: expected one object in all 2 places"):
@@ -179,7 +179,7 @@ def test_a_shared_parameter_replaced_in_one_place(two: Ranks) -> None:
 
 
 def _remove(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     bias = model.head.bias
     model.head.bias = None
     del model.stem._parameters["bias"]
@@ -209,7 +209,7 @@ def test_data_replaced_between_forward_and_backward(two: Ranks, strategy: str) -
 
 
 def _replace_gradient(rank: int) -> None:
-    reference, model = twins(MLP)
+    reference, model = reference_and_model(MLP)
     both = [(m, OPTIMIZERS["adamw"](m.parameters())) for m in (reference, model)]
     backward(reference, MLP, whole(MLP, 1))
     backward(model, MLP, mine(MLP, 1))

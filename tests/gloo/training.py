@@ -1,6 +1,6 @@
 """What tests run inside the ranks: a sharded model next to an unsharded one that sees every rank's part of the batch.
 
-reference, model = twins(case)                      equal initial values
+reference, model = reference_and_model(case)                      equal initial values
 model = executor(model, "aot_eager")                how to run it
 follow(model, reference, case)                      train both; same gradients and parameters at each step
 """
@@ -39,7 +39,7 @@ def shard(case: Case, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module
     return fully_shard(build(case), sharding_strategy=ShardingStrategy[strategy], **options)
 
 
-def twins(case: Case, strategy: str = "FULL_SHARD") -> tuple[nn.Module, nn.Module]:
+def reference_and_model(case: Case, strategy: str = "FULL_SHARD") -> tuple[nn.Module, nn.Module]:
     """The model unsharded and sharded, with equal values."""
     return build(case), shard(case, strategy)
 
