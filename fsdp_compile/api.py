@@ -49,7 +49,7 @@ def fully_shard(
     cpu_offload: CPUOffload | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-    device_id: int | torch.device | None = None,
+    device_id: int | str | torch.device | None = None,
     param_init_fn: InitFn | None = None,
     sync_module_states: bool = False,
     devices_per_node: int | None = None,
@@ -86,8 +86,8 @@ def fully_shard(
             argument must say the same; a number or "auto" fits only strategies that free parameters.
         auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks; with
             None `model` is one unit; otherwise a set of module classes, or a `ModuleWrapPolicy`, `CustomPolicy` or
-            callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may set another `sharding_strategy` for a
-            module.
+            callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may set the arguments of
+            `FullyShardedDataParallel` for a module otherwise than for the model.
         mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast.
             The shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None,
             batch normalization, or the classes in `_module_classes_to_ignore`, becomes units without mixed precision.
@@ -143,7 +143,7 @@ def fully_shard(
     exempt = exempt_classes(mixed_precision)
     chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
     for prepared in prepare_units(model, chosen, settings, _is_unit):
-        _make_unit(prepared, settings)
+        _make_unit(prepared, prepared.settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
     call_before_tracing(_install_passes)
     watch_optimizers()
@@ -256,9 +256,9 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
         broadcast_states(params, prepared.module, settings.groups)
     unit = _new_unit(prepared, settings) if prepared.has_data else None
     prepared.module.__dict__["_fsdp"] = ModuleSharding(
-        strategy=prepared.strategy,
+        strategy=settings.strategy,
         device=prepared.device,
-        precision=prepared.precision,
+        precision=settings.precision,
         buffer_dtypes=buffer_dtypes(prepared.module, modules),
         full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
         limit_all_gathers=settings.limit_all_gathers,
@@ -279,7 +279,7 @@ def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
         replicas=replicas,
         stage_groups=stage_groups,
         may_stay=settings.may_stay,
-        precision=prepared.precision,
+        precision=settings.precision,
         offload=settings.offload,
         device=prepared.device,
     )

@@ -1,14 +1,21 @@
 """`FullyShardedDataParallel`: the wrapper class of `torch.distributed.fsdp`, on `fully_shard`.
 
 A training script written for torch's class changes its import line. What differs from `fully_shard` is the shape of the
-tree: the module sits below a wrapper, under the name `_fsdp_wrapped_module`; state dicts leave that name out.
+tree: each sharded module sits below a wrapper, under the name `_fsdp_wrapped_module`.
+
+    FSDP(net, auto_wrap_policy={Block})          wrapper -> FSDPModule net -> ... -> wrapper -> FSDPModule block -> ...
+
+The module inside is what `fully_shard` made of it: it gathers and reduces, and it alone is compiled. A wrapper forwards
+calls and attributes, and says under which names things are found: state dicts leave the wrappers' name out.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
@@ -16,22 +23,22 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
-from fsdp_compile.core.lookup import WRAPPED
-from fsdp_compile.core.sharding import units_used_below
-from fsdp_compile.eager.forward import Prologue
+from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.lookup import CHECKPOINTED, WRAPPED, clean_name
+from fsdp_compile.core.sharding import sharding_of, units_used_below
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager._torch import TrainingState, never_trace
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
 from fsdp_compile.state_dict.kinds import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
 
 
-class FullyShardedDataParallel(Prologue, nn.Module):
+class FullyShardedDataParallel(nn.Module):
     """Shard `module`, and the submodules that `auto_wrap_policy` chooses, and run it.
 
-    Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`; what they mean, and what is raised, is
-    said at `fully_shard`. `use_orig_params` is True: `parameters()` yields the original `nn.Parameter` objects.
-
-    Raises:
-        ValueError: `use_orig_params` is False.
+    Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`, in its order; what they mean, and what is
+    raised, is said at `fully_shard`. The chosen submodules are replaced by wrappers around them. `parameters()` yields
+    the original `nn.Parameter` objects whatever `use_orig_params` is; False is warned of once.
     """
 
     summon_full_params = staticmethod(summon_full_params)
@@ -58,7 +65,7 @@ class FullyShardedDataParallel(Prologue, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -68,50 +75,61 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     ) -> None:
         super().__init__()
         if not use_orig_params:
-            raise ValueError(
-                "use_orig_params: expected True, found False: there is no flat parameter; parameters() yields the "
-                "original ones, each as this rank's part; leave the argument out"
-            )
-        setattr(
-            self,
-            WRAPPED,
-            fully_shard(
-                module,
-                mesh=device_mesh,
-                process_group=process_group,
-                sharding_strategy=sharding_strategy,
-                auto_wrap_policy=auto_wrap_policy,
-                mixed_precision=mixed_precision,
-                cpu_offload=cpu_offload,
-                ignored_modules=ignored_modules,
-                ignored_states=ignored_states,
-                device_id=device_id,
-                param_init_fn=param_init_fn,
-                sync_module_states=sync_module_states,
-                backward_prefetch=backward_prefetch,
-                forward_prefetch=forward_prefetch,
-                limit_all_gathers=limit_all_gathers,
-            ),
+            _warn_of_original_parameters()
+        sharded_before = {each for each in module.modules() if sharding_of(each)}
+        fully_shard(
+            module,
+            mesh=device_mesh,
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            auto_wrap_policy=auto_wrap_policy,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            ignored_modules=ignored_modules,
+            ignored_states=ignored_states,
+            device_id=device_id,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
         )
+        _wrap_units_below(module, sharded_before)
+        self._put_around(module)
         for unit in units_used_below(module):
             unit.state_settings = unit.state_settings or default_settings(StateDictType.FULL_STATE_DICT)
+
+    def _put_around(self, module: nn.Module) -> None:
+        """Become the wrapper of `module`, which is sharded."""
+        setattr(self, WRAPPED, module)
         self.register_state_dict_post_hook(_drop_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_load_state_dict_post_hook(_clean_incompatible_keys)
 
     @property
     def module(self) -> Any:
-        """The wrapped module, a `FSDPModule`."""
-        return self._modules[WRAPPED]
+        """The wrapped module, a `FSDPModule`; where activation checkpointing was put around it since, that in it."""
+        inside = self._modules[WRAPPED]
+        return inside._modules.get(CHECKPOINTED, inside) if inside is not None else None
 
+    @never_trace  # the frame that is compiled is the forward of the module: there is a code object for each model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, with full parameters."""
-        return self.module(*args, **kwargs)
+        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # set
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `FSDPModule.compile`."""
+        self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__(WRAPPED), name)
+
+    def __bool__(self) -> bool:
+        """Always true, also where the wrapped module has a length of 0, or none."""
+        return True
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
@@ -138,7 +156,123 @@ class FullyShardedDataParallel(Prologue, nn.Module):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """The wrappers in the tree of `module`; with `root_only`, those that no other wrapper encloses."""
         wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        return [each for each in wrappers if each.module._fsdp.is_root] if root_only else wrappers
+        return [each for each in wrappers if each.check_is_root() or not root_only]
+
+    def check_is_root(self) -> bool:
+        """Whether no sharded module is around this one."""
+        return bool(self.module.is_root())
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`; while this wrapper's parameters are summoned, without the wrappers' name."""
+        named = super().named_parameters(*args, **kwargs)
+        return _cleaned(named) if self._is_summoned else named
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As `nn.Module.named_buffers`, under names as `named_parameters` has them."""
+        named = super().named_buffers(*args, **kwargs)
+        return _cleaned(named) if self._is_summoned else named
+
+    @property
+    def _is_summoned(self) -> bool:
+        return any(unit.summoned is not None for unit in self._units)
+
+    # --- settings, under the names that torch's wrapper has for them --------------------------------------------------
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
+        if self._units and not self._units[0].is_sharded:
+            return ShardingStrategy.NO_SHARD
+        strategy: ShardingStrategy = self.module._fsdp.strategy
+        return strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes in force; those of the parameters where they are None."""
+        return self.module._fsdp.precision or MixedPrecision()
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether shards and gradients are stored on the CPU."""
+        return CPUOffload(offload_params=any(unit.offload for unit in self._units))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that parameters are sharded over; under NO_SHARD, that gradients are averaged over."""
+        return self._units[0].group if self._units else dist.distributed_c10d._get_default_group()
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank in `process_group`."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in `process_group`."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        device: torch.device = self._units[0].device if self._units else self.module._fsdp.device
+        return device
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """The setting in force, that of the root, as of `forward_prefetch` and `limit_all_gathers`."""
+        setting: BackwardPrefetch | None = self.module._fsdp_runtime.backward_prefetch
+        return setting
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether the eager forward prefetches."""
+        return bool(self.module._fsdp_runtime.forward_prefetch)
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """Whether the host waits before an all-gather for two units that were freed."""
+        return bool(self.module._fsdp_runtime.limit_all_gathers)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """SUMMON_FULL_PARAMS, FORWARD_BACKWARD or IDLE: what reads this wrapper's full parameters at the moment."""
+        if self._is_summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        is_running = any(unit.is_unsharded for unit in self._units)
+        return TrainingState.FORWARD_BACKWARD if is_running else TrainingState.IDLE
+
+    @property
+    def _units(self) -> tuple[Unit, ...]:
+        """The module's own units, or, if all its parameters are those of modules below, theirs."""
+        sharding = self.module._fsdp
+        return sharding.units or sharding.units_below
+
+
+# --- around the modules that a policy chose ---------------------------------------------------------------------------
+
+
+def _wrap_units_below(root: nn.Module, left_alone: Container[nn.Module]) -> None:
+    """Put a wrapper around each sharded module below `root`, wherever it is registered, but for those `left_alone`."""
+    wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
+    for parent in list(root.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is None or child is root or child in left_alone or not sharding_of(child):
+                continue
+            if child not in wrappers:
+                wrappers[child] = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+                nn.Module.__init__(wrappers[child])
+                wrappers[child]._put_around(child)
+                wrappers[child].training = child.training
+            parent._modules[name] = wrappers[child]
+
+
+# --- names in state dicts ---------------------------------------------------------------------------------------------
+
+
+def _cleaned(named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    return ((clean_name(name), value) for name, value in named)
 
 
 def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -151,3 +285,16 @@ def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     inner = f"{prefix}{WRAPPED}."
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
         state[inner + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _clean_incompatible_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:
+    for keys in incompatible:
+        keys[:] = map(clean_name, keys)
+
+
+@functools.cache
+def _warn_of_original_parameters() -> None:
+    warn_caller(
+        "use_orig_params: expected True, found False: there is no flat parameter among parameters(), which yields the "
+        "original ones as with True; leave the argument out"
+    )

@@ -16,15 +16,17 @@ from fsdp_compile.core.environment import warn_caller
 CPU = torch.device("cpu")
 
 
-def given_device(device_id: int | torch.device | None) -> torch.device | None:
+def given_device(device_id: int | str | torch.device | None) -> torch.device | None:
     """The device that the argument names, with an index unless it is the CPU (E-INIT-14).
 
     Raises:
-        TypeError: neither an int nor a torch.device.
+        TypeError: neither an int, a torch.device nor the name of one.
         ValueError: the meta device, or an index without an accelerator to count.
     """
     if device_id is None:
         return None
+    if isinstance(device_id, str):
+        device_id = torch.device(device_id)
     if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
         raise TypeError(f"device_id: expected an int, a torch.device or None, found {type(device_id).__name__}")
     if device_id == CPU or device_id == torch.device("cpu", 0):

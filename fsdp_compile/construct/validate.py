@@ -4,21 +4,21 @@ See Note [Nothing is changed on refusal].
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place
+from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place, resolve_groups
 from fsdp_compile.construct.broadcast import unsent_buffers
-from fsdp_compile.construct.devices import carried_devices, compute_device
+from fsdp_compile.construct.devices import carried_devices, compute_device, given_device
 from fsdp_compile.construct.ignored import Ignored, IsUnit
 from fsdp_compile.construct.meta_init import InitFn, check_materializable
 from fsdp_compile.construct.wrap_policy import Chosen
@@ -60,10 +60,9 @@ class PreparedUnit:
     path: str  # of `module` in the model
     params: NamedParams  # names are relative to `module`
     modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
-    strategy: ShardingStrategy
+    settings: Settings  # those of the call, but for those in which a policy lets this unit differ
     placement: Placement
     device: torch.device  # where it computes
-    precision: MixedPrecision | None
 
     @property
     def has_data(self) -> bool:
@@ -81,23 +80,19 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
     _check_hooks(model)
     _check_same_switch(model, is_unit)
     paths = {module: path for path, module in model.named_modules()}
-    for module, differs in chosen.items():
-        _check_settings(paths[module], differs)
-    strategies = [_strategy_of(paths[module], differs, settings.strategy) for module, differs in chosen.items()]
+    of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
     carried = carried_devices(settings.groups.shard)
     prepared = []
-    for (module, params, modules), strategy in zip(_divide(chosen, settings.ignored, is_unit), strategies, strict=True):
+    for (module, params, modules), own in zip(_divide(chosen, settings.ignored, is_unit), of_units, strict=True):
         path = paths[module]
         _check_container(module, path)
         _check_params(params, path)
-        device = compute_device(((_join(path, n), p.device) for n, p in params), settings.device, carried)
+        device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
         named = [(paths[each], each) for each in modules]
-        check_materializable(named, settings.init, settings.ignored.params)
-        precision = chosen[module].get("mixed_precision", settings.precision)
-        placement = place(strategy, settings.groups)
-        prepared.append(PreparedUnit(module, path, params, named, strategy, placement, device, precision))
-    _warn_one_rank(strategies, settings.groups)
-    if settings.sync:
+        check_materializable(named, own.init, settings.ignored.params)
+        prepared.append(PreparedUnit(module, path, params, named, own, place(own.strategy, own.groups), device))
+    _warn_one_rank(of_units)
+    if any(own.sync for own in of_units):
         _check_sendable(model, prepared, carried)
     return prepared
 
@@ -117,30 +112,60 @@ def _divide(
         yield module, own_params, own_modules
 
 
-def _check_settings(path: str, differs: dict[str, Any]) -> None:
-    unknown = sorted(differs.keys() - {"sharding_strategy", "mixed_precision"})
+_MAY_DIFFER: dict[str, Any] = {  # what a policy may set for a unit, and its types
+    "sharding_strategy": ShardingStrategy | None,
+    "mixed_precision": MixedPrecision | None,
+    "cpu_offload": CPUOffload | None,
+    "process_group": object,
+    "device_mesh": object,
+    "device_id": object,
+    "param_init_fn": Callable | None,
+    "sync_module_states": bool,
+    "limit_all_gathers": bool,
+}
+_OF_THE_ROOT = ("backward_prefetch", "forward_prefetch", "use_orig_params")  # accepted: that of the root is in force
+
+
+def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Settings:
+    """The settings of one unit, where a `CustomPolicy` may ask for others than the model's."""
+    unknown = sorted(differs.keys() - {*_MAY_DIFFER, *_OF_THE_ROOT})
     if unknown:
         raise ValueError(
-            f"auto_wrap_policy: expected settings among sharding_strategy and mixed_precision for module {path}, "
+            f"auto_wrap_policy: expected settings among {', '.join([*_MAY_DIFFER, *_OF_THE_ROOT])} for module {path}, "
             f"found {', '.join(unknown)}; set them in fully_shard, or shard the module by a call of its own"
         )
-    precision = differs.get("mixed_precision")
-    if not isinstance(precision, MixedPrecision | None):
-        raise TypeError(f"auto_wrap_policy: expected a MixedPrecision or None for module {path}, "
-                        f"found {type(precision).__name__}")  # fmt: skip
-
-
-def _strategy_of(path: str, differs: dict[str, Any], strategy: ShardingStrategy) -> ShardingStrategy:
-    """The strategy of one unit, where a `CustomPolicy` may ask for another than the model's."""
-    own = differs.get("sharding_strategy", strategy)
-    if not isinstance(own, ShardingStrategy):
-        raise TypeError(f"auto_wrap_policy: expected a ShardingStrategy for module {path}, found {type(own).__name__}")
-    if (own in HYBRID) != (strategy in HYBRID):
+    for name, kind in _MAY_DIFFER.items():
+        if name in differs and not isinstance(differs[name], kind):
+            words = " or ".join(getattr(each, "__name__", "None") for each in getattr(kind, "__args__", (kind,)))
+            raise TypeError(
+                f"auto_wrap_policy: expected {name} of type {words} for module {path}, found "
+                f"{type(differs[name]).__name__}"
+            )
+    if differs.get("limit_all_gathers", settings.limit_all_gathers) != settings.limit_all_gathers:
         raise ValueError(
-            f"auto_wrap_policy: expected hybrid strategies for all units or for none, found {own.name} for module "
-            f"{path} in a model of {strategy.name}; they would need other groups"
+            f"auto_wrap_policy: expected limit_all_gathers to be {settings.limit_all_gathers} for module {path}, as it "
+            f"is for the model, found {differs['limit_all_gathers']}; use one value for all units"
         )
-    return own
+    strategy = differs.get("sharding_strategy") or settings.strategy
+    groups = settings.groups
+    if differs.get("process_group") is not None or differs.get("device_mesh") is not None:
+        groups = resolve_groups(differs.get("device_mesh"), differs.get("process_group"), strategy, has_policy=True)
+    elif (strategy in HYBRID) != (settings.strategy in HYBRID):
+        raise ValueError(
+            f"auto_wrap_policy: expected hybrid strategies for all units or for none, found {strategy.name} for module "
+            f"{path} in a model of {settings.strategy.name}; set its process_group too, as it needs other groups"
+        )
+    offload = differs["cpu_offload"] if "cpu_offload" in differs else CPUOffload(settings.offload)
+    return replace(
+        settings,
+        strategy=strategy,
+        groups=groups,
+        precision=differs.get("mixed_precision", settings.precision),
+        offload=offload is not None and offload.offload_params,
+        device=given_device(differs["device_id"]) if "device_id" in differs else settings.device,
+        init=differs.get("param_init_fn", settings.init),
+        sync=differs.get("sync_module_states", settings.sync),
+    )
 
 
 def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[nn.Module]:
@@ -153,11 +178,9 @@ def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[
     return modules
 
 
-def _warn_one_rank(strategies: Iterable[ShardingStrategy], groups: Groups) -> None:
+def _warn_one_rank(of_units: Iterable[Settings]) -> None:
     """Say that nothing is split although it was asked for (E-STRAT-6)."""
-    if groups.shard.size() > 1:
-        return
-    for strategy in dict.fromkeys(strategies):
+    for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
         if strategy is not ShardingStrategy.NO_SHARD:
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
 

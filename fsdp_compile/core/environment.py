@@ -1,6 +1,6 @@
 """What the package has to do with the program around it: switches in the environment, and warnings.
 
-Each switch is read when a unit is made, and on if its variable is exactly "1" (E-ENV-6).
+Each switch is read when a unit is made, and on if its variable, or that of torch's wrapper, is exactly "1" (E-ENV-6).
 """
 
 import logging
@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 _PACKAGE = __name__.partition(".")[0]
-PREFIX = "FSDP_COMPILE_"
+_PREFIXES = ("FSDP_COMPILE_", "FSDP_USE_")  # the latter: of torch's wrapper
 
 _log = logging.getLogger("fsdp_compile")
 _warned: set[str] = set()
@@ -41,12 +41,11 @@ class Switches:
 
 
 def _is_on(name: str, harm: str | None = None) -> bool:
-    variable = PREFIX + name
-    on = os.environ.get(variable) == "1"
-    if on and harm and variable not in _warned:
+    variable = next((prefix + name for prefix in _PREFIXES if os.environ.get(prefix + name) == "1"), None)
+    if variable and harm and variable not in _warned:
         _warned.add(variable)
         _log.warning("%s=1: %s, all results are wrong; unset it for anything but timing", variable, harm)
-    return on
+    return variable is not None
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

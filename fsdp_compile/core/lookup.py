@@ -3,8 +3,9 @@
 The class of a module that owns managed parameters is replaced by a subclass with one property per parameter. It returns
 the unit's full view while the unit is gathered, else the sharded parameter. Nothing is set or restored per step.
 
-Classes are cached by (original class, where each parameter is found, forward), so equal modules of equal blocks share
-one class and one compiled graph. All that belongs to an instance, its units, lives in the instance.
+Classes are cached by (original class, where each parameter is found, forward, constants of a traced forward), so equal
+modules of equal blocks share one class and one compiled graph, and different models share no code object: Dynamo counts
+recompilations for each, and stops at a limit. All that belongs to an instance, its units, lives in the instance.
 """
 
 import functools
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 
-WRAPPED = "_fsdp_wrapped_module"
-_ADDED = (f"{WRAPPED}.", "_checkpoint_wrapped_module.", "_orig_mod.")  # by wrappers: ours, checkpoints', the compiler's
+WRAPPED, CHECKPOINTED = "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
+_ADDED = (f"{WRAPPED}.", f"{CHECKPOINTED}.", "_orig_mod.")  # by wrappers: ours, checkpoints', the compiler's
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,28 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
         lookups.append(Lookup(name, units.index(unit), index))
         unit.locations.add(index, module._parameters, name)
     module.__dict__["_fsdp_units"] = tuple(units)
-    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin))
+    constants = getattr(type(module), "_fsdp_traced_constants", ())
+    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
 
 
 def add_mixin(module: nn.Module, mixin: type) -> None:
     """Make `module` an instance of `mixin` as well; if it has a `wrap_forward`, that wraps the original forward."""
-    _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin)
+    constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
+    _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
 
 
-def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type) -> None:
-    module.__class__ = _swapped_class(original_class(module), lookups, mixin)  # type: ignore[arg-type]  # classes do hash
+def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
+    swapped = _swapped_class(original_class(module), lookups, mixin, constants)  # type: ignore[arg-type]  # they hash
+    module.__class__ = swapped
 
 
 @functools.cache
-def _swapped_class(original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any) -> type[nn.Module]:
+def _swapped_class(
+    original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any, constants: tuple[str, ...]
+) -> type[nn.Module]:
     namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
+    namespace |= {"_fsdp_traced_constants": constants}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     if not hasattr(mixin, "wrap_forward"):
         return type(original.__name__, (mixin, original), namespace)

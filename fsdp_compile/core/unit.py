@@ -299,6 +299,11 @@ class Unit:
             yield flat, values[start : start + len(flat.params)]
             start += len(flat.params)
 
+    @property
+    def traced_constants(self) -> list[str]:
+        """What is constant in a graph of the unit's forward: units with equal ones can share a graph."""
+        return [spec for spec, _ in self._traced]
+
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def traced_unshard(self, full_precision: bool = False) -> list[Tensor]:

@@ -6,6 +6,7 @@ torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is activ
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._foreach_norm                                      norms of many tensors in one kernel
+torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
 torch.utils._pytree                                      the tensors in the arguments and outputs of a module
 """
@@ -24,11 +25,13 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_compile.core._torch import call_after_backward, current_backward
 
 __all__ = [
+    "TrainingState",
     "allowed_in_regions",
     "allreduce_hook",
     "bf16_compress_hook",
@@ -40,7 +43,7 @@ __all__ = [
     "norms",
     "reduce_scatter_hook",
     "tree_leaves",
-    "tree_map_only",
+    "tree_map",
 ]
 
 FunctionT = TypeVar("FunctionT", bound=Callable)

@@ -9,6 +9,7 @@ as for its neighbours, and the graph in between reads unsharded flat parameters 
 
 import functools
 from collections.abc import Callable, Collection
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
+from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_compile.core.sharding import ModuleSharding
 from fsdp_compile.core.unit import Unit
@@ -25,7 +27,7 @@ from fsdp_compile.eager._torch import (
     current_backward,
     dynamo_is_active,
     never_trace,
-    tree_map_only,
+    tree_map,
 )
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
@@ -79,7 +81,7 @@ class Prologue:
     Measured on one CPU core, 13 units of 10 parameters: 6 us per unit and step alone, 8 to 11 us between other work.
     """
 
-    _fsdp: ModuleSharding  # of a wrapper: that of the module inside
+    _fsdp: ModuleSharding
     _compiled_call_impl: Any
 
     @never_trace
@@ -87,10 +89,10 @@ class Prologue:
         """As `nn.Module.__call__`."""
         if not torch.compiler.is_compiling():
             # Written out, not a method: this function is not traced, but Dynamo would compile what it calls.
-            gathers_itself = self._compiled_call_impl is not None and (self._fsdp.is_root or "_fsdp" not in vars(self))
+            gathers_itself = self._compiled_call_impl is not None and self._fsdp.is_root
             if gathers_itself or dynamo_is_active():  # else the eager runtime gathers, which checks too
                 _prepare(self)
-            if "forward" in vars(self) and "_fsdp" in vars(self):
+            if "forward" in vars(self):
                 gather_around_own_forward(self)  # type: ignore[arg-type]  # a mixin of modules
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 
@@ -124,7 +126,7 @@ def _prepare(module: Any) -> None:
     if current_backward() != -1:  # a forward that is recomputed: what the first one found is in force
         return
     if module._fsdp.is_root:
-        module._fsdp_runtime.check(module if "_fsdp" in vars(module) else module.module)  # of a wrapper: what is inside
+        module._fsdp_runtime.check(module)
     for unit in module._fsdp.units_below:
         if not unit.is_unsharded:
             refresh(unit)
@@ -290,7 +292,7 @@ def computes_in_full_precision(module: Any) -> bool:
 
 
 def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Cast and move the tensors among the arguments.
+    """Cast and move the tensors among the arguments, also in dataclasses, sets and packed sequences.
 
     Floating ones are cast to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14). At the root, all go to
     the accelerator that it computes on, if it does (E-FWD-2).
@@ -300,10 +302,26 @@ def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     if dtype is None and device is None:
         return args, kwargs
 
-    def prepare(tensor: Tensor) -> Tensor:
-        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+    def prepare(value: Any) -> Any:
+        if isinstance(value, (Tensor, PackedSequence)):
+            floating = (value.data if isinstance(value, PackedSequence) else value).is_floating_point()
+            to: Any = value.to
+            return to(device=device, dtype=dtype if floating else None)
+        if isinstance(value, (set, frozenset)):
+            return type(value)(map(prepare_all, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+            return replace(value, **{name: prepare_all(each) for name, each in given.items()})
+        return value
 
-    return tree_map_only(Tensor, prepare, (args, kwargs))
+    def prepare_all(values: Any) -> Any:
+        return tree_map(prepare, values, is_leaf=_is_packed)
+
+    return prepare_all((args, kwargs))
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)  # a named tuple, of which one part stays on the CPU
 
 
 def _input_dtype(module: Any) -> torch.dtype | None:

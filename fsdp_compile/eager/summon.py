@@ -65,7 +65,6 @@ class Options:
 @contextmanager
 def summon_full_params(
     module: nn.Module,
-    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RANK, WORLD_SIZE
-from models import mlp
+from models import Residual, mlp
 from refusing import local, managed, refused, units
 from torch import nn
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import CPUOffload, FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -73,6 +73,25 @@ def test_no_strategy_means_full_shard() -> None:
     assert {unit.reshard_after_forward for unit in units(fully_shard(mlp(), sharding_strategy=None))} == {True}
 
 
+def test_a_custom_policy_sets_what_the_wrapper_takes() -> None:
+    """A module may have other arguments than the model: those that torch's wrapper passes on to it (E-INIT-5)."""
+    model, group = mlp(), alone()
+    with torch.device("meta"):
+        model.blocks[1] = Residual(11, 23)
+    made: list[nn.Module] = []
+    prefetching = {"backward_prefetch": None, "forward_prefetch": True, "use_orig_params": True}
+    own = {
+        model.blocks[0]: {"cpu_offload": CPUOffload(True), "limit_all_gathers": True, **prefetching},
+        model.blocks[1]: {"param_init_fn": lambda module: made.append(module.to_empty(device="cpu", recurse=False))},
+        model.blocks[2]: {"process_group": group, "device_id": "cpu", "sync_module_states": False},
+    }
+    fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: own.get(module, False)))
+    (first,), (second,), (third,) = (units(block) for block in model.blocks)
+    assert [unit.offload for unit in (first, second, third)] == [True, False, False]
+    assert [unit.group for unit in (first, second, third)] == [dist.group.WORLD, dist.group.WORLD, group]
+    assert {id(module) for module in made} == {id(module) for module in model.blocks[1].modules()}
+
+
 def test_a_custom_policy_sets_strategies() -> None:
     """A module may have another strategy than the model (E-INIT-5)."""
     model = mlp()
@@ -88,10 +107,11 @@ def test_a_custom_policy_sets_strategies() -> None:
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy and mixed_precision for "
+        ({"mixed": 1, "depth": 2}, ValueError, "expected settings among sharding_strategy, .*, use_orig_params for "
          "module blocks.1, found depth, mixed"),
-        ({"mixed_precision": "bf16"}, TypeError, "expected a MixedPrecision or None for module blocks.1, found str"),
-        ({"sharding_strategy": "NO_SHARD"}, TypeError, "expected a ShardingStrategy for module blocks.1, found str"),
+        ({"mixed_precision": "bf16"}, TypeError, "expected mixed_precision of type MixedPrecision or NoneType for "
+         "module blocks.1, found str"),
+        ({"limit_all_gathers": False}, ValueError, "expected limit_all_gathers to be True for module blocks.1"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "hybrid strategies for all units or for none"
          ", found HYBRID_SHARD for module blocks.1 in a model of FULL_SHARD"),
     ],
@@ -144,11 +164,11 @@ def test_warnings_point_at_the_caller() -> None:
 
 def test_device_id() -> None:
     """The CPU is a device like others; a device that is not there is refused (E-INIT-12, 14, E-GEN-1)."""
-    for given in (None, torch.device("cpu"), torch.device("cpu:0")):
+    for given in (None, torch.device("cpu"), torch.device("cpu:0"), "cpu"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert {u.flats[0].shard.device.type for u in units(fully_shard(mlp(), device_id=given))} == {"cpu"}
-    refused(mlp(), TypeError, "device_id: expected an int", device_id="cpu")
+    refused(mlp(), TypeError, "device_id: expected an int", device_id=1.0)
     refused(mlp(), ValueError, "device_id: .*found meta", device_id=torch.device("meta"))
 
 

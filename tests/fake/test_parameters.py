@@ -13,7 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params, wrapper
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.wrapper import WRAPPED
@@ -308,14 +308,16 @@ def test_gathered_parameters_are_not_read_in_another_precision(
 # --- without original parameters --------------------------------------------------------------------------------------
 
 
-def test_without_original_parameters_is_refused() -> None:
-    """ValueError that says what `parameters()` yields and what to do; nothing is changed (E-VIEW-15)."""
+def test_without_original_parameters_a_wrapper_has_them_too() -> None:
+    """`use_orig_params=False` is accepted, and what `parameters()` yields is said once in a process (E-VIEW-15)."""
+    wrapper._warn_of_original_parameters.cache_clear()
     model = mlp()
     before = list(model.parameters())
-    message = r"use_orig_params: expected True, found False: .*parameters\(\) yields the original .*leave the argument"
-    with pytest.raises(ValueError, match=message):
-        FullyShardedDataParallel(model, use_orig_params=False)
-    assert all(unit_of(param) is None and param.dim() for param in before)
+    with pytest.warns(UserWarning, match=r"use_orig_params: .*parameters\(\), which yields the original") as warned:
+        wrapped = FullyShardedDataParallel(model, use_orig_params=False)
+        FullyShardedDataParallel(mlp(), use_orig_params=False)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert list(map(id, wrapped.parameters())) == list(map(id, before))
 
 
 def test_what_original_parameters_are_needed_for_needs_no_option() -> None:

@@ -1,14 +1,23 @@
 """`FullyShardedDataParallel`, the class that scripts written for torch's wrapper import."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from models import Residual, Stack, mlp
 from refusing import local
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_compile import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard, set_state_dict_type
-from fsdp_compile.wrapper import WRAPPED
+from fsdp_compile.core.lookup import WRAPPED, clean_name
 
 
 def names(module: nn.Module) -> list[str]:
@@ -52,29 +61,58 @@ def test_the_wrapped_module_shows_through() -> None:
     assert len(wrapped) == 2 and list(wrapped) == list(model)
     with pytest.raises(AttributeError, match="absent"):
         _ = wrapped.absent
+    model.__class__.__len__ = lambda self: 0
+    try:
+        assert bool(wrapped) and bool(FullyShardedDataParallel(nn.Linear(2, 2)))  # not whether something has a length
+    finally:
+        del model.__class__.__len__
 
 
 def test_wrappers_are_listed() -> None:
-    """All wrappers of a tree, or its roots only (E-MOD-7)."""
+    """All wrappers of a tree, those that policies make among them, or its roots only; each knows which it is (E-MOD-7).
+
+    Loops over `modules()` that look for the class find them, and `module` is what each of them shards.
+    """
     model = mlp()
+    blocks = list(model.blocks)
     inner = model.blocks[0] = FullyShardedDataParallel(model.blocks[0])
     outer = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Residual}))
     tree = nn.ModuleDict({"one": outer, "other": FullyShardedDataParallel(nn.Linear(2, 2))})
-    assert FullyShardedDataParallel.fsdp_modules(tree) == [outer, inner, tree["other"]]
+    assert model.blocks[0] is inner
+    assert FullyShardedDataParallel.fsdp_modules(tree) == [outer, *model.blocks, tree["other"]]
+    assert [each for each in outer.modules() if isinstance(each, FullyShardedDataParallel)] == [outer, *model.blocks]
     assert FullyShardedDataParallel.fsdp_modules(tree, root_only=True) == [outer, tree["other"]]
+    assert [child.module for child in model.blocks] == blocks
+    assert outer.check_is_root() and not any(child.check_is_root() for child in model.blocks)
+
+
+def test_a_module_that_is_used_twice_has_one_wrapper() -> None:
+    """Wherever a chosen module is registered its wrapper takes its place, also within activation checkpointing."""
+    model = mlp()
+    model.again = model.blocks[1]
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    outer = FullyShardedDataParallel(model, auto_wrap_policy={Residual})
+    assert model.again is model.blocks[1] and isinstance(model.again, FullyShardedDataParallel)
+    assert len(FullyShardedDataParallel.fsdp_modules(outer)) == 4
+    wrapper, block = model.blocks[2], model.blocks[2].module
+    apply_activation_checkpointing(outer, check_fn=lambda module: module is block)
+    assert wrapper.module is block and isinstance(wrapper._fsdp_wrapped_module, CheckpointWrapper)
+    torch.compile(outer, fullgraph=True, backend="aot_eager")(torch.randn(4, 7)).sum().backward()
+    outer(torch.randn(4, 7)).sum().backward()
+    assert all(param.grad is not None for param in outer.parameters())
 
 
 def test_a_policy_shards_what_fully_shard_does() -> None:
     """The wrapper with a policy has the units of `fully_shard` with it; none means one unit (E-INIT-5)."""
 
     def scopes(model: nn.Module) -> list[str]:
-        return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        return [clean_name(f"{name}.") for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
     policy = ModuleWrapPolicy({Residual})
     assert scopes(FullyShardedDataParallel(mlp(), auto_wrap_policy=policy).module) == scopes(
         fully_shard(mlp(), auto_wrap_policy=policy)
     )
-    assert scopes(FullyShardedDataParallel(mlp()).module) == [""]
+    assert scopes(FullyShardedDataParallel(mlp()).module) == ["."]
 
 
 def test_the_wrapper_compiles_as_one_graph() -> None:
@@ -85,3 +123,23 @@ def test_the_wrapper_compiles_as_one_graph() -> None:
     wrapped = FullyShardedDataParallel(Stack([Residual(11, 13)]))
     torch.compile(wrapped, fullgraph=True, backend="aot_eager")(torch.randn(4, 7)).sum().backward()
     assert any(param.grad is not None for param in wrapped.parameters())
+
+
+@pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
+def test_ten_models_are_compiled_in_one_process(shard: Callable[[nn.Module], Any]) -> None:
+    """Models share no code object, so none reaches Dynamo's limit of recompilations because of the others.
+
+    Ten models of one class, each in train, in eval and under no_sync: a graph for each, and no other afterwards.
+    """
+    for width in range(10, 20):
+        model = shard(nn.Sequential(nn.Linear(width, 3), nn.ReLU(), nn.Dropout(0.5)))
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, backend=counter)
+        inputs = torch.randn(2, width)
+        for _ in range(2):
+            compiled(inputs).sum().backward()
+            with model.no_sync():
+                compiled(inputs).sum().backward()
+            compiled.eval()(inputs)
+            compiled.train()
+        assert counter.frame_count == 4, width  # the fourth reduces what no_sync accumulated

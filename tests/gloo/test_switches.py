@@ -1,4 +1,6 @@
-"""Environment switches: each is on at exactly "1", is read when a unit is made, and does what docs/ say."""
+"""Environment switches, also by the names of torch's wrapper: each is on at exactly "1", is read when a unit is made,
+and does what docs/ say.
+"""
 
 import logging
 import os
@@ -64,6 +66,7 @@ def _check_local_gradients(model: torch.nn.Module) -> None:
         ("FSDP_COMPILE_FAKE_ALL_GATHER", "1", "FULL_SHARD", ["reduce"]),
         ("FSDP_COMPILE_FAKE_REDUCE", "1", "FULL_SHARD", ["gather"]),
         ("FSDP_COMPILE_FAKE_REDUCE", "1", "NO_SHARD", ["all_reduce"]),
+        ("FSDP_USE_FAKE_REDUCE", "1", "FULL_SHARD", ["gather"]),
         ("FSDP_COMPILE_FAKE_ALL_GATHER", "true", "FULL_SHARD", ["gather", "reduce"]),
         ("FSDP_COMPILE_FAKE_REDUCE", "0", "FULL_SHARD", ["gather", "reduce"]),
         ("FSDP_FAKE_REDUCE", "1", "FULL_SHARD", ["gather", "reduce"]),
@@ -74,7 +77,7 @@ def test_left_out_collectives(two: Ranks, variable: str, value: str, strategy: s
 
     E-ENV-4..6, E-ERR-36.
     """
-    on = value == "1" and variable.startswith("FSDP_COMPILE")
+    on = value == "1" and variable.startswith(("FSDP_COMPILE", "FSDP_USE"))
     for found, said in two.run(_leave_out, variable, value, strategy):
         assert found == kinds
         assert len(said) == on and all(f"WARNING {variable}=1: " in line and "wrong" in line for line in said), said

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
+from fsdp_compile.core.lookup import clean_name
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.unsharded import UnshardedUnit
@@ -161,14 +162,10 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
 
 def _paired(model: nn.Module, reference: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     """Name, parameter of the one and of the other model; compiled ones share the parameters of what they run."""
-    others = dict(_uncompiled(reference).named_parameters())
-    found = dict(_uncompiled(model).named_parameters())
+    others = {clean_name(name): param for name, param in reference.named_parameters()}
+    found = {clean_name(name): param for name, param in model.named_parameters()}
     assert list(found) == list(others), f"expected parameters {list(others)}, found {list(found)}"
     return ((name, param, others[name]) for name, param in found.items())
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)
 
 
 def _say(name: str) -> Callable[[str], str]:
