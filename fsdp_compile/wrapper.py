@@ -12,6 +12,7 @@ calls and attributes, and says under which names things are found: state dicts l
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from fsdp_compile.eager._torch import TrainingState, never_trace
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
 from fsdp_compile.state_dict.kinds import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
+from fsdp_compile.state_dict.model import called_by_dcp
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -163,6 +165,20 @@ class FullyShardedDataParallel(nn.Module):
         return bool(self.module.is_root())
 
     # --- names --------------------------------------------------------------------------------------------------------
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As `nn.Module.named_modules`; for `torch.distributed.checkpoint.state_dict` without the wrappers' name."""
+        if torch.compiler.is_compiling() or not called_by_dcp():
+            return super().named_modules(memo, prefix, remove_duplicate)
+        memo = set() if memo is None else memo
+        inside = self._modules[WRAPPED].named_modules(memo, prefix, remove_duplicate)  # type: ignore[union-attr]  # set
+        return chain(() if self in memo else [(prefix, self)], inside)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Asked for by `torch.distributed.checkpoint.state_dict`: its values are no parts of names in state dicts."""
+        return {"": WRAPPED}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `nn.Module.named_parameters`; while this wrapper's parameters are summoned, without the wrappers' name."""

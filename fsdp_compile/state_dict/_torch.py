@@ -2,6 +2,7 @@
 
 DTensorSpec, TensorMeta          what a DTensor says of itself: mesh, placements, shape, strides, dtype
 DTensor.__new__(cls, local, spec, requires_grad=...)   how a subclass of DTensor is made from its local tensor
+torch.distributed._shard.sharded_tensor                what torch.distributed.checkpoint.optimizer loads states into
 torch._C._disabled_torch_function_impl                 a tensor function as if nobody had overridden it
 """
 
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["DTensorSpec", "call_plainly", "new_dtensor", "replicated_spec", "tree_map_only"]
+__all__ = ["ChunkedTensor", "DTensorSpec", "call_plainly", "new_dtensor", "replicated_spec", "tree_map_only"]
 
 
 def replicated_spec(

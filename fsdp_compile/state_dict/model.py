@@ -31,7 +31,7 @@ class _Saving:
     """One call of `state_dict` with all the calls that it makes in turn."""
 
     def __init__(self) -> None:
-        self.sharded = _called_by_dcp()  # then values are sharded, whatever is set
+        self.sharded = called_by_dcp()  # then values are sharded, whatever is set
         self._copies: dict[Unit, list[Tensor | None]] = {}  # of each unit's parameters in full shape
 
     def value(self, parameter: ManagedParameter) -> Tensor | None:
@@ -117,7 +117,7 @@ def _has_values(unit: Unit) -> bool:
     return is_first_rank(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]  # of FULL
 
 
-def _called_by_dcp() -> bool:
+def called_by_dcp() -> bool:
     """Whether `torch.distributed.checkpoint.state_dict` asks, which wants sharded values and gathers them if it must.
 
     It sets the kind that torch's own wrapper gives. Ours it does not know, so the wrapper would return FULL values.

@@ -119,6 +119,8 @@ def rekey_optim_state_dict(
         ValueError: a key does not belong to a parameter.
     """
     to_ids = optim_state_key_type is OptimStateKeyType.PARAM_ID
+    if all(type(key) is (int if to_ids else str) for key in optim_state_dict["state"]) and optim_state_dict["state"]:
+        return optim_state_dict
     listed: list[Any] = list(
         optim.param_groups if optim else model.parameters() if optim_input is None else optim_input
     )
@@ -164,8 +166,12 @@ def shard_full_optim_state_dict(
     optim_input: Params | None = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """What `load_state_dict` takes, from a full state dict that every rank has; nothing is communicated."""
-    return _to_load(model, optim, full_optim_state_dict)
+    """What `load_state_dict` takes, from a full state dict that every rank has; nothing is communicated.
+
+    Without `optim` the optimizer is one over `optim_input`; without both, over `model.parameters()` in the groups of
+    the state dict.
+    """
+    return _to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
 
 def scatter_full_optim_state_dict(
@@ -175,8 +181,9 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """What `load_state_dict` takes, from a full state dict that the first rank has."""
-    return _to_load(model, optim, _received(units_used_below(model)[0], model, full_optim_state_dict))
+    """As `shard_full_optim_state_dict`, from a full state dict that the first rank has and sends."""
+    received = _received(units_used_below(model)[0], model, full_optim_state_dict)
+    return _to_load(model, optim, received, optim_input=optim_input)
 
 
 def flatten_sharded_optim_state_dict(
@@ -236,15 +243,14 @@ def _gathered(
     group: dist.ProcessGroup,
 ) -> dict[str, State]:
     """All state in full, gathered parameter by parameter; empty on a rank where it is not wanted."""
-    _check_alike(params, states, group)
     full: dict[str, State] = {}
-    for name in params:
+    for name in _in_common_order(params, states, group):
         for key, value in states.get(name, {}).items():
             value = full_tensor(value)
             if wanted:
                 value = value.clone() if isinstance(value, Tensor) and not config.offload_to_cpu else value
                 full.setdefault(name, {})[key] = _to_cpu(value) if config.offload_to_cpu else value
-    return full
+    return {name: full[name] for name in params if name in full}
 
 
 def _outline(state: State) -> State:
@@ -259,16 +265,21 @@ def _kinds(state: State) -> dict[str, str]:
     return {key: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for key, v in state.items()}
 
 
-def _check_alike(params: dict[str, nn.Parameter], states: dict[str, State], group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError on all ranks if they have different parameters or different state for one."""
+def _in_common_order(
+    params: dict[str, nn.Parameter], states: dict[str, State], group: dist.ProcessGroup
+) -> dict[str, dict[str, str]]:
+    """The parameters in the first rank's order, with the kinds of their state.
+
+    RuntimeError on all ranks if they have different parameters or different state for one.
+    """
     mine = {name: _kinds(states.get(name, {})) for name in params}
     first: dict[str, dict[str, str]] = {}
     for rank, theirs in enumerate(collectives.gather_objects(mine, group)):
         first = first or theirs
-        if list(theirs) != list(first):
+        if theirs.keys() != first.keys():
             raise RuntimeError(
-                f"optim_state_dict: expected the same parameters in the same order on all ranks, found "
-                f"{_first_difference(list(first), list(theirs))} on ranks 0 and {rank} of the group"
+                f"optim_state_dict: expected the same parameters on all ranks, found {sorted(first.keys() - theirs)} "
+                f"on rank 0 of the group alone and {sorted(theirs.keys() - first)} on rank {rank}"
             )
         for name, kinds in theirs.items():
             if kinds != first[name]:
@@ -276,51 +287,64 @@ def _check_alike(params: dict[str, nn.Parameter], states: dict[str, State], grou
                     f"optimizer state of parameter {name}: expected the same on all ranks, found {first[name]} and on "
                     f"rank {rank} of the group {kinds}"
                 )
-
-
-def _first_difference(names: list[str], others: list[str]) -> str:
-    for name, other in zip(names, others, strict=False):
-        if name != other:
-            return f"{name} and {other}"
-    return f"{len(names)} and {len(others)} parameters"
+    return first
 
 
 # --- from names -------------------------------------------------------------------------------------------------------
 
 
 def _to_load(
-    model: nn.Module, optim: Optimizer | None, state_dict: StateDict, named: bool = False, load_directly: bool = False
+    model: nn.Module,
+    optim: Optimizer | None,
+    state_dict: StateDict,
+    named: bool = False,
+    load_directly: bool = False,
+    optim_input: Params | None = None,
 ) -> StateDict:
-    """What `optim.load_state_dict` takes, from a state dict that every rank has; nothing is communicated."""
-    if optim is None:
-        raise ValueError("optim: expected the optimizer that is going to load the state, found None; pass it")
+    """What `optim.load_state_dict` takes, from a state dict that every rank has."""
     names = clean_names(model)
-    params = [param for group in optim.param_groups for param in group["params"]]
+    groups = _groups_to_load(optim, optim_input, names, state_dict["param_groups"])
+    params = [param for group in groups for param in group["params"]]
     keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
     states = {}
-    for param, key in keys.items():
-        state = local_state(param, state_dict["state"].get(_name_of(param, names), {}))
+    for param, name in names.items():  # in an order that all ranks have: what is distributed otherwise is gathered
+        state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
         if state:
-            states[key] = state
-    loaded = {"state": states, "param_groups": _matched_groups(optim, names, keys, state_dict["param_groups"])}
-    if load_directly:
+            states[keys[param]] = state
+    loaded = {"state": states, "param_groups": _matched_groups(groups, names, keys, state_dict["param_groups"])}
+    if load_directly and optim is not None:
         optim.load_state_dict(loaded)
     return loaded
 
 
+def _groups_to_load(
+    optim: Optimizer | None, optim_input: Params | None, names: dict[nn.Parameter, str], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The groups of the optimizer that is going to load; without one, of what it is made from."""
+    if optim is not None:
+        return optim.param_groups
+    if optim_input is None:
+        return [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
+    listed: list[Any] = list(optim_input)
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+
+
 def _matched_groups(
-    optim: Optimizer, names: dict[nn.Parameter, str], keys: dict[nn.Parameter, Any], saved: list[dict[str, Any]]
+    of_optim: list[dict[str, Any]],
+    names: dict[nn.Parameter, str],
+    keys: dict[nn.Parameter, Any],
+    saved: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The saved groups' settings for the optimizer's groups, which must consist of the same parameters."""
     saved_group = {name: group for group in saved for name in group["params"]}
-    expected = {names[param] for param in keys}
+    expected = {_name_of(param, names) for param in keys}
     if expected != saved_group.keys():
         raise ValueError(
             f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
             f"{sorted(expected - saved_group.keys())} and unexpected {sorted(saved_group.keys() - expected)}"
         )
     groups = []
-    for group in optim.param_groups:
+    for group in of_optim:
         own = [names[param] for param in group["params"]]
         settings = saved_group[own[0]] if own else group
         for name in own:

@@ -24,10 +24,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile.comm import collectives
 from fsdp_compile.core.shard_spec import Chunk, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict._torch import DTensorSpec, call_plainly, new_dtensor, replicated_spec, tree_map_only
+from fsdp_compile.state_dict._torch import (
+    ChunkedTensor,
+    DTensorSpec,
+    call_plainly,
+    new_dtensor,
+    replicated_spec,
+    tree_map_only,
+)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -255,7 +263,22 @@ def check_own_part(what: str, value: Any, spec: ShardSpec) -> None:
 
 def full_tensor(value: Any) -> Any:
     """A sharded tensor gathered from all ranks; anything else as it is."""
+    if isinstance(value, ChunkedTensor):
+        return _gather_chunks(value)
     return value.full_tensor() if isinstance(value, (DTensor, ShardedTensor)) else value
+
+
+def _gather_chunks(value: ChunkedTensor) -> Tensor:
+    chunks = value.local_shards()
+    remote = value.metadata().shards_metadata[0].placement
+    device = chunks[0].tensor.device if chunks or remote is None else torch.device(remote.device().type)
+    full = torch.zeros(value.size(), dtype=value.dtype, device=device)
+    for chunk in chunks:
+        offsets, sizes = chunk.metadata.shard_offsets, chunk.metadata.shard_sizes
+        full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = chunk.tensor
+    collectives.start_all_reduce(full, value._process_group.group_name, "sum")
+    collectives.wait(full)
+    return full
 
 
 def managed(param: nn.Parameter) -> ManagedParameter | None:

@@ -1,14 +1,22 @@
 """What a script written for torch's `FullyShardedDataParallel` reads, side by side with torch's own class."""
 
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from models import MODELS, Residual
-from torch import nn
+from states import OPTIMIZERS, assert_known, fill, start
+from torch import Tensor, nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fsdp_compile import FullyShardedDataParallel
+from fsdp_compile import FullyShardedDataParallel, MixedPrecision, StateDictType, summon_full_params
 
 from .ranks import Ranks
 from .training import build
@@ -65,3 +73,126 @@ def test_names(two: Ranks) -> None:
     """Parameters, buffers, modules and state dicts have the names that torch's wrapper gives them, nested wrappers
     included, within `summon_full_params` and outside; so do missing and unexpected keys."""
     two.run(_names)
+
+
+# --- optimizer state --------------------------------------------------------------------------------------------------
+
+
+def _wrapped(seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    model = FullyShardedDataParallel(build(MLP, seed), auto_wrap_policy=POLICY)
+    return model, start(model, OPTIMIZERS["adamw"])
+
+
+def _optimizer_state(rank: int, folder: Path) -> None:
+    cls, names = FullyShardedDataParallel, [name for name, _ in build(MLP).named_parameters()]
+    model, optimizer = _wrapped()
+    fill(model, optimizer)
+    with cls.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        saved = {"model": model.state_dict(), "optimizer": cls.optim_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=folder / "recipe")
+
+    other, fresh = _wrapped(1)
+    with cls.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        loaded = {"model": other.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder / "recipe")
+        other.load_state_dict(loaded["model"])
+        reader = dcp.FileSystemReader(folder / "recipe")
+        state = load_sharded_optimizer_state_dict(loaded["model"], "optimizer", reader)
+        fresh.load_state_dict(cls.optim_state_dict_to_load(other, fresh, state["optimizer"]))
+    assert_known(other, fresh)
+
+    for outer in (model, nn.ModuleDict({"net": model})):  # the wrapper itself, and below a module of the user's
+        prefix = "" if outer is model else "net."
+        values, state = get_state_dict(outer, optimizer)
+        assert list(values) == [prefix + name for name in names]
+        assert list(state["state"]) == state["param_groups"][0]["params"] == list(values)
+        other, fresh = _wrapped(2)
+        set_state_dict(other if outer is model else nn.ModuleDict({"net": other}), fresh,
+                       model_state_dict=values, optim_state_dict=state)  # fmt: skip
+        assert_known(other, fresh)
+
+    params = list(model.parameters())
+    backwards = OPTIMIZERS["adamw"](params if rank == 0 else params[::-1])
+    backwards.load_state_dict(cls.optim_state_dict_to_load(model, backwards, cls.optim_state_dict(model, optimizer)))
+    assert_known(model, backwards)
+    full = cls.full_optim_state_dict(model, backwards, rank0_only=False)
+    assert full["param_groups"][0]["params"] == (names if rank == 0 else names[::-1]) == list(full["state"])
+
+
+def test_optimizer_state(two: Ranks, tmp_path: Path) -> None:
+    """torch's recipe for sharded optimizer state, `get_state_dict` and `set_state_dict` under clean names, and ranks
+    whose optimizers have parameters in different orders: all values arrive."""
+    two.run(_optimizer_state, tmp_path)
+
+
+# --- settings and inputs ----------------------------------------------------------------------------------------------
+
+READ = (
+    "sharding_strategy mixed_precision cpu_offload rank world_size compute_device backward_prefetch forward_prefetch "
+    "limit_all_gathers training_state"
+)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors in a dataclass."""
+
+    values: Tensor
+    rest: Any
+
+
+class Keeps(nn.Module):
+    """Remembers what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, inputs: Any, **others: Any) -> Tensor:
+        self.seen = (inputs, others)
+        return self.linear(inputs[0])
+
+
+def _dtypes(value: Any) -> Any:
+    """The same containers with dtypes in place of tensors."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return (value.data if isinstance(value, PackedSequence) else value).dtype
+    if isinstance(value, Batch):
+        return "Batch", _dtypes(value.values), _dtypes(value.rest)
+    if isinstance(value, dict):
+        return type(value), {key: _dtypes(each) for key, each in value.items()}
+    return (type(value), *map(_dtypes, value)) if isinstance(value, (list, tuple, set)) else value
+
+
+def _settings(rank: int) -> None:
+    (_, theirs), (_, ours) = _both()
+    for one, other in (theirs, ours), (theirs.blocks[0], ours.blocks[0]):
+        for name in READ.split():
+            assert getattr(one, name) == getattr(other, name), name
+        assert one.process_group is other.process_group
+    with summon_full_params(ours):
+        assert ours.training_state.name == "SUMMON_FULL_PARAMS"
+
+    def inputs() -> Any:
+        x, count = torch.randn(1, 2), torch.ones(2, dtype=torch.int64)
+        batch = Batch(x, [x, {"count": count, "set": {x}}])
+        return [x, (count, Pair(x, "text")), OrderedDict(batch=batch), pack_sequence([torch.ones(2)]), None]
+
+    seen = []
+    for kind in (TorchFSDP, FullyShardedDataParallel):
+        model = kind(Keeps(), mixed_precision=MixedPrecision(torch.bfloat16), device_id=torch.device("cpu"))
+        given = inputs()
+        model(given, more=Batch(given[0], 1)).sum().backward()
+        seen.append(_dtypes(model.module.seen))
+        assert given[0].dtype == torch.float32
+    assert "bfloat16" in str(seen[1][1][4])  # torch forgets what it casts in packed sequences
+    assert str(seen[0]) == str(seen[1]).replace(str(seen[1][1]), str((*seen[1][1][:4], torch.float32, None)))
+
+
+def test_settings_and_inputs(two: Ranks) -> None:
+    """The attributes that scripts read have torch's values, on the root and below it; inputs are cast in the same
+    containers, and what the caller has is not changed."""
+    two.run(_settings)
