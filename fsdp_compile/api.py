@@ -6,23 +6,38 @@ See Note [Nothing is changed on refusal] in construct/validate.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 
-from fsdp_compile.comm.groups import RESHARDING, GroupArgument, divide, resolve_groups
+from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.construct.arguments import (
+    PlacementFn,
+    check_type,
+    ignored_of,
+    mesh_to_shard,
+    offload_of,
+    precision_of,
+    resolve_strategy,
+)
 from fsdp_compile.construct.broadcast import broadcast_states
 from fsdp_compile.construct.devices import given_device, move_from_cpu
 from fsdp_compile.construct.ignored import Ignored, collect_ignored
 from fsdp_compile.construct.meta_init import InitFn, materialize
 from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
-from fsdp_compile.core.environment import Switches, warn_caller
+from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
@@ -37,8 +52,51 @@ if TYPE_CHECKING:
     from fsdp_compile.explain.report import Report
 
 
+class FullyShardOptions(TypedDict, total=False):
+    """The keyword arguments of `fully_shard`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    process_group: GroupArgument | None
+    sharding_strategy: ShardingStrategy | None
+    reshard_after_forward: bool | int | Literal["auto"] | None
+    auto_wrap_policy: AutoWrapPolicy
+    mixed_precision: MixedPrecision | None
+    cpu_offload: CPUOffload | None
+    ignored_modules: Iterable[nn.Module] | None
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
+    device_id: int | str | torch.device | None
+    param_init_fn: InitFn | None
+    sync_module_states: bool
+    devices_per_node: int | None
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: Iterable[nn.Parameter] | None
+    shard_placement_fn: PlacementFn | None
+    dp_mesh_dims: Any
+
+
+class ModuleGroup(nn.Module):
+    """The modules of one call of `fully_shard` with a list, as children."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index, module in enumerate(modules):
+            self.add_module(str(index), module)
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[FullyShardOptions]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: Sequence[nn.Module], **options: Unpack[FullyShardOptions]) -> list[FSDPModule]: ...
+
+
 def fully_shard(
-    model: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     process_group: GroupArgument | None = None,
@@ -56,38 +114,49 @@ def fully_shard(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
-) -> FSDPModule:
-    """Shard the parameters of `model` over a process group, in place; return the same object, now also an `FSDPModule`.
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    dp_mesh_dims: Any = None,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard the parameters of `module` over a process group, in place; return the same object, now an `FSDPModule` too.
 
     Parameters keep their identity and shape and become sharded tensors: `param.to_local()`, 1-D `[n]` with n >= 0, is
     what this rank stores, and `param.full_tensor()` gathers all elements. (Under NO_SHARD they stay plain.) During
     forward and backward module code finds plain tensors of the full shape. Gradients arrive on the parameters as the
     mean over the group, sharded alike. Operators on sharded tensors that reduce or gather must run on all ranks. An
-    optimizer may be made before or after this call. For type checkers the return value is an `FSDPModule`, and `model`
+    optimizer may be made before or after this call. For type checkers the return value is an `FSDPModule`, and `module`
     keeps its own type.
 
     All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
 
+    It may be called once, for a model, or as FSDP2 is: for each block, and then for the model around them. Arguments of
+    FSDP1 and FSDP2 that say the same are two names; at most one of them may be given.
+
     Args:
-        model: module with at least one parameter; all of floating dtypes and on one device per unit, but for those on
-            the meta device. Submodules that are sharded already keep their units.
+        module: a module, whose parameters are of floating dtypes and on one device per unit, but for those on the meta
+            device. Submodules that are sharded already keep their units. Or a list of modules that share no submodules:
+            all of their parameters are one unit, which is gathered when the first of them runs, and freed with the
+            root's unit.
         mesh: device mesh to shard over, 1-D; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
             `process_group` may be given; without them all ranks shard.
         process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).
         sharding_strategy: FULL_SHARD, which None stands for, frees unsharded parameters between forward and backward,
             and SHARD_GRAD_OP does not. NO_SHARD stores all parameters on every rank and averages gradients.
-            HYBRID_SHARD and _HYBRID_SHARD_ZERO2 do the first two within a node, and average over nodes. With a shard
-            group of one rank all strategies are NO_SHARD.
+            HYBRID_SHARD, which None stands for with a 2-D mesh, and _HYBRID_SHARD_ZERO2 do the first two within a node,
+            and average over nodes. With a shard group of one rank all strategies are NO_SHARD.
         reshard_after_forward: the same choice by another name: True is FULL_SHARD, False SHARD_GRAD_OP. With a number
             n, a divisor of the number of ranks that shard, each rank stores an n-th of the parameters between forward
             and backward, and backward gathers within groups of n ranks only; 1 means False, and the number of all ranks
             True. With "auto" a compiled step does not reshard those units whose second all-gather would make it longer,
             as far as its budget allows (`CompileConfig`); an eager step reshards all. Beside a `sharding_strategy` this
             argument must say the same; a number or "auto" fits only strategies that free parameters.
-        auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks; with
-            None `model` is one unit; otherwise a set of module classes, or a `ModuleWrapPolicy`, `CustomPolicy` or
-            callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may set the arguments of
-            `FullyShardedDataParallel` for a module otherwise than for the model.
+        auto_wrap_policy: which submodules become units of their own. "auto" chooses the outermost repeated blocks,
+            unless submodules are sharded already; if a module around `module` is sharded later, what it chose becomes
+            one unit, as in FSDP2. With None `module` is one unit; otherwise a set of module classes, or a
+            `ModuleWrapPolicy`, `CustomPolicy` or callable as `torch.distributed.fsdp` takes it. A `CustomPolicy` may
+            set the arguments of `FullyShardedDataParallel` for a module otherwise than for the model.
         mixed_precision: dtypes of unsharded parameters, of reduced gradients and of buffers, and which inputs are cast.
             The shards and what the optimizer sees keep the parameters' own dtype. Unless `auto_wrap_policy` is None,
             batch normalization, or the classes in `_module_classes_to_ignore`, becomes units without mixed precision.
@@ -97,7 +166,9 @@ def fully_shard(
         device_id: device to compute on; what is on the CPU moves there, unit by unit. None means the device
             of the parameters.
         param_init_fn: called on every module that directly owns tensors on the meta device, or owns none, to give its
-            own tensors memory and values. If None, they get memory and `module.reset_parameters()` is called.
+            own tensors memory and values. If None, they get memory and `module.reset_parameters()` is called; if a
+            module has no such method, all parameters of this call that are on the meta device stay there, to be given
+            memory by `model.to_empty(device=...)` and values by the script, before the first forward.
         sync_module_states: send parameters and buffers of the first rank to all others before sharding.
         devices_per_node: for hybrid strategies without mesh and groups, the ranks of one node. None means
             LOCAL_WORLD_SIZE, or the number of accelerators.
@@ -107,6 +178,13 @@ def fully_shard(
         limit_all_gathers: whether the host waits before an all-gather while the device may still read two units that
             were freed. It must be equal in all calls under one root, else the first forward raises ValueError; of the
             other two settings those of the outermost call are in force.
+        mp_policy: FSDP2's name of `mixed_precision`. Inputs of every unit are cast to `param_dtype`, unless
+            `cast_forward_inputs` is False; floating outputs of `module` are cast to `output_dtype`, if it is given.
+        offload_policy: FSDP2's name of `cpu_offload`; a `CPUOffloadPolicy` offloads.
+        ignored_params: FSDP2's name of `ignored_states`.
+        shard_placement_fn: is asked about every parameter and may return a `Shard` or None. The dimension has no
+            effect: see Note [Which elements a rank stores].
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which dimensions of `mesh` to shard and to replicate over.
 
     Raises:
         RuntimeError: no process group is initialized, or a unit's parameters are spread over devices.
@@ -116,18 +194,21 @@ def fully_shard(
     Nothing has been changed when one of these is raised. An error that `param_init_fn` or `reset_parameters` raises,
     or a ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
     """
-    _check_model(model)
-    _check_type("sharding_strategy", sharding_strategy, ShardingStrategy | None)
-    _check_type("mixed_precision", mixed_precision, MixedPrecision | None)
-    _check_type("cpu_offload", cpu_offload, CPUOffload | None)
-    _check_type("sync_module_states", sync_module_states, bool)
-    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
-    _check_type("forward_prefetch", forward_prefetch, bool)
-    _check_type("limit_all_gathers", limit_all_gathers, bool)
-    strategy = _resolve_strategy(sharding_strategy, reshard_after_forward)
+    modules: Sequence[Any] = module if isinstance(module, Sequence) and not isinstance(module, nn.Module) else (module,)
+    is_list = modules is module
+    for each in modules:
+        _check_module(each)
+    model: Any = _group(modules) if is_list else module
+    check_type("sync_module_states", sync_module_states, bool)
+    check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
+    check_type("forward_prefetch", forward_prefetch, bool)
+    check_type("limit_all_gathers", limit_all_gathers, bool)
+    mesh = mesh_to_shard(mesh, dp_mesh_dims)
+    strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
+    precision = precision_of(mixed_precision, mp_policy)
     settings = Settings(
         strategy=strategy,
-        ignored=collect_ignored(model, ignored_modules, ignored_states, _is_unit),
+        ignored=collect_ignored(model, ignored_modules, ignored_of(ignored_states, ignored_params), _is_unit),
         device=given_device(device_id),
         groups=divide(
             resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node),
@@ -135,20 +216,23 @@ def fully_shard(
         ),
         init=param_init_fn,
         sync=sync_module_states,
-        precision=mixed_precision,
-        offload=cpu_offload is not None and cpu_offload.offload_params,
+        precision=precision.dtypes,
+        output_dtype=precision.output,
+        offload=offload_of(cpu_offload, offload_policy),
         may_stay=reshard_after_forward == "auto",
         limit_all_gathers=limit_all_gathers,
+        placements=shard_placement_fn,
     )
-    exempt = exempt_classes(mixed_precision)
-    chosen = choose_units(model, auto_wrap_policy, _is_unit, settings.ignored, exempt)
-    for prepared in prepare_units(model, chosen, settings, _is_unit):
+    exempt = exempt_classes(precision.dtypes)
+    chosen = choose_units(model, None if is_list else auto_wrap_policy, _is_unit, settings.ignored, exempt)
+    prepared_units = prepare_units(model, chosen, settings, _is_unit)
+    for prepared in prepared_units:
         _make_unit(prepared, prepared.settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
-    return model  # type: ignore[return-value]  # its class has been swapped
+    return list(modules) if is_list else model
 
 
 def explain(
@@ -201,72 +285,60 @@ def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _check_model(model: Any) -> None:
+def _group(modules: Sequence[Any]) -> ModuleGroup:
+    """The modules of a list. ValueError if one is inside another, or there is none."""
+    for module in modules:
+        inside = [other for other in modules if other is not module and module in set(other.modules())]
+        if inside or sum(other is module for other in modules) > 1:
+            raise ValueError(
+                f"module: expected a list of modules none of which contains another, found {type(module).__name__} "
+                f"twice or inside {type(inside[0] if inside else module).__name__}; pass each part of the model once"
+            )
+    if not modules:
+        raise ValueError("module: expected a list with at least one module, found an empty one")
+    return ModuleGroup(modules)
+
+
+def _check_module(module: Any) -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("fully_shard: expected to be called outside inference_mode, found it on; leave it first")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if "_orig_mod" in model._modules:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module or a list of them, found {type(module).__name__}")
+    if "_orig_mod" in module._modules:
         raise ValueError(
-            f"model: expected the module itself, found what torch.compile made of {type(model._orig_mod).__name__}; "
+            f"module: expected the module itself, found what torch.compile made of {type(module._orig_mod).__name__}; "
             f"call fully_shard(model) first and compile what it returns, or call model.compile() before or after"
         )
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"model: expected a module with parameters, found none in {type(model).__name__}")
-    if _is_unit(model):
-        raise ValueError(f"model: {type(model).__name__} is sharded already; call fully_shard once per module")
-
-
-def _check_type(name: str, value: Any, expected: type | UnionType) -> None:
-    kinds = expected.__args__ if isinstance(expected, UnionType) else (expected,)
-    if not isinstance(value, expected):
-        words = " or ".join("None" if kind is NoneType else f"a {kind.__name__}" for kind in kinds)
-        raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
-
-
-def _resolve_strategy(strategy: ShardingStrategy | None, choice: bool | int | str | None) -> ShardingStrategy:
-    _check_reshard(choice)
-    frees = choice if choice is None or isinstance(choice, bool) else choice != 1
-    if frees is False and choice is not False:
-        warn_caller("reshard_after_forward: 1, a number of ranks, means False; pass True to free all after forward")
-    if strategy is None:
-        return ShardingStrategy.SHARD_GRAD_OP if frees is False else ShardingStrategy.FULL_SHARD
-    fits = strategy is not ShardingStrategy.NO_SHARD and frees == (strategy in RESHARDING)
-    if frees is not None and not fits:
-        raise ValueError(
-            f"reshard_after_forward: expected what sharding_strategy says, found {choice} beside "
-            f"{strategy.name}; pass one of the two"
-        )
-    return strategy
-
-
-def _check_reshard(choice: Any) -> None:
-    if isinstance(choice, str) and choice != "auto":
-        raise ValueError(f"reshard_after_forward: expected a bool, a number of ranks or 'auto', found {choice!r}")
-    _check_type("reshard_after_forward", choice, bool | int | str | None)
+    if _is_unit(module):
+        raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
 
 
 def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
     """Give one unit's tensors values, a device and equality, in this order; then shard it."""
     params = [param for _, param in prepared.params]
     modules = [module for _, module in prepared.modules]
-    materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
+    if not prepared.stays_on_meta:
+        materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
     move_from_cpu(params, modules, prepared.device)
     if settings.sync:
         broadcast_states(params, prepared.module, settings.groups)
     unit = _new_unit(prepared, settings) if prepared.has_data else None
-    prepared.module.__dict__["_fsdp"] = ModuleSharding(
-        strategy=settings.strategy,
-        device=prepared.device,
-        precision=settings.precision,
-        buffer_dtypes=buffer_dtypes(prepared.module, modules),
-        full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
-        limit_all_gathers=settings.limit_all_gathers,
-        units=(unit,) if unit else (),
-    )
-    cast_buffers(prepared.module)
-    add_mixin(prepared.module, FSDPModule)
-    gather_around_compiled(prepared.module)
+    is_group = isinstance(prepared.module, ModuleGroup)
+    for module in prepared.module.children() if is_group else (prepared.module,):
+        module.__dict__["_fsdp"] = ModuleSharding(
+            strategy=settings.strategy,
+            device=prepared.device,
+            precision=settings.precision,
+            output_dtype=settings.output_dtype,
+            buffer_dtypes=buffer_dtypes(module, modules),
+            full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
+            limit_all_gathers=settings.limit_all_gathers,
+            units=(unit,) if unit else (),
+            shared_units=frozenset((unit,) if unit and is_group else ()),
+        )
+        cast_buffers(module)
+        add_mixin(module, FSDPModule)
+        gather_around_compiled(module)
 
 
 def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
@@ -280,14 +352,18 @@ def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
         stage_groups=stage_groups,
         may_stay=settings.may_stay,
         precision=settings.precision,
-        offload=settings.offload,
+        offload=settings.offload.to_cpu,
+        pins=settings.offload.pins,
+        on_meta=prepared.stays_on_meta,
         device=prepared.device,
     )
 
 
-def _connect(model: Any, ignored: Ignored, root: Runtime) -> None:
+def _connect(model: Any, ignored: Ignored, runtime: Runtime) -> None:
     """Let all modules find their parameters, and gather units that are used in several places around all of these."""
-    model._fsdp.ignored_modules, model._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
+    roots: list[Any] = list(model.children()) if isinstance(model, ModuleGroup) else [model]
+    for root in roots:
+        root._fsdp.ignored_modules, root._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
     users: dict[Unit, list[nn.Module]] = {}
     for module in model.modules():
         units = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
@@ -297,15 +373,21 @@ def _connect(model: Any, ignored: Ignored, root: Runtime) -> None:
             add_lookups(module, {name: at for name, at in managed.items() if name not in known}, HasShardedParameters)
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
-    for scope in list(_scopes(model)):
-        scope.__dict__["_fsdp_runtime"] = root
-        scope._fsdp.is_root = scope is model
+    scopes = list(_scopes(model))
+    shared = frozenset[Unit]().union(*(scope._fsdp.shared_units for scope in scopes))
+    for scope in scopes:
+        scope.__dict__["_fsdp_runtime"] = runtime
+        scope._fsdp.is_root = scope in roots
         for unit in scope._fsdp.units:
-            _widen(unit, scope, users.get(unit, []), model)
-    for scope in _scopes(model):
+            if unit not in shared:
+                _widen(unit, scope, users.get(unit, []), model)
+    for root in roots:
+        root._fsdp.shared_units = shared
+    for scope in scopes:
+        scope._fsdp.traced_units = tuple(dict.fromkeys((*scope._fsdp.units, *scope._fsdp.shared_units)))
         scope._fsdp.units_below = tuple(units_gathered_below(scope))
         for unit in scope._fsdp.units:
-            unit.reduces_in_flight = root.reduces_in_flight
+            unit.reduces_in_flight = runtime.reduces_in_flight
 
 
 def _scopes(model: nn.Module) -> Iterator[Any]:

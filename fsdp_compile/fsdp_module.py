@@ -1,8 +1,9 @@
 """`FSDPModule`: what a sharded module can do beside what its own class does."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
 from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.module_options import ModuleOptions
 from fsdp_compile.state_dict import model as model_state
 
 
@@ -67,7 +69,7 @@ def _refresh_own_units(module: Any) -> None:
             refresh(unit)
 
 
-class FSDPModule(HasShardedParameters, Prologue, nn.Module):
+class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
     """A module that `fully_shard` was called on, or that it chose as a unit: what it can do beside what its class does.
 
     An instance is also one of its original class. Type checkers cannot express that: to them the attributes that are
@@ -103,15 +105,6 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
         super().train(mode)
         cast_buffers(self)
         return self
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Choose whether backward passes from now on reduce the gradients of this module's units and those below.
-
-        Without synchronization each rank accumulates its own unsharded gradients; the next reduce takes their sum.
-        In a compiled model this holds for the backward passes of forwards that run from now on.
-        """
-        for unit in units_gathered_below(self):
-            set_sync(unit, requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -162,6 +155,18 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
         """
         for unit in self._fsdp.units:
             reshard(unit)
+
+    def reset_iter_state(self) -> None:
+        """After a forward or backward that raised: free what it left, and drop gradients that were not reduced.
+
+        A step that raised leaves the module usable; this also drops what `no_sync` accumulated before. All ranks must
+        call it.
+
+        Raises:
+            RuntimeError: this module is not the root.
+        """
+        _check_root(self, "reset_iter_state", RuntimeError)
+        self._fsdp_runtime.reset(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds all elements of parameters.
@@ -257,6 +262,43 @@ class FSDPModule(HasShardedParameters, Prologue, nn.Module):
             )
         for unit in units:
             unit.set_comm_hook(state, hook, compresses(hook))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a call of `module.method_name(...)` gather and free the parameters of `module` as its forward does.
+
+    Nothing happens if `module` is not sharded, so that a script may call this in any case.
+
+    Raises:
+        ValueError: `module` has no such method.
+    """
+    sharded: Any = getattr(module, "module", module) if "_fsdp" not in vars(module) else module
+    if not isinstance(sharded, FSDPModule):
+        return
+    method = getattr(sharded, method_name, None)
+    if not callable(method):
+        raise ValueError(f"method_name: expected a method of {original_class(sharded).__name__}, found {method_name!r}")
+    function = method.__func__ if getattr(method, "__self__", None) is sharded else _ignoring_self(method)
+    setattr(sharded, method_name, MethodType(gathering(function), sharded))
+
+
+def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let the roots `modules`, such as the stages of a pipeline in one process, use the same streams.
+
+    Raises:
+        ValueError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"modules: expected sharded modules, found {type(module).__name__}; call fully_shard on it"
+            )
+    for module in modules[1:]:
+        module._fsdp_runtime.share_streams(modules[0]._fsdp_runtime)
 
 
 def gather_around_compiled(module: Any) -> None:

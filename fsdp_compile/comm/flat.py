@@ -27,7 +27,12 @@ def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup]) -> Tensor:
 
 
 def start_average(
-    packed: Tensor, groups: Sequence[NamedGroup], is_sharded: bool, replicas: NamedGroup | None = None
+    packed: Tensor,
+    groups: Sequence[NamedGroup],
+    is_sharded: bool,
+    replicas: NamedGroup | None = None,
+    how: "Averaging | None" = None,
+    before_replicas: Callable[[Tensor], bool] | None = None,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to average `packed`, 1-D, over all ranks; where the mean will be, and what completes it.
 
@@ -36,9 +41,12 @@ def start_average(
         groups: what a gather goes through, in that order; empty to average over `replicas` alone.
         is_sharded: whether the mean is this rank's slice, 1-D `[n / ranks]`, or all of it.
         replicas: the group whose ranks hold the same slice, or None.
+        how: what to divide by; None: what gives the mean.
+        before_replicas: is called with this rank's slice, reduced over `groups`, which it may change in place; where it
+            returns False, what follows, the reduce over `replicas` and a division, is left out.
     """
-    how = averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
-    if how.before > 1:
+    how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
+    if how.before != 1:
         packed.div_(how.before)
     if is_sharded:
         mean, wait = _start_reduce_scatter(packed, groups, how.op)
@@ -50,10 +58,12 @@ def start_average(
 
     def finish() -> None:
         wait()
+        if before_replicas is not None and not before_replicas(mean):
+            return
         if replicas is not None:  # hybrid: the shard alone crosses the slow links
             collectives.start_all_reduce(mean, replicas.name, how.op)
             collectives.wait(mean)
-        if how.after > 1:
+        if how.after != 1:
             mean.div_(how.after)
 
     return mean, finish
@@ -82,6 +92,11 @@ class Averaging(NamedTuple):
     after: float
 
 
+def dividing(dtype: torch.dtype, factor: float) -> Averaging:
+    """How gradients of `dtype` are summed and divided by `factor`, in two halves where the dtype is narrow."""
+    return Averaging("sum", *(gradient_divide_factors(factor) if dtype == torch.float16 else (1.0, float(factor))))
+
+
 def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
     """How gradients of `dtype` are averaged over `ranks` ranks (E-PG-11, E-RED-3).
 
@@ -96,7 +111,7 @@ def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
     return Averaging("sum", *gradient_divide_factors(ranks))
 
 
-def gradient_divide_factors(ranks: int) -> tuple[float, float]:
+def gradient_divide_factors(ranks: float) -> tuple[float, float]:
     """By what to divide before and after a sum over `ranks`; the product is `ranks` (E-PG-11).
 
     The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer. Halving the division

@@ -240,6 +240,16 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
     return replace(groups, stages=known["stages", neighbors])
 
 
+def separate_group(name: str) -> dist.ProcessGroup:
+    """A second group of the ranks in the group of that name, made once; all of them must ask for it."""
+    group = group_named(name)
+    known = _made.setdefault(group, {})
+    if ("separate", 0) not in known:
+        second = _group_of(dist.get_process_group_ranks(group))
+        known["separate", 0] = (second, second)
+    return known["separate", 0][0]
+
+
 def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
     """The `size` ranks of the group of that name, seen by `rank`, as a 1-D mesh.
 

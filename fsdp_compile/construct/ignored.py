@@ -40,7 +40,7 @@ def collect_ignored(
             sharding API has `model` itself.
     """
     if isinstance(model, _FOREIGN):
-        raise ValueError(f"model: expected a module that is not sharded, found {type(model).__name__}; shard it once")
+        raise ValueError(f"module: expected a module that is not sharded, found {type(model).__name__}; shard it once")
     modules, params = _given(ignored_modules, ignored_states)
     for module in modules:
         if is_unit(module):

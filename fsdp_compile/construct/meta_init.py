@@ -9,7 +9,7 @@ initialized in the first module that has it. See Note [Initializing without chan
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,26 +23,28 @@ InitFn = Callable[[nn.Module], Any]
 NamedModules = Sequence[tuple[str, nn.Module]]
 
 
-def check_materializable(modules: NamedModules, init: InitFn | None, ignored: Set[Any]) -> None:
-    """Raise ValueError if `materialize` with the same arguments could not initialise a module.
+def check_materializable(modules: Iterable[tuple[str, nn.Module]], init: InitFn | None, ignored: Set[Any]) -> bool:
+    """Whether what is on the meta device must stay there, because a module has nothing that initializes it.
 
     Without `init` each module that directly owns meta tensors needs a `reset_parameters()`. Changes nothing.
+
+    Raises:
+        ValueError: `materialize` with the same arguments would not initialize a tensor that others refer to weakly, or
+            `init` cannot be called.
     """
     if init is not None and not callable(init):
         raise ValueError(f"param_init_fn: expected a callable (module) -> None, found {type(init).__name__}")
-    for path, module in modules:
-        absent = _absent(module, ignored)
-        if absent and init is None and not callable(getattr(module, "reset_parameters", None)):
-            raise ValueError(
-                f"module {path or 'model'}: expected reset_parameters() to initialise {', '.join(absent)}, found none "
-                f"in {type(module).__name__}; pass param_init_fn, or initialise it before fully_shard"
-            )
-        for name, tensor in absent.items():
+    absent = [(path, module, _absent(module, ignored)) for path, module in modules]
+    if init is None and any(of and not callable(getattr(each, "reset_parameters", None)) for _, each, of in absent):
+        return True
+    for path, _, of_module in absent:
+        for name, tensor in of_module.items():
             if weakref.getweakrefcount(tensor):
                 raise ValueError(
                     f"{_full_name(path, name, tensor)}: expected a meta tensor that nothing refers to weakly, found "
                     f"a weak reference, which would not follow it to its device; drop the reference"
                 )
+    return False
 
 
 def materialize(modules: NamedModules, device: torch.device, init: InitFn | None, ignored: Set[Any]) -> None:

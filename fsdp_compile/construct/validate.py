@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place, resolve_groups
+from fsdp_compile.construct.arguments import Offload, PlacementFn, check_placements, offload_of
 from fsdp_compile.construct.broadcast import unsent_buffers
 from fsdp_compile.construct.devices import carried_devices, compute_device, given_device
 from fsdp_compile.construct.ignored import Ignored, IsUnit
@@ -47,9 +48,11 @@ class Settings:
     sync: bool
     ignored: Ignored
     precision: MixedPrecision | None
-    offload: bool
+    output_dtype: torch.dtype | None
+    offload: Offload
     may_stay: bool
     limit_all_gathers: bool
+    placements: PlacementFn | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class PreparedUnit:
     settings: Settings  # those of the call, but for those in which a policy lets this unit differ
     placement: Placement
     device: torch.device  # where it computes
+    stays_on_meta: bool  # the script gives memory and values to what is on the meta device
 
     @property
     def has_data(self) -> bool:
@@ -82,19 +86,38 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
     paths = {module: path for path, module in model.named_modules()}
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
     carried = carried_devices(settings.groups.shard)
+    divided = list(_divide(chosen, settings.ignored, is_unit))
+    named_modules = [[(paths[each], each) for each in modules] for _, _, modules in divided]
+    uninitialized = [
+        check_materializable(named, own.init, settings.ignored.params)
+        for named, own in zip(named_modules, of_units, strict=True)
+    ]
     prepared = []
-    for (module, params, modules), own in zip(_divide(chosen, settings.ignored, is_unit), of_units, strict=True):
+    for (module, params, _), named, own in zip(divided, named_modules, of_units, strict=True):
         path = paths[module]
         _check_container(module, path)
         _check_params(params, path)
+        check_placements(path, params, own.placements)
         device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
-        named = [(paths[each], each) for each in modules]
-        check_materializable(named, own.init, settings.ignored.params)
-        prepared.append(PreparedUnit(module, path, params, named, own, place(own.strategy, own.groups), device))
+        on_meta = any(uninitialized) and _are_on_meta(params, path)
+        placement = place(own.strategy, own.groups)
+        prepared.append(PreparedUnit(module, path, params, named, own, placement, device, on_meta))
     _warn_one_rank(of_units)
     if any(own.sync for own in of_units):
         _check_sendable(model, prepared, carried)
     return prepared
+
+
+def _are_on_meta(params: NamedParams, path: str) -> bool:
+    """Whether a unit's parameters are on the meta device. ValueError if some are, and others have values."""
+    present = [name for name, param in params if not param.is_meta]
+    absent = [name for name, param in params if param.is_meta]
+    if present and absent:
+        raise ValueError(
+            f"parameter {_join(path, absent[0])}: expected a device with values, as {_join(path, present[0])} of its "
+            f"unit has, found meta and no reset_parameters() to initialize it; pass param_init_fn, or give it values"
+        )
+    return bool(absent)
 
 
 def _divide(
@@ -155,13 +178,12 @@ def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Sett
             f"auto_wrap_policy: expected hybrid strategies for all units or for none, found {strategy.name} for module "
             f"{path} in a model of {settings.strategy.name}; set its process_group too, as it needs other groups"
         )
-    offload = differs["cpu_offload"] if "cpu_offload" in differs else CPUOffload(settings.offload)
     return replace(
         settings,
         strategy=strategy,
         groups=groups,
         precision=differs.get("mixed_precision", settings.precision),
-        offload=offload is not None and offload.offload_params,
+        offload=offload_of(differs["cpu_offload"], None) if "cpu_offload" in differs else settings.offload,
         device=given_device(differs["device_id"]) if "device_id" in differs else settings.device,
         init=differs.get("param_init_fn", settings.init),
         sync=differs.get("sync_module_states", settings.sync),

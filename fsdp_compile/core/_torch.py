@@ -99,7 +99,7 @@ new_wrapper: Any = Tensor._make_wrapper_subclass
 
 
 def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
-    """Let `tensor`, plain, be `wrapper`, of a subclass: the same object, with its attributes and hooks.
+    """Let `tensor` be `wrapper`, of a subclass: the same object, with its attributes and hooks.
 
     `torch.utils.swap_tensors` refuses tensors with weak references, which optimizers and modules may hold.
     """
@@ -118,8 +118,11 @@ def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
 def change_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
     """Let `tensor`, of a wrapper subclass, have the dtype and device of `wrapper`, of the same subclass and shape.
 
-    As an assignment to `.data` of a plain tensor, this lets autograd forget its node for `tensor`.
+    As an assignment to `.data` of a plain tensor, this lets autograd forget its node for `tensor`. Between the meta
+    device and others torch allows no such assignment; autograd must have no node for `tensor` then.
     """
+    if tensor.is_meta != wrapper.is_meta:
+        return swap_wrapper(tensor, wrapper.requires_grad_(tensor.requires_grad))
     Tensor.data.__set__(tensor, wrapper)  # type: ignore[attr-defined]  # a tensor, by the stub
 
 

@@ -46,6 +46,8 @@ class FlatParam:
         frozen: indices of the parameters that do not require grad, if others do.
         frozen_when_bound: the parameters that did not when they were bound.
         accumulated: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
+        deferred_all_reduce: hybrid sharding: the sum of reduced gradients, 1-D `[layout.shard_numel]`, that are still
+            to be averaged over replicas; None if there are none.
         reduction: what stands between the reduce of its gradient and autograd.
         bindings: how often the parameters were bound to a shard: again when their data was replaced.
     """
@@ -70,6 +72,7 @@ class FlatParam:
             shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
             self.specs = tuple(ShardSpec(sharding, ranks) for sharding in shardings)
         self.accumulated: Any = None  # eager.accumulate.AccumulatedGradient
+        self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()
         self.autograd_shard: Tensor | None = None
         self._splitter = ShardSplitter(self.layout, rank)
@@ -99,6 +102,7 @@ class FlatParam:
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
         self.shard, self.bindings = shard, self.bindings + 1
+        self._bound_shard = self.deferred = self.autograd_shard = None  # with autograd's nodes for the parameters
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
@@ -164,7 +168,7 @@ class FlatParam:
     def copy_with(self, params: list[nn.Parameter]) -> "FlatParam":
         """A flat parameter like this one, with a shard and autograd nodes of its own for `params`."""
         new = copy.copy(self)
-        new.params, new.accumulated = params, None
+        new.params, new.accumulated, new.deferred_all_reduce = params, None, None
         new.reduction = GradientReduction(self.reduction.grad_dtype)
         new.flat_param_id = FLAT_PARAMS.add(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))

@@ -71,12 +71,20 @@ def _swapped_class(
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
-    namespace |= {"_fsdp_traced_constants": constants}
+    namespace |= {"_fsdp_traced_constants": constants, "__new__": staticmethod(functools.partial(_new, original))}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     if not hasattr(mixin, "wrap_forward"):
         return type(original.__name__, (mixin, original), namespace)
     namespace["forward"] = mixin.wrap_forward(original.forward)
     return type("FSDP" + original.__name__, (mixin, original), namespace)
+
+
+def _new(original: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """What a call of a swapped class makes: an instance of the original one, as when a sharded `Sequential` is sliced.
+
+    Copying and unpickling call this without arguments, and fill in what they get.
+    """
+    return original(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
 
 # Slot, index and name are literals of generated code: as closure variables Dynamo would guard on each of them, for each

@@ -25,11 +25,15 @@ class ModuleSharding:
         strategy: the sharding strategy of the module's unit.
         device: where the module computes.
         precision: its mixed precision, or None.
+        output_dtype: the dtype that floating outputs are cast to, or None.
         buffer_dtypes: the dtypes that its floating buffers had, by their names in the module.
         full_precision_in_eval: whether the module computes without mixed precision in eval mode.
         limit_all_gathers: the argument of `fully_shard`.
         units: the units that are gathered around the module's forward: its own one, unless that has no data or an
             enclosing module gathers it, and those that modules below share.
+        shared_units: those of `units` that modules of one list share; of a root all such units below.
+        traced_units: the units that a compiled forward of the module gathers: `units`, and of a root all shared ones.
+            The passes place their all-gathers where they are needed.
         units_below: `units`, and those of all sharded modules below.
         is_root: whether no sharded module is around this one.
         ignored_modules: the modules that the call of `fully_shard` on this module left alone.
@@ -39,10 +43,13 @@ class ModuleSharding:
     strategy: ShardingStrategy
     device: torch.device
     precision: MixedPrecision | None
+    output_dtype: torch.dtype | None
     buffer_dtypes: dict[str, torch.dtype]
     full_precision_in_eval: bool
     limit_all_gathers: bool
     units: tuple[Unit, ...] = ()
+    shared_units: frozenset[Unit] = frozenset()
+    traced_units: tuple[Unit, ...] = ()
     units_below: tuple[Unit, ...] = ()
     is_root: bool = True
     ignored_modules: frozenset[nn.Module] = frozenset()

@@ -37,6 +37,7 @@ from fsdp_compile.core.unit_state import (
     GradientDelivery,
     ParameterLocations,
     SummonedParams,
+    UnitOptions,
     UnitState,
     UnshardedMemory,
     VersionCounters,
@@ -59,6 +60,8 @@ class Unit:
         may_stay: whether a compiled graph may keep parameters unsharded although `reshard_after_forward`.
         precision: dtypes of computation and of reduction; None: that of the parameters.
         offload: whether shards and gradients are stored on the CPU.
+        pins: whether what is stored on the CPU is pinned there, if the unit computes elsewhere.
+        on_meta: whether the shard has no memory until `to_empty` gives it some.
         device: where the unit computes; None: where its parameters are.
 
     Attributes that describe the unit:
@@ -74,6 +77,7 @@ class Unit:
         unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
         backward_pass: the backward pass that set one of these two; -1: a forward did.
         delivery: what a graph that is traced now does in backward with packed gradients.
+        options: what the `set_*` methods of its module chose.
         syncs: whether backward reduces gradients.
         accumulates: whether no_sync was ever in force.
         awaiting_backward: the eager forwards of this unit whose backward is still to come, in the order in which they
@@ -97,6 +101,8 @@ class Unit:
         may_stay: bool = False,
         precision: MixedPrecision | None = None,
         offload: bool = False,
+        pins: bool = True,
+        on_meta: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.group, self.replicas = group, replicas
@@ -108,8 +114,10 @@ class Unit:
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         self.may_stay = may_stay
-        stored = torch.device("cpu") if offload else self.device
-        pin = offload and self.device.type != "cpu"  # copies from and to other devices run beside the host (E-OFF-3)
+        stored = torch.device("meta" if on_meta else "cpu") if offload or on_meta else self.device
+        pin = (
+            offload and pins and not on_meta and self.device.type != "cpu"
+        )  # copies from and to other devices run beside the host (E-OFF-3)
         self.ranks: ShardRanks | None = None
         if shards > 1:
             self.ranks = ShardRanks(group.group_name, shards, self.rank, replicas.group_name if replicas else None)
@@ -124,6 +132,7 @@ class Unit:
         self._hook_compresses = False
         self.reduces_in_flight: deque[GradientReduction] = deque()
         self.accumulates = False
+        self.options = UnitOptions()
         self._become_idle()
         self.update_dtypes()
         self.link_params()
@@ -208,8 +217,18 @@ class Unit:
         self.update_dtypes()
         self._choose_delivery()
 
+    def set_options(self, **changed: Any) -> None:
+        """Change some of `options`."""
+        self.options = replace(self.options, **changed)
+        self._choose_delivery()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
+        """Choose whether unsharded parameters are freed between forward and backward."""
+        self.reshard_after_forward, self.may_stay = reshard_after_forward and self.is_sharded, False
+        self.update_dtypes()
+
     def _choose_delivery(self) -> None:
-        if not self._syncs or self._comm_hook is not None:
+        if not self._syncs or self._comm_hook is not None or self.options.changes_reduce:
             self.delivery = GradientDelivery.DEFER
         elif self.accumulates:
             self.delivery = GradientDelivery.REDUCE_WITH_ACCUMULATED
@@ -248,7 +267,8 @@ class Unit:
     @property
     def stays_unsharded(self) -> bool:
         """Whether a backward pass that ends now leaves the parameters unsharded (E-STRAT-5)."""
-        return self.is_sharded and not self.reshard_after_forward and not self.syncs
+        kept_for_sum = not self.reshard_after_forward and not self.syncs
+        return self.is_sharded and (kept_for_sum or not self.options.reshard_after_backward)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -348,7 +368,7 @@ class Unit:
         self.link_params()
 
     def update_dtypes(self) -> None:
-        """Update what follows from the dtypes of shards and gradients."""
+        """Update what follows from the dtypes of shards and gradients, and from `reshard_after_forward`."""
         self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
         unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
         specs = [UnshardSpec(layout, (), self.reshard_after_forward) for layout in unsharded]
@@ -372,6 +392,7 @@ class Unit:
         memo[id(self)] = copied
         copied.params = [copy.deepcopy(param, memo) for param in self.params]
         copied.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(copied.params))
+        copied.options = replace(self.options, prefetch_in_forward=None, prefetch_in_backward=None)
         copied.reduces_in_flight = memo.setdefault(id(self.reduces_in_flight), deque())
         copied._become_idle()
         copied.locations = copy.deepcopy(self.locations, memo)

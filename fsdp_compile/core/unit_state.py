@@ -2,6 +2,7 @@
 
 UnitState             which of forward, backward and `summon_full_params` reads unsharded parameters, if any does
 GradientDelivery      what a graph that is traced now does with gradients
+UnitOptions           what the `set_*` methods of a sharded module chose for its units
 VersionCounters       whether values have changed since they were gathered
 ParameterLocations    whether modules still hold the parameters that the unit knows
 
@@ -9,10 +10,17 @@ What the eager runtime attaches to a unit is known to it by the protocols `Unsha
 """
 
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+
+from fsdp_compile.core.unshard_spec import NamedGroup
+
+if TYPE_CHECKING:
+    from fsdp_compile.core.unit import Unit
 
 
 class UnitState(Enum):
@@ -38,7 +46,44 @@ class GradientDelivery(Enum):
 
     REDUCE = "reduce"
     REDUCE_WITH_ACCUMULATED = "reduce with accumulated"  # their sum with gradients accumulated under no_sync
-    DEFER = "defer"  # the eager runtime accumulates them, or a communication hook reduces them
+    DEFER = "defer"  # the eager runtime accumulates them, or reduces them as hooks and `UnitOptions` say
+
+
+@dataclass
+class UnitOptions:
+    """What the `set_*` methods of a sharded module chose for its units.
+
+    Attributes:
+        all_reduces: hybrid sharding: whether reduced shards are averaged over replicas, or summed up until they are.
+        has_deferred: whether `all_reduces` was ever False: sums may wait.
+        divide_factor: what the sum of gradients over all ranks is divided by; None means the number of ranks.
+        only_sums: whether collectives add, and a kernel divides, where the backend could average.
+        reduce_groups: the groups of reduce-scatters, if they are not those of all-gathers.
+        reduces_in_flight: how many reduces may be under way before the oldest one is waited for.
+        all_reduce_hook: is called with each reduced gradient, 1-D `[shard_numel]`, and may change it in place.
+        all_reduce_hook_stream: the stream that it is called in, or None.
+        reshard_after_backward: whether a backward pass frees unsharded parameters.
+        prefetch_in_forward: the units whose all-gathers the unit's forward starts; None: as the runtime chooses.
+        prefetch_in_backward: the same of backward.
+    """
+
+    all_reduces: bool = True
+    has_deferred: bool = False
+    divide_factor: float | None = None
+    only_sums: bool = False
+    reduce_groups: tuple[NamedGroup, ...] | None = None
+    reduces_in_flight: int = 2
+    all_reduce_hook: Callable[[Tensor], Any] | None = None
+    all_reduce_hook_stream: Any = None
+    reshard_after_backward: bool = True
+    prefetch_in_forward: "tuple[Unit, ...] | None" = None
+    prefetch_in_backward: "tuple[Unit, ...] | None" = None
+
+    @property
+    def changes_reduce(self) -> bool:
+        """Whether gradients are reduced in another way than a graph's reduces do it."""
+        chosen = (self.divide_factor, self.reduce_groups, self.all_reduce_hook)
+        return self.has_deferred or self.only_sums or any(each is not None for each in chosen)
 
 
 class VersionCounters(NamedTuple):

@@ -52,10 +52,11 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     try:  # Note [Graph breaks in the forward of a sharded module]
         args, kwargs = prepare_inputs(module, args, kwargs)
         if torch.compiler.is_compiling():
-            return _traced(module, forward, args, kwargs)
+            return cast_outputs(module, _traced(module, forward, args, kwargs))
+        run = partial(forward, module) if module._fsdp.output_dtype is None else _casting_outputs(module, forward)
         if _has_unsharded_flats(module):
-            return _run_with_flats(module, forward, args, kwargs)
-        return _unsharded(module, partial(forward, module), args, kwargs)
+            return _run_with_flats(module, run, args, kwargs)
+        return _unsharded(module, run, args, kwargs)
     finally:
         pass
 
@@ -180,7 +181,8 @@ def _open(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
     for unit in sharded:
         gathered = runtime.gather(unit, computes_in_full_precision(module))
         gathered.open(as_flats)  # one by one: if one fails, those before it are closed
-        opened.append(gathered)
+        shared = unit in module._fsdp.shared_units and runtime.iteration is not None
+        (runtime.shared_in_forward if shared else opened).append(gathered)
         runtime.prefetch_forward(gathered)
 
 
@@ -191,6 +193,9 @@ def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) ->
         if completed and module._fsdp.is_root:
             runtime.complete_iteration()
     finally:
+        if module._fsdp.is_root:
+            opened += runtime.shared_in_forward
+            runtime.shared_in_forward.clear()
         for gathered in opened:
             gathered.hide()
         if module._fsdp.is_root:
@@ -246,13 +251,13 @@ def _has_unsharded_flats(module: Any) -> bool:
     return any(unit.unsharded_params is None and unit.is_unsharded for unit in module._fsdp.units)
 
 
-def _run_with_flats(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_with_flats(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run eagerly what `compiled_forward` was to run compiled: torch was told so, or gave up."""
     units = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
     try:
         for unit in units:
             unit.unsharded_params = unit.split_flats(unit.unsharded_flats)
-        return forward(module, *args, **kwargs)
+        return run(*args, **kwargs)
     finally:
         for unit in units:
             unit.unsharded_params = None
@@ -260,7 +265,7 @@ def _run_with_flats(module: Any, forward: Callable[..., Any], args: tuple, kwarg
 
 def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     units = []
-    for unit in module._fsdp.units:
+    for unit in module._fsdp.traced_units:
         if unit.unsharded_flats is not None:
             allowed_in_regions(_set_unsharded_params, unit, unit.split_flats(unit.unsharded_flats))
             units.append(unit)
@@ -322,6 +327,23 @@ def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 
 def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)  # a named tuple, of which one part stays on the CPU
+
+
+def cast_outputs(module: Any, output: Any) -> Any:
+    """Cast the floating tensors in `output` to the `output_dtype` of the module's `mp_policy`, if it has one."""
+    dtype = module._fsdp.output_dtype
+    if dtype is None or computes_in_full_precision(module):
+        return output
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, output)
+
+
+def _casting_outputs(module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of `module` with its outputs cast: before hooks on outputs are placed, for these see what users see."""
+    return lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))
 
 
 def _input_dtype(module: Any) -> torch.dtype | None:

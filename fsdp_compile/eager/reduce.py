@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.comm.flat import start_average
+from fsdp_compile.comm.flat import dividing, start_average
 from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
 from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.core.unit_state import UnitOptions
 from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import (
     allreduce_hook,
     bf16_compress_hook,
+    call_after_backward,
     current_backward,
     fp16_compress_hook,
     reduce_scatter_hook,
@@ -36,10 +38,16 @@ from fsdp_compile.eager.streams import NO_STREAMS, Streams
 # A reduce starts as soon as the gradients of a unit are there, and is waited for where autograd needs the result: in
 # the backward of the flat shard (`ScatterGradients`), which the engine runs after everything else. So it runs beside
 # the rest of backward. The input of a reduce-scatter, which is a unit's unsharded gradients, lives until it is waited
-# for; that is why only `REDUCES_IN_FLIGHT` may be under way, and the oldest is waited for when one more starts. The
-# queue belongs to the root that the units are in: in a process with several models, each trained by a thread of its
-# own, a wait for another model's reduce would wait for what that model's threads on other ranks do, perhaps for ever.
-REDUCES_IN_FLIGHT = 2
+# for; that is why only two may be under way (`UnitOptions.reduces_in_flight`), and the oldest is waited for when one
+# more starts. The queue belongs to the root that the units are in: in a process with several models, each trained by a
+# thread of its own, a wait for another model's reduce would wait for what that model's threads on other ranks do,
+# perhaps for ever.
+
+# Note [Deferred all-reduces]
+# Under hybrid sharding a reduce has two parts: over the ranks that split a copy, and over the copies. Both are linear,
+# so a sum over several backward passes may be averaged over the copies once. `set_requires_all_reduce(False)` lets the
+# sum wait in `flat.deferred_all_reduce`, of a shard's size, and leaves `.grad` as it was; the next reduce with
+# all-reduces adds it to its own. The sum cannot be in a graph, so such units let the eager runtime reduce.
 
 
 def reduce_gradients(
@@ -129,13 +137,18 @@ def reduce_or_accumulate(
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
         streams.use_in_post_backward(packed)
     with streams.reducing():
-        reduced, complete = _start_reduce(unit, packed)
+        reduced, complete = _start_reduce(unit, flat, packed)
+    if _defers_all_reduce(unit):
+        reduction.finish = partial(_complete, streams, complete)
+        call_after_backward(reduction.wait)
+        return None
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
     result = reduced if as_stored else torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
 
     def finish() -> None:  # an autograd node owns it: it must not own the flat parameter
         with streams.finishing():
             complete()
+            _call_all_reduce_hook(unit.options, streams, reduced)
             if result is not reduced:
                 result.copy_(reduced, non_blocking=True)
         streams.await_reduce(reduced)
@@ -147,7 +160,7 @@ def reduce_or_accumulate(
     if added_by_autograd:
         reduction.wait_on_host()
     unit.reduces_in_flight.append(reduction)
-    while len(unit.reduces_in_flight) > REDUCES_IN_FLIGHT:
+    while len(unit.reduces_in_flight) > unit.options.reduces_in_flight:
         unit.reduces_in_flight.popleft().wait()
     return result
 
@@ -168,20 +181,70 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     if accumulated is None:
         accumulated = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
     with torch.no_grad():
-        reduced, complete = _start_reduce(unit, accumulated)
+        reduced, complete = _start_reduce(unit, flat, accumulated)
         complete()
+        if _defers_all_reduce(unit):
+            return torch.zeros_like(flat.shard)
+        _call_all_reduce_hook(unit.options, NO_STREAMS, reduced)
     return reduced.to(flat.shard)
 
 
-def _start_reduce(unit: Unit, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def _start_reduce(unit: Unit, flat: FlatParam, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; where the average will be, and what waits for it."""
     replicas = None if unit.replicas is None else NamedGroup.of(unit.replicas)
+    options = unit.options
+    how = None
+    if options.divide_factor is not None or options.only_sums:
+        how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size)
+    sums_wait = replicas is not None and options.has_deferred
+    before_replicas = partial(_add_deferred, flat, options.all_reduces) if sums_wait else None
     if unit.comm_hook is not None:
         reduced = _call_comm_hook(unit, *unit.comm_hook, packed)
-        return start_average(reduced, (), False, replicas)  # the mean over replicas is ours (E-HOOK-7)
+        return start_average(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
     if unit.is_sharded and unit.switches.fake_reduce:
         return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas)
-    return start_average(packed, unit.stages, unit.is_sharded, replicas)
+    groups = options.reduce_groups or unit.stages
+    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas)
+
+
+def _defers_all_reduce(unit: Unit) -> bool:
+    return unit.replicas is not None and not unit.options.all_reduces
+
+
+def _add_deferred(flat: FlatParam, all_reduces: bool, reduced: Tensor) -> bool:
+    """Add what waits to `reduced`, or let it wait too; whether it is all-reduced (Note [Deferred all-reduces])."""
+    if flat.deferred_all_reduce is not None:
+        reduced.add_(flat.deferred_all_reduce)
+    flat.deferred_all_reduce = None if all_reduces else reduced
+    return all_reduces
+
+
+def _complete(streams: Streams, complete: Callable[[], None]) -> None:
+    with streams.finishing():
+        complete()
+
+
+def _call_all_reduce_hook(options: UnitOptions, streams: Streams, reduced: Tensor) -> None:
+    """Let the user's hook change `reduced`, in its own stream if there is one, else in the current one."""
+    if options.all_reduce_hook is None:
+        return
+    device, stream = streams.device, options.all_reduce_hook_stream
+    if stream is None:
+        options.all_reduce_hook(reduced)
+        return
+    device.order(device.current_stream(), stream)
+    with device.run_in(stream):
+        options.all_reduce_hook(reduced)
+    device.order(stream, device.current_stream())
+
+
+def discard_gradients(unit: Unit) -> None:
+    """Wait for the reduces of `unit` in flight, and drop gradients that are accumulated and not reduced yet."""
+    for flat in unit.flats:
+        flat.reduction.wait_on_host()
+        flat.reduction.results.clear()
+        take_accumulated(flat)
+        flat.deferred_all_reduce = None
 
 
 # --- communication hooks ----------------------------------------------------------------------------------------------

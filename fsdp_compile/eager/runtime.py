@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.autograd import GradientReduction
-from fsdp_compile.core.sharding import sharding_of
+from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward
+from fsdp_compile.eager.reduce import discard_gradients
 from fsdp_compile.eager.streams import Device, Streams
-from fsdp_compile.eager.unshard import UnshardHandle, take_prefetched, unshard
+from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
 from fsdp_compile.eager.unsharded import UnshardedUnit
 
 
@@ -43,6 +44,8 @@ class Runtime:
         order: the units of the first iteration, each at its first use (E-ORD-1).
         reduces_in_flight: reduces that backward passes have started and not yet waited for, oldest first. Owned by the
             root: a thread that waited for the reduce of another thread's model could wait for ever.
+        shared_in_forward: units of several modules that the running forward has gathered; the root closes them.
+        post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
         converting: whether `Module._apply` is running (eager/convert.py).
     """
 
@@ -57,6 +60,8 @@ class Runtime:
         self.iteration: object | None = None
         self.order: list[weakref.ref[Unit]] = []
         self.reduces_in_flight: deque[GradientReduction] = deque()
+        self.shared_in_forward: list[UnshardedUnit] = []
+        self.post_optim_event: Any = None
         self.converting = False
         self._order_is_known = self._is_checked = False
         self._streams: dict[torch.device, Streams] = {}
@@ -78,6 +83,10 @@ class Runtime:
             self._streams[device].begin_iteration()
         return self._streams[device]
 
+    def share_streams(self, other: "Runtime") -> None:
+        """Use the streams of `other`, a root of the same process whose forwards and backwards alternate with these."""
+        self._streams = other._streams
+
     def check(self, module: nn.Module) -> None:
         """Before the first forward of the root `module`: whether it can be right, eager or compiled.
 
@@ -87,6 +96,7 @@ class Runtime:
         if not self._is_checked:
             check_settings(module)
             check_all_sharded(module)
+            check_has_values(module)
             self._is_checked = True
 
     # --- iterations ---------------------------------------------------------------------------------------------------
@@ -99,7 +109,8 @@ class Runtime:
         if not self._order_is_known:
             self.order.clear()  # of an iteration that failed
         for streams in self._streams.values():
-            streams.begin_iteration()
+            streams.begin_iteration(self.post_optim_event)
+        self.post_optim_event = None
         self._checks_order = module.training and dist.get_debug_level() == dist.DebugLevel.DETAIL
         if self._checks_order:
             self._order_check = self._order_check or OrderCheck(module)
@@ -119,6 +130,20 @@ class Runtime:
         if not torch.is_grad_enabled():  # no backward follows, after which the host may change what copies still read
             for streams in self._streams.values():
                 streams.block_on_unshard()
+
+    def reset(self, module: nn.Module) -> None:
+        """Free and forget what a forward or backward of the root `module` left that raised, gradients included."""
+        while self.reduces_in_flight:
+            self.reduces_in_flight.popleft().wait()
+        for gathered in self.shared_in_forward:
+            gathered.hide()
+        self.shared_in_forward.clear()
+        for unit in units_gathered_below(module):
+            unit.unsharded_params = unit.unsharded_flats = None
+            reshard(unit)
+            unit.awaiting_backward.clear()
+            discard_gradients(unit)
+        self.end_iteration()
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +168,11 @@ class Runtime:
         )
 
     def prefetch_forward(self, gathered: UnshardedUnit) -> None:
-        """Begin to gather the unit after that of `gathered`, which is about to compute (E-PRE-2)."""
+        """Begin to gather the unit after that of `gathered`, which is about to compute (E-PRE-2), or those chosen."""
+        chosen = gathered.unit.options.prefetch_in_forward
+        if chosen is not None:
+            self.unshard(chosen, gathered.full_precision)
+            return
         wanted = self.forward_prefetch and self._order_is_known and self.iteration is not None
         if not wanted or self._prefetched_in_forward is not None:
             return
@@ -188,7 +217,12 @@ class Runtime:
             self._last_forward = weakref.ref(gathered)
 
     def prefetch_backward(self, gathered: UnshardedUnit, when: BackwardPrefetch) -> None:
-        """Begin to gather the unit whose backward is likely to come next (E-PRE-1)."""
+        """Begin to gather the unit whose backward is likely to come next (E-PRE-1), or the units that were chosen."""
+        chosen = gathered.unit.options.prefetch_in_backward
+        if chosen is not None:
+            if when is BackwardPrefetch.BACKWARD_PRE:
+                _prefetch_chosen(chosen)
+            return
         target = gathered.previous() if gathered.previous is not None else None
         if when is not self.backward_prefetch or target is None or target.backward_pass == current_backward():
             return
@@ -198,6 +232,16 @@ class Runtime:
         if target.is_current() and target.prefetch():  # else its own backward says what is wrong
             self._prefetched_in_backward = weakref.ref(target)
             call_after_backward(partial(_free_prefetched, self._prefetched_in_backward))
+
+
+def _prefetch_chosen(units: Sequence[Unit]) -> None:
+    """Begin to gather again what the last forward of each of `units` freed."""
+    for unit in units:
+        target = cast(UnshardedUnit | None, next(reversed(list(unit.awaiting_backward)), None))
+        if target is None or target.backward_pass == current_backward() or not target.is_current():
+            continue  # nothing to gather, or its own backward says what is wrong
+        if target.prefetch():
+            call_after_backward(partial(_free_prefetched, weakref.ref(target)))
 
 
 def _free_prefetched(prefetched: weakref.ref[UnshardedUnit]) -> None:
@@ -243,6 +287,17 @@ def check_all_sharded(module: nn.Module) -> None:
                 f"parameter {name}: expected a parameter of a unit, found one that was added after fully_shard, whose "
                 f"gradients no rank would average; add it before, or call fully_shard on its module before the root"
             )
+
+
+def check_has_values(module: nn.Module) -> None:
+    """Raise ValueError if a unit of `module` or below is still on the meta device."""
+    for unit in units_gathered_below(module):
+        for flat in unit.flats:
+            if flat.shard.is_meta:
+                raise ValueError(
+                    f"parameter {flat.layout.names[0]}: expected values before the first forward, found it on the meta "
+                    f"device; call model.to_empty(device=...) and initialize it, or pass param_init_fn to fully_shard"
+                )
 
 
 class OrderCheck:

@@ -83,9 +83,15 @@ class Streams:
         self.unshard, self.post_backward = device.new_stream(), device.new_stream()
         self._freed: deque[Any] = deque()
 
-    def begin_iteration(self) -> None:
-        """All-gathers from now on see what compute has done to the shards: the optimizer's step."""
-        self.device.order(self.device.current_stream(), self.unshard)
+    def begin_iteration(self, event: Any = None) -> None:
+        """All-gathers from now on see what compute has done to the shards: the optimizer's step.
+
+        With an `event`, recorded behind that step, they do not wait for what compute was given after it.
+        """
+        if event is not None and self.device.module:
+            self.unshard.wait_event(event)
+        else:
+            self.device.order(self.device.current_stream(), self.unshard)
 
     def unsharding(self) -> AbstractContextManager[Any]:
         """Run the block in the unshard stream."""

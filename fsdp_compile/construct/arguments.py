@@ -1,0 +1,179 @@
+"""The arguments of `fully_shard` in one form: FSDP1 and FSDP2 have different names and classes for the same choices.
+
+mixed_precision, mp_policy               -> Precision
+cpu_offload, offload_policy              -> Offload
+ignored_states, ignored_params           -> one collection of parameters or modules
+mesh, dp_mesh_dims                       -> a mesh of one dimension, or of two: (replicas, shards)
+sharding_strategy, reshard_after_forward -> a strategy
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.tensor import Shard
+
+from fsdp_compile.comm.groups import RESHARDING
+from fsdp_compile.core.environment import warn_caller
+
+if TYPE_CHECKING:
+    import torch
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a unit: those that FSDP1 knows, and that of floating outputs, which only FSDP2 sets."""
+
+    dtypes: MixedPrecision | None
+    output: "torch.dtype | None"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Whether shards are stored on the CPU, and whether they are pinned there where that speeds up copies."""
+
+    to_cpu: bool
+    pins: bool
+
+
+def check_type(name: str, value: Any, expected: type | UnionType) -> None:
+    """Raise TypeError unless `value`, the argument of that name, is an instance of `expected`."""
+    kinds = expected.__args__ if isinstance(expected, UnionType) else (expected,)
+    if not isinstance(value, expected):
+        words = " or ".join("None" if kind is NoneType else f"a {kind.__name__}" for kind in kinds)
+        raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
+
+
+def _check_one(**given: Any) -> None:
+    """Raise ValueError if more than one of the arguments is not None: they are two names of one thing."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)}: expected at most one, found both; drop one of them")
+
+
+def precision_of(mixed_precision: MixedPrecision | None, mp_policy: MixedPrecisionPolicy | None) -> Precision:
+    """The dtypes that one of the two asks for. FSDP2's casts the inputs of every unit, and exempts no classes."""
+    check_type("mixed_precision", mixed_precision, MixedPrecision | None)
+    check_type("mp_policy", mp_policy, MixedPrecisionPolicy | None)
+    _check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
+    if mp_policy is None:
+        return Precision(mixed_precision, None)
+    if mp_policy.param_dtype is None and mp_policy.reduce_dtype is None:
+        return Precision(None, mp_policy.output_dtype)
+    casts = mp_policy.cast_forward_inputs
+    dtypes = MixedPrecision(
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        cast_forward_inputs=casts,
+        cast_root_forward_inputs=casts,
+        _module_classes_to_ignore=(),
+    )
+    return Precision(dtypes, mp_policy.output_dtype)
+
+
+def offload_of(cpu_offload: CPUOffload | None, offload_policy: OffloadPolicy | None) -> Offload:
+    """Where one of the two stores shards; neither: where the unit computes."""
+    check_type("cpu_offload", cpu_offload, CPUOffload | None)
+    check_type("offload_policy", offload_policy, OffloadPolicy | None)
+    _check_one(cpu_offload=cpu_offload, offload_policy=offload_policy)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        return Offload(to_cpu=True, pins=offload_policy.pin_memory)
+    return Offload(to_cpu=cpu_offload is not None and cpu_offload.offload_params, pins=True)
+
+
+def ignored_of(ignored_states: Iterable[Any] | None, ignored_params: Iterable[nn.Parameter] | None) -> Any:
+    """The states to leave alone, by whichever name they were given."""
+    _check_one(ignored_states=ignored_states, ignored_params=ignored_params)
+    return ignored_states if ignored_params is None else ignored_params
+
+
+def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh | None:
+    """The dimensions of `mesh` that parameters are sharded over, or replicated and sharded.
+
+    Args:
+        mesh: the mesh that was given, or None.
+        dp_mesh_dims: torch's `DataParallelMeshDims` (torch 2.13): names of dimensions of `mesh`; several names for one
+            role are flattened into one dimension.
+    """
+    if dp_mesh_dims is None:
+        return mesh
+    check_type("mesh", mesh, DeviceMesh)
+    roles = [names for names in (dp_mesh_dims.replicate_names, dp_mesh_dims.shard_names) if names]
+    if not dp_mesh_dims.shard_names:
+        raise ValueError(
+            "dp_mesh_dims: expected a dimension to shard over, found only one to replicate over; "
+            "pass mesh[name] and sharding_strategy=ShardingStrategy.NO_SHARD"
+        )
+    assert mesh is not None
+    names = []
+    for role in roles:
+        if len(role) > 1:
+            mesh[role]._flatten("_".join(role))
+        names.append("_".join(role))
+    return mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
+
+
+def resolve_strategy(
+    strategy: ShardingStrategy | None, choice: bool | int | str | None, mesh: DeviceMesh | None
+) -> ShardingStrategy:
+    """The strategy that `sharding_strategy` names or `reshard_after_forward` means; with a 2-D mesh a hybrid one."""
+    check_type("sharding_strategy", strategy, ShardingStrategy | None)
+    if isinstance(choice, str) and choice != "auto":
+        raise ValueError(f"reshard_after_forward: expected a bool, a number of ranks or 'auto', found {choice!r}")
+    check_type("reshard_after_forward", choice, bool | int | str | None)
+    frees = choice if choice is None or isinstance(choice, bool) else choice != 1
+    if frees is False and choice is not False:
+        warn_caller("reshard_after_forward: 1, a number of ranks, means False; pass True to free all after forward")
+    if strategy is None:
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+            return ShardingStrategy._HYBRID_SHARD_ZERO2 if frees is False else ShardingStrategy.HYBRID_SHARD
+        return ShardingStrategy.SHARD_GRAD_OP if frees is False else ShardingStrategy.FULL_SHARD
+    fits = strategy is not ShardingStrategy.NO_SHARD and frees == (strategy in RESHARDING)
+    if frees is not None and not fits:
+        raise ValueError(
+            f"reshard_after_forward: expected what sharding_strategy says, found {choice} beside "
+            f"{strategy.name}; pass one of the two"
+        )
+    return strategy
+
+
+# Note [Which elements a rank stores]
+# FSDP2 cuts each parameter along a dimension, so that its collectives copy every parameter in and out. Here the flat
+# parameter is cut, at any element, so that they copy nothing. A dimension that `shard_placement_fn` chooses would say
+# which elements a rank stores; no value that a script computes depends on that, so it is checked and has no effect.
+
+
+def check_placements(path: str, params: Iterable[tuple[str, nn.Parameter]], chosen_by: PlacementFn | None) -> None:
+    """Ask `shard_placement_fn` about each parameter (Note [Which elements a rank stores]).
+
+    Raises:
+        ValueError: it chose a dimension that the parameter does not have, or a mesh for a single parameter.
+    """
+    for name, param in params if chosen_by is not None else ():
+        placement: Any = chosen_by(param) if chosen_by is not None else None
+        full_name = f"{path}.{name}" if path else name
+        if placement is None:
+            continue
+        if not isinstance(placement, Shard):
+            raise ValueError(
+                f"parameter {full_name}: expected shard_placement_fn to return a Shard or None, found "
+                f"{type(placement).__name__}; to shard a module over another mesh, call fully_shard on it with that one"
+            )
+        if not -param.dim() <= placement.dim < max(param.dim(), 1):
+            raise ValueError(
+                f"parameter {full_name}: expected shard_placement_fn to choose one of {param.dim()} dimensions, found "
+                f"{placement.dim}"
+            )
