@@ -267,8 +267,8 @@ class Unit:
     @property
     def stays_unsharded(self) -> bool:
         """Whether a backward pass that ends now leaves the parameters unsharded (E-STRAT-5)."""
-        kept_for_sum = not self.reshard_after_forward and not self.syncs
-        return self.is_sharded and (kept_for_sum or not self.options.reshard_after_backward)
+        stays_under_no_sync = not self.reshard_after_forward and not self.syncs
+        return self.is_sharded and (stays_under_no_sync or not self.options.reshard_after_backward)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -81,7 +81,7 @@ def test_mesh_and_group_together_are_refused() -> None:
 
 def test_wrong_types_are_refused() -> None:
     """Every argument of a wrong type is a TypeError that names it and the type found."""
-    refused("model", TypeError, "model: expected a torch.nn.Module, found str")
+    refused("model", TypeError, "module: expected a torch.nn.Module or a list of them, found str")
     refused(mlp(), TypeError, "mesh: expected a .*DeviceMesh, found tuple", mesh=(2, 2))
     refused(mlp(), TypeError, "process_group: expected a .*ProcessGroup, found", process_group="world")
     refused(mlp(), TypeError, "auto_wrap_policy", auto_wrap_policy=3)

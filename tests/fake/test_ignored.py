@@ -75,7 +75,7 @@ def test_modules_of_another_sharding_api_are_ignored() -> None:
     torch.distributed.fsdp.fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
     fully_shard(model)
     assert managed(model) == {n for n, _ in model.named_parameters()} - names_below(model, "blocks.1")
-    refused(model.blocks[1], ValueError, "model: expected a module that is not sharded, found FSDPResidual")
+    refused(model.blocks[1], ValueError, "module: expected a module that is not sharded, found FSDPResidual")
 
 
 def test_ignoring_the_model_itself_warns() -> None:
