@@ -5,6 +5,7 @@
 See Note [Nothing is changed on refusal] in construct/validate.py.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -35,6 +36,7 @@ from fsdp_compile.construct.broadcast import broadcast_states
 from fsdp_compile.construct.devices import given_device, move_from_cpu
 from fsdp_compile.construct.ignored import Ignored, collect_ignored
 from fsdp_compile.construct.meta_init import InitFn, materialize
+from fsdp_compile.construct.undo import undo
 from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
 from fsdp_compile.core.environment import Switches
@@ -226,9 +228,26 @@ def fully_shard(
     exempt = exempt_classes(precision.dtypes)
     chosen = choose_units(model, None if is_list else auto_wrap_policy, _is_unit, settings.ignored, exempt)
     prepared_units = prepare_units(model, chosen, settings, _is_unit)
+    _join_divided(model)
     for prepared in prepared_units:
         _make_unit(prepared, prepared.settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
+    if auto_wrap_policy == "auto" and len(prepared_units) > 1:
+        options: FullyShardOptions = dict(
+            auto_wrap_policy=None,
+            mesh=mesh,
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            reshard_after_forward=reshard_after_forward,
+            mixed_precision=mixed_precision,
+            mp_policy=mp_policy,
+            cpu_offload=cpu_offload,
+            offload_policy=offload_policy,
+            ignored_params=list(settings.ignored.params),
+            device_id=device_id,
+            limit_all_gathers=limit_all_gathers,
+        )
+        model._fsdp.shard_as_one = functools.partial(fully_shard, model, **options)
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
@@ -283,6 +302,15 @@ def _install_passes() -> None:
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+def _join_divided(model: nn.Module) -> None:
+    """Make one unit of each module below that an earlier call divided by "auto" (construct/undo.py)."""
+    for module in list(_scopes(model)):
+        shard_as_one = module._fsdp.shard_as_one if "_fsdp" in vars(module) else None  # below one that was joined: none
+        if shard_as_one is not None:
+            undo(module)
+            shard_as_one()
 
 
 def _group(modules: Sequence[Any]) -> ModuleGroup:

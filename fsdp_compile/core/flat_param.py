@@ -102,7 +102,7 @@ class FlatParam:
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
         self.shard, self.bindings = shard, self.bindings + 1
-        self._bound_shard = self.deferred = self.autograd_shard = None  # with autograd's nodes for the parameters
+        self.release()
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
@@ -164,6 +164,10 @@ class FlatParam:
             self.autograd_shard = self._bound_shard
         else:  # other objects, or autograd's accumulators of these are gone: it drops them with the device
             self.bind(self.shard)
+
+    def release(self) -> None:
+        """Forget autograd's nodes for the parameters, which are about to leave the shard for good."""
+        self._bound_shard = self.deferred = self.autograd_shard = None
 
     def copy_with(self, params: list[nn.Parameter]) -> "FlatParam":
         """A flat parameter like this one, with a shard and autograd nodes of its own for `params`."""

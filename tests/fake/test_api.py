@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import RANK, WORLD_SIZE
 from models import GPT, MODULES, mlp, tied_blocks, tied_ends
 from refusing import local, refused, units
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import FSDPModule, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
@@ -155,14 +155,41 @@ def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     )
 
 
-def test_models_without_parameters_are_refused() -> None:
-    """A model without any parameter: ValueError that names its class (E-ERR-17)."""
-    refused(nn.Sequential(nn.ReLU()), ValueError, "model: expected a module with parameters, found none in Sequential")
+def test_models_without_parameters() -> None:
+    """A module without any parameter is accepted: nothing is communicated (E-ERR-17)."""
+    model = fully_shard(nn.Sequential(nn.ReLU()))
+    assert isinstance(model, FSDPModule) and torch.equal(model(torch.ones(2)), torch.ones(2))
 
 
 def test_sharding_twice_is_refused() -> None:
     """A module that is sharded already keeps its one unit: ValueError, nothing changed (E-GEN-5, E-ERR-67)."""
-    refused(fully_shard(mlp()), ValueError, "model: FSDPStack is sharded already")
+    refused(fully_shard(mlp()), ValueError, "module: FSDPStack is sharded already")
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(expert(x) * gate for expert, gate in zip(self.experts, self.gate(x).split(1, -1), strict=True))
+
+
+def test_divided_blocks_become_one_unit() -> None:
+    """Blocks that were sharded by calls of their own are one unit each, as in FSDP2, also where "auto" divided them."""
+    alone: Any = fully_shard(_Experts())
+    assert len(units(alone)) == 4
+    model: Any = nn.Sequential(_Experts(), _Experts(), nn.Linear(4, 4))
+    params, classes = list(model.parameters()), type(model[0].experts[0])
+    for block in model[:2]:
+        fully_shard(block)
+    fully_shard(model)
+    assert [len(unit.params) for unit in units(model)] == [8, 8, 2]
+    assert [id(param) for param in model.parameters()] == [id(param) for param in params]
+    assert [type(m) for m in FSDPModule.fsdp_modules(model)] == [type(model), type(model[0]), type(model[1])]
+    assert type(model[0].experts[0]).__mro__[2] is classes
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_without_a_process_group_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
 
 
@@ -208,12 +209,24 @@ class NoReset(nn.Module):
         self.weight, self.bias = (nn.Parameter(torch.empty(2, device="meta")) for _ in range(2))
 
 
-def test_modules_that_cannot_be_initialised_are_refused() -> None:
-    """Without `reset_parameters`: ValueError with the module, before anything is changed (E-META-3)."""
+def test_modules_without_reset_parameters_stay_on_meta() -> None:
+    """Without `reset_parameters` parameters wait on the meta device for `to_empty`; forward refuses (E-META-3).
+
+    A unit of which others have values is refused, before anything is changed.
+    """
+    model = nn.Sequential(NoReset(), NoReset())
+    params = list(model.parameters())
+    fully_shard(model)
+    assert all(param.is_meta and isinstance(param, ShardedTensor) for param in params)
+    with pytest.raises(ValueError, match=r"parameter 0.weight: expected values before the first forward, found it on"):
+        model(torch.ones(2))
+    model.to_empty(device="cpu")
+    assert not any(param.is_meta for param in params)
+    assert all(one is other and one.requires_grad for one, other in zip(params, model.parameters(), strict=True))
     refused(
         nn.Sequential(nn.Linear(2, 2), NoReset()),
         ValueError,
-        r"module 1: expected reset_parameters\(\) to initialise weight, bias, found none in NoReset; pass param_init",
+        r"parameter 1.weight: expected a device with values, as 0.weight of its unit has, found meta and no reset",
     )
 
 

@@ -43,7 +43,7 @@ def mean(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-# --- block by block: clipping, mixed precision, autocast, accumulation --------------------------------------------------
+# --- block by block: clipping, mixed precision, autocast, accumulation ------------------------------------------------
 
 
 def block_by_block(fsdp: Any, how: str, _folder: Path) -> list[float]:
@@ -75,7 +75,7 @@ def block_by_block(fsdp: Any, how: str, _folder: Path) -> list[float]:
     return losses
 
 
-# --- on the meta device, checkpoints of torch.distributed.checkpoint ----------------------------------------------------
+# --- on the meta device, checkpoints of torch.distributed.checkpoint --------------------------------------------------
 
 
 class Scale(nn.Module):
@@ -148,7 +148,7 @@ def from_meta(fsdp: Any, how: str, folder: Path) -> list[float]:
     return losses
 
 
-# --- two replicas of two ranks each, all-reduced once per step ----------------------------------------------------------
+# --- two replicas of two ranks each, all-reduced once per step --------------------------------------------------------
 
 
 def hybrid(fsdp: Any, how: str, _folder: Path) -> list[float]:
@@ -185,7 +185,7 @@ def _compare(_rank: int, script: Callable[..., list[float]], folder: Path, toler
 
 
 def test_block_by_block(two: Ranks, tmp_path: Path) -> None:
-    """Units block by block, bfloat16 with float32 outputs, autocast, accumulation and torch's clipping: equal losses."""
+    """Units block by block, bfloat16 with float32 outputs, autocast, accumulation, clipping: equal losses."""
     two.run(_compare, block_by_block, tmp_path, 1e-2)
 
 

@@ -144,7 +144,7 @@ def test_communication(two: Ranks) -> None:
     two.run(_communication)
 
 
-# --- deferred all-reduces -----------------------------------------------------------------------------------------------
+# --- deferred all-reduces ---------------------------------------------------------------------------------------------
 
 
 def _defer(_rank: int, how: str) -> None:
@@ -175,14 +175,14 @@ def _defer(_rank: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_deferred_all_reduce(four: Ranks, how: str) -> None:
-    """Of three backward passes each reduces within its replica, and the last one all-reduces the sum: the mean over all.
+    """Each of three backward passes reduces within its replica, the last one all-reduces the sum: the mean over all.
 
     A 2-D mesh alone asks for hybrid sharding, as in FSDP2.
     """
     four.run(_defer, how)
 
 
-# --- lists of modules, modules without parameters, slices, named methods ------------------------------------------------
+# --- lists of modules, modules without parameters, slices, named methods ----------------------------------------------
 
 
 class _Named(nn.Module):
