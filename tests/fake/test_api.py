@@ -113,7 +113,7 @@ def test_which_error_wins() -> None:
     wrong = {
         "mixed_precision: expected": dict(mixed_precision="bf16"),
         "ignored_modules": dict(ignored_modules=[3]),
-        "device_id: expected": dict(device_id="cpu"),
+        "device_id: expected": dict(device_id=0.5),
         "mesh: expected": dict(mesh=(2, 2)),
         "auto_wrap_policy": dict(auto_wrap_policy="blocks"),
         "extra: expected a floating dtype": {},
@@ -252,9 +252,9 @@ def test_classes_stay_what_they_were() -> None:
 
 
 def test_classes_are_shared_by_equal_blocks_only() -> None:
-    """Equal modules of equal blocks have one class, so that they share compiled code; settings live in the instance."""
+    """Equal modules of equal blocks have one class, so that they share compiled code; other settings, another class."""
     full, kept = fully_shard(mlp()), fully_shard(mlp(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    assert type(full.blocks[0]) is type(full.blocks[1]) is type(kept.blocks[0])
+    assert type(full.blocks[0]) is type(full.blocks[1]) is not type(kept.blocks[0])
     assert type(full.blocks[0].up) is type(kept.blocks[2].up) is not type(full.blocks[0].down)
     assert {u.reshard_after_forward for u in units(full)} == {True}
     assert {u.reshard_after_forward for u in units(kept)} == {False}
@@ -263,27 +263,27 @@ def test_classes_are_shared_by_equal_blocks_only() -> None:
 def test_deepcopy_is_independent() -> None:
     """A copy has parameters, shard and units of its own with equal values, and ties parameters as the original does."""
     model = fully_shard(GPT(tied=True))
-    twin = copy.deepcopy(model)
-    assert twin.head.weight is twin.tokens.weight is not model.tokens.weight
-    assert not set(units(model)) & set(units(twin))
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+    other = copy.deepcopy(model)
+    assert other.head.weight is other.tokens.weight is not model.tokens.weight
+    assert not set(units(model)) & set(units(other))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(local(mine), local(theirs))
         with torch.no_grad():
             theirs.fill_(7.0)
     assert not any((local(p) == 7.0).any() for p in model.parameters())
-    assert all((u.flats[0].shard == 7.0).any() for u in units(twin))
+    assert all((u.flats[0].shard == 7.0).any() for u in units(other))
 
 
 def test_a_copy_made_inside_no_sync_synchronises() -> None:
     """Nothing would ever switch the copy's reduces on again; the original's come back at the end of no_sync."""
     model = fully_shard(mlp())
     with model.no_sync():
-        twin = copy.deepcopy(model)
+        other = copy.deepcopy(model)
         assert {unit.syncs for unit in units(model)} == {False}
-        assert {unit.syncs for unit in units(twin)} == {True}
-        assert {unit.delivery for unit in units(twin)} == {GradientDelivery.REDUCE_WITH_ACCUMULATED}
+        assert {unit.syncs for unit in units(other)} == {True}
+        assert {unit.delivery for unit in units(other)} == {GradientDelivery.REDUCE_WITH_ACCUMULATED}
         twin(torch.ones(1, 7)).sum().backward()
-    assert all(local(param.grad).shape == local(param).shape for param in twin.parameters())
+    assert all(local(param.grad).shape == local(param).shape for param in other.parameters())
     assert {unit.syncs for unit in units(model)} == {True}
 
 
