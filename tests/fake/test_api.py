@@ -282,7 +282,7 @@ def test_a_copy_made_inside_no_sync_synchronises() -> None:
         assert {unit.syncs for unit in units(model)} == {False}
         assert {unit.syncs for unit in units(other)} == {True}
         assert {unit.delivery for unit in units(other)} == {GradientDelivery.REDUCE_WITH_ACCUMULATED}
-        twin(torch.ones(1, 7)).sum().backward()
+        other(torch.ones(1, 7)).sum().backward()
     assert all(local(param.grad).shape == local(param).shape for param in other.parameters())
     assert {unit.syncs for unit in units(model)} == {True}
 
