@@ -39,6 +39,7 @@ from fsdp_compile.construct.meta_init import InitFn, materialize
 from fsdp_compile.construct.undo import undo
 from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
+from fsdp_compile.core._torch import mark_as_sharded
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.ops import call_before_tracing
@@ -366,6 +367,7 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
         )
         cast_buffers(module)
         add_mixin(module, FSDPModule)
+        mark_as_sharded(module)
         gather_around_compiled(module)
 
 

@@ -1,4 +1,4 @@
-"""Private torch functions about the autograd engine and the gradients that it keeps. Checked on torch 2.11 and 2.13."""
+"""Private names of torch about the autograd engine, wrapper subclasses and modules. Checked on torch 2.11 and 2.13."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
@@ -18,7 +19,9 @@ __all__ = [
     "change_wrapper",
     "current_backward",
     "executes_formula",
+    "executes_whole_graph",
     "gives_gradients_of_leaves",
+    "mark_as_sharded",
     "new_wrapper",
     "register_foreach_type",
     "replace_data",
@@ -56,6 +59,15 @@ class _Last:
             self.if_failed()
 
 
+def executes_whole_graph(sentinel: Any) -> bool:
+    """Whether the running backward pass computes all gradients, as `backward()` does, and not chosen ones.
+
+    Args:
+        sentinel: a node of the graph, of a leaf that nobody else knows.
+    """
+    return torch._C._will_engine_execute_node(sentinel)
+
+
 def set_plain_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
     """Let `param.grad`, plain, share memory with `grad`, whatever its dtype and device; return it (E-GRAD-2).
 
@@ -69,7 +81,7 @@ def set_plain_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 def carries_optimizers(param: nn.Parameter) -> bool:
     """Whether `torch.distributed.optim._apply_optimizer_in_backward` was called for `param`."""
-    return hasattr(param, "_in_backward_optimizers")
+    return "_in_backward_optimizers" in vars(param)
 
 
 def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
@@ -152,3 +164,14 @@ def gives_gradients_of_leaves(kind: type[Tensor], operands: Sequence[Any]) -> bo
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return False  # what its author wrote may recompute something of this rank's data
     return all(to is None or type(getattr(to, "variable", None)) is kind for to, _ in node.next_functions)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def mark_as_sharded(module: nn.Module) -> None:
+    """Let torch know that `fully_shard` manages `module`: both forms of `replicate` refuse it.
+
+    Around it they leave it alone, as they do with modules that torch's `fully_shard` manages.
+    """
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

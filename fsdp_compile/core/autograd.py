@@ -15,15 +15,18 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compile.core._torch import (
     call_after_backward,
     carries_optimizers,
     current_backward,
+    executes_whole_graph,
     step_carried_optimizers,
 )
 from fsdp_compile.core.layout import FlatParamLayout
@@ -41,8 +44,16 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 # Python's garbage collector does not follow. If anything that hangs on it (the binding, the reduction, a parameter)
 # referred strongly to the flat parameter or to its unit, the cycle would never be freed.
 
+# Note [Gradients that pass autograd by]
+# Autograd's node for a parameter detaches a new gradient before it stores it. For a wrapper subclass that is an operator
+# in Python and a second wrapper, and took twice as long as all else that a backward does for a parameter. So where
+# nobody could see a difference, `ScatterGradients` stores the gradient itself and returns None: the pass computes all
+# gradients, the parameters have none yet, and no hooks. The node runs nevertheless, and so do hooks on the node.
+
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_SEEN = tuple(map(operator.attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
 
 
 class ShardSplitter:
@@ -150,6 +161,10 @@ class ShardBinding:
     ) -> None:
         self.params, self.names, self.splitter, self.reduction = tuple(params), names, splitter, reduction
         self.is_sharded = splitter.is_sharded
+        self._specs = [param.spec for param in params if isinstance(param, ShardedTensor)]
+        trains = any(param.requires_grad for param in params)
+        self.sentinel = torch.empty(0, requires_grad=trains)  # a leaf beside the parameters that nobody asks for
+        self._sentinel_node = get_gradient_edge(self.sentinel).node if trains else None
         self._end = shard.storage_offset() + shard.numel()  # where a plain parameter without elements lies
         self.record()
 
@@ -196,18 +211,31 @@ class ShardBinding:
                     f"found {tuple(grad.shape)} on {grad.device}; clear it, or assign a gradient of that shape"
                 )
 
-    def scattered(self, grad: Tensor) -> list[Tensor | None]:
-        """The parameters' gradients in `grad`, 1-D `[shard_numel]`; None for those that do not train.
+    def scatter(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
-        Parameters that are absent here get gradients without elements: every rank has a gradient of each parameter.
+        There is None for those that do not train, and for all if they have theirs as `.grad` now, see Note [Gradients
+        that pass autograd by]. Those that are absent here get gradients without elements: every rank has a gradient of
+        each parameter.
+
+        Args:
+            wanted: for each parameter whether it trained when it was bound.
         """
         if not self.is_sharded:
             slices = zip(self.splitter.split(grad), self.params, strict=True)
             return [part if param.requires_grad else None for part, param in slices]
-        return [
-            ShardedTensor(part, param.spec) if param.requires_grad else None  # type: ignore[attr-defined]  # sharded
-            for part, param in zip(self.splitter.split_all(grad), self.params, strict=True)
-        ]
+        made = ShardedTensor.of_each(self.splitter.split_all(grad), self._specs, like=grad)
+        trains = map(operator.and_, wanted, map(_REQUIRES_GRAD, self.params))
+        grads = [each if trained else None for each, trained in zip(made, trains, strict=True)]
+        if self._is_seen() or not executes_whole_graph(self._sentinel_node):
+            return grads
+        for param, each in zip(self.params, grads, strict=True):
+            param.grad = each
+        return [None] * len(grads)
+
+    def _is_seen(self) -> bool:
+        """Whether any parameter has a gradient to add to, or hooks."""
+        return any(any(map(operator.is_not, map(get, self.params), repeat(None))) for get in _SEEN)
 
     def set_grad_dtype(self, dtype: torch.dtype | None) -> None:
         """Cast the parameters' gradients to `dtype`; None: to the parameters' own."""
@@ -221,8 +249,8 @@ class ScatterGradients(torch.autograd.Function):
     """Makes the shard differentiable: its gradient becomes the gradients of the parameters that lie in it."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, binding: ShardBinding, *params: nn.Parameter) -> Tensor:
-        """The shard, 1-D `[shard_numel]`, as a tensor that `params` require the gradient of."""
+    def forward(ctx: Any, shard: Tensor, binding: ShardBinding, sentinel: Tensor, *params: nn.Parameter) -> Tensor:
+        """The shard, 1-D `[shard_numel]`, as a tensor that `params` and `sentinel` require the gradient of."""
         ctx.set_materialize_grads(False)
         ctx.binding = binding
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
@@ -232,7 +260,7 @@ class ScatterGradients(torch.autograd.Function):
         """The reduced gradient's slice for each parameter; None where there is none."""
         binding: ShardBinding = ctx.binding
         if grad is None:  # nothing was reduced: no_sync
-            return (None, None, *[None] * len(binding.params))
+            return (None, None, None, *[None] * len(binding.params))
         check_first_order(binding.names[0], grad)
         reduction = binding.reduction
         reduction.wait_on_host()
@@ -246,7 +274,7 @@ class ScatterGradients(torch.autograd.Function):
             call_after_backward(partial(step_carried_optimizers, binding.params))
         if reduction.grad_dtype is not None and not reduction.full_precision:
             call_after_backward(partial(binding.set_grad_dtype, reduction.grad_dtype))
-        return (None, None, *binding.scattered(grad))
+        return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:]))
 
 
 class DeferredGradient(torch.autograd.Function):

@@ -106,7 +106,7 @@ class FlatParam:
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
-            self._bound_shard = ScatterGradients.apply(shard, self._binding, *self.params)
+            self._bound_shard = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
             self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)
         self.autograd_shard = self._bound_shard
         self.trains = self._bound_shard.requires_grad

@@ -8,6 +8,8 @@ torch._dynamo.utils                                      permission for side eff
 torch._foreach_norm                                      norms of many tensors in one kernel
 torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
+torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
+                                                         parameters
 torch.utils._pytree                                      the tensors in the arguments and outputs of a module
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
@@ -26,6 +28,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     reduce_scatter_hook,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_compile.core._torch import call_after_backward, current_backward
@@ -42,6 +45,7 @@ __all__ = [
     "never_trace",
     "norms",
     "reduce_scatter_hook",
+    "replicated_params",
     "tree_leaves",
     "tree_map",
 ]
@@ -67,3 +71,9 @@ def dynamo_is_active() -> bool:
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The vector norm of each of `tensors`, all of one dtype and device; scalars of `dtype`."""
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def replicated_params() -> frozenset[nn.Parameter]:
+    """The parameters whose gradients the DistributedDataParallel averages whose forward runs; empty outside of one."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    return frozenset(around._module_parameters if around is not None else ())

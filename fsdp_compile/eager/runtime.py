@@ -23,7 +23,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager._torch import call_after_backward, current_backward
+from fsdp_compile.eager._torch import call_after_backward, current_backward, replicated_params
 from fsdp_compile.eager.reduce import discard_gradients
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
@@ -91,12 +91,14 @@ class Runtime:
         """Before the first forward of the root `module`: whether it can be right, eager or compiled.
 
         Raises:
-            ValueError: units differ in a setting that a root has once, or a parameter was added after `fully_shard`.
+            ValueError: units differ in a setting that a root has once, a parameter was added after `fully_shard`, or
+                DistributedDataParallel around the module would average gradients that are averaged already.
         """
         if not self._is_checked:
             check_settings(module)
             check_all_sharded(module)
             check_has_values(module)
+            check_not_replicated(module)
             self._is_checked = True
 
     # --- iterations ---------------------------------------------------------------------------------------------------
@@ -297,6 +299,19 @@ def check_has_values(module: nn.Module) -> None:
                 raise ValueError(
                     f"parameter {flat.layout.names[0]}: expected values before the first forward, found it on the meta "
                     f"device; call model.to_empty(device=...) and initialize it, or pass param_init_fn to fully_shard"
+                )
+
+
+def check_not_replicated(module: Any) -> None:
+    """Raise ValueError if DistributedDataParallel around `module` averages its gradients too: it would gather each."""
+    replicated = replicated_params()
+    for unit in module._fsdp.units_below if replicated else ():
+        for name, param in zip(unit.names, unit.params, strict=True):
+            if param in replicated:
+                raise ValueError(
+                    f"parameter {name}: expected fully_shard alone to average its gradient, found "
+                    f"DistributedDataParallel around {type(module).__name__}; call fully_shard on the module around it "
+                    f"instead, or torch.distributed._composable.replicate, which leaves sharded modules alone"
                 )
 
 

@@ -194,7 +194,7 @@ class Summoned:
             if param.grad is None:
                 self.saved[index] = None
             elif saved is not None and record is not None:
-                into = saved.to_local() if isinstance(saved, ShardedTensor) else saved
+                into = _stored(saved)
                 into.copy_(_local_part(param.grad, record).view_as(into))
 
     def _restore(self) -> None:
@@ -307,5 +307,10 @@ def _shard_gradients(flat: FlatParam) -> Tensor:
     with torch.no_grad():
         for param, part in zip(flat.params, flat.split(packed), strict=True):
             if part is not None and param.grad is not None:
-                part.copy_(param.grad.to_local() if isinstance(param.grad, ShardedTensor) else param.grad)
+                part.copy_(_stored(param.grad))
     return packed
+
+
+def _stored(grad: Tensor) -> Tensor:
+    """What this rank stores of a gradient: all of a plain one."""
+    return grad.to_local() if isinstance(grad, ShardedTensor) else grad

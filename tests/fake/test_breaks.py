@@ -83,8 +83,8 @@ def test_first_steps_of_optimizers(loaded: bool) -> None:
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)  # exact products
 
     model = fully_shard(_build("a block"))
-    twin = copy.deepcopy(model)
-    optimizer, expected = about_to_step(model), about_to_step(twin)
+    reference = copy.deepcopy(model)
+    optimizer, expected = about_to_step(model), about_to_step(reference)
     if loaded:
         other = about_to_step(copy.deepcopy(model))
         other.step()
@@ -94,5 +94,5 @@ def test_first_steps_of_optimizers(loaded: bool) -> None:
     torch.compile(optimizer.step, backend="eager")()
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
     expected.step()
-    for (name, param), like in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, param), like in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(param, like), name

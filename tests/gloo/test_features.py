@@ -300,12 +300,12 @@ def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
     reference, model = reference_and_model(case, strategy)
     follow(executor(model, how), reference, case)
     before = [param.detach().clone() for param in model.parameters()]
-    twin, twin_reference = copy.deepcopy(model), copy.deepcopy(reference)
-    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}, "a parameter is shared"
-    follow(executor(twin, how), twin_reference, case, first_seed=200)
+    other, other_reference = copy.deepcopy(model), copy.deepcopy(reference)
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}, "a parameter is shared"
+    follow(executor(other, how), other_reference, case, first_seed=200)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the original has changed"
     follow(executor(model, how), reference, case, first_seed=300)
-    assert_same_parameters(twin, twin_reference)
+    assert_same_parameters(other, other_reference)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffload
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
+from fsdp_compile.core import sharded_tensor
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
 
 from .ranks import Ranks
@@ -201,6 +202,61 @@ def _see_reduction(rank: int, strategy: str) -> None:
 def test_gradients_are_seen_when_they_are_reduced(two: Ranks, strategy: str) -> None:
     """Hooks on parameters find this rank's part of the mean, and before it nothing is to be seen (E-GRAD-5)."""
     two.run(_see_reduction, strategy)
+
+
+# --- how they are asked for -------------------------------------------------------------------------------------------
+
+
+def _ask(rank: int, strategy: str) -> None:
+    reference, model = reference_and_model(MLP, strategy)
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    backward(reference, MLP, whole(MLP, 1))
+    expected = [stored_here(ours, theirs.grad) for ours, theirs in pairs]
+
+    def check(found: Any, times: float = 1.0) -> None:
+        for grad, here in zip(found, expected, strict=True):
+            if here is not None:
+                torch.testing.assert_close(local(grad), here * times)
+
+    operators: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = sharded_tensor.rule_of
+        patch.setattr(sharded_tensor, "rule_of", lambda func: (operators.append(func.name()), real(func))[1])
+        backward(model, MLP, mine(MLP, 1))
+    assert operators == [], operators  # a gradient is one sharded tensor, not two
+    check(ours.grad for ours, _ in pairs)
+    earlier = [ours.grad for ours, _ in pairs]
+    backward(model, MLP, mine(MLP, 1))
+    assert all(ours.grad is before for (ours, _), before in zip(pairs, earlier, strict=True))
+    check(earlier, 2.0)
+    model.zero_grad()
+    check(torch.autograd.grad(MLP.loss(model, mine(MLP, 1)), [ours for ours, _ in pairs]))
+    assert all(ours.grad is None for ours, _ in pairs)
+    last = pairs[-1][0]
+    MLP.loss(model, mine(MLP, 1)).backward(inputs=[last])
+    assert [ours.grad is not None for ours, _ in pairs] == [ours is last for ours, _ in pairs]
+    model.zero_grad()
+    seen: list[str] = []
+    handles = [last.register_hook(lambda grad: grad * 2)]
+    handles += [last.register_post_accumulate_grad_hook(lambda param: seen.append(f"of it {param.grad is not None}"))]
+    node = torch.autograd.graph.get_gradient_edge(last).node
+    handles += [node.register_hook(lambda *_: seen.append(f"of its node {last.grad is not None}"))]
+    for times in (2.0, 1.0):
+        backward(model, MLP, mine(MLP, 1))
+        check([*(ours.grad for ours, _ in pairs[:-1]), last.grad / times])
+        model.zero_grad()
+        for handle in handles[:2]:  # the last one stays: it must be called although nothing is left to accumulate
+            handle.remove()
+    assert seen == ["of it True", "of its node True", "of its node True"], seen
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_ways_to_gradients(two: Ranks, strategy: str) -> None:
+    """backward, autograd.grad, backward(inputs=...) and hooks of three kinds find the same gradients.
+
+    A backward that nobody watches runs no operator on sharded tensors.
+    """
+    two.run(_ask, strategy)
 
 
 # --- what cannot be added to ------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,17 +141,36 @@ def _data_parallel(rank: int) -> None:
     batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
     reference = _net()
     reference(batch).square().mean().backward()
+    for options in ({}, {"init_sync": False}):
+        inner = _net()
+        inner.register_buffer("shift", torch.full((7,), float(rank)))  # is broadcast
+        fully_shard(inner[0])
+        before = [local(param).clone() for param in inner.parameters()]
+        for wrapped in (inner, inner[0], fully_shard(_net())):
+            model = DistributedDataParallel(wrapped, **options)
+            with pytest.raises(ValueError, match=r"weight: expected fully_shard alone to average its gradient, found"):
+                model(batch)
+        assert all(torch.equal(local(param), old) for param, old in zip(inner.parameters(), before, strict=True))
+    for apply in (replicate, replicate_with_fsdp):
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            apply(fully_shard(_net()))
     inner = _net()
     fully_shard(inner[0])
-    model = DistributedDataParallel(inner)
-    model(batch.chunk(world)[rank]).square().mean().backward()
-    for param, other in zip(inner.parameters(), reference.parameters(), strict=True):
-        assert param.grad is not None and other.grad is not None
-        here = stored_here(param, other.grad) if unit_of(param) else other.grad
-        if here is not None:
-            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+    model = replicate(inner)
+    for _ in range(2):
+        model.zero_grad()
+        model(batch.chunk(world)[rank]).square().mean().backward()
+        for param, other in zip(inner.parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None and other.grad is not None
+            here = stored_here(param, other.grad) if unit_of(param) else other.grad
+            if here is not None:
+                torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
+    assert len(replicate.state(model)._ddp_weakref()._module_parameters) == 2
 
 
 def test_data_parallel_around_a_sharded_module(two: Ranks) -> None:
-    """DistributedDataParallel around a sharded module trains as one process does."""
+    """DistributedDataParallel around sharded modules is refused in the first forward, and so is `replicate` of one.
+
+    Weights stay as they were. `replicate` around sharded modules averages the gradients of the others alone.
+    """
     two.run(_data_parallel)

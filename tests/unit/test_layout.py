@@ -371,8 +371,8 @@ def test_text_round_trip(layout):
 def test_equality_ignores_names():
     """Blocks of equal shapes have equal layouts, hashes and texts; any number that differs tells them apart."""
     layout = FlatParamLayout.build([("blocks.0.w", (4, 4)), ("blocks.0.b", (4,))], 2, FP32)
-    twin = FlatParamLayout.build([("blocks.1.w", (4, 4)), ("blocks.1.b", (4,))], 2, FP32)
-    assert layout == twin and hash(layout) == hash(twin) and layout.text == twin.text
+    other = FlatParamLayout.build([("blocks.1.w", (4, 4)), ("blocks.1.b", (4,))], 2, FP32)
+    assert layout == other and hash(layout) == hash(other) and layout.text == other.text
     assert layout != FlatParamLayout.build([("blocks.0.w", (2, 8)), ("blocks.0.b", (4,))], 2, FP32)
     assert layout != FlatParamLayout.build([("blocks.0.w", (4, 4)), ("blocks.0.b", (4,))], 4, FP32)
     assert layout != FlatParamLayout.build([("blocks.0.w", (4, 4)), ("blocks.0.b", (4,))], 2, FP64)

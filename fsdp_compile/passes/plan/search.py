@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import frexp, inf
 from statistics import median
+from typing import Any
 
 from fsdp_compile.passes.plan.beam import Candidate, beam_search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
@@ -186,9 +187,10 @@ def _on_grid(workload: Workload) -> Workload:
     total += sum(2 * unit.gather + unit.reduce + unit.replicate + 4 * workload.latency for unit in workload.units)
     grid = 2.0 ** (frexp(total)[1] - 50)
 
-    def rounded(each: object, *names: str) -> dict[str, float]:
-        return {name: round(getattr(each, name) / grid) * grid for name in names}
+    def rounded(each: Any, *names: str) -> Any:  # of the class of `each`
+        return replace(each, **{name: round(getattr(each, name) / grid) * grid for name in names})
 
-    tasks = tuple(replace(task, **rounded(task, "seconds")) for task in workload.tasks)  # type: ignore[arg-type]
-    units = tuple(replace(unit, **rounded(unit, "gather", "reduce", "replicate")) for unit in workload.units)  # type: ignore[arg-type]
-    return replace(workload, tasks=tasks, units=units, **rounded(workload, "latency"))  # type: ignore[arg-type]
+    tasks = tuple(rounded(task, "seconds") for task in workload.tasks)
+    units = tuple(rounded(unit, "gather", "reduce", "replicate") for unit in workload.units)
+    rounded_workload: Workload = rounded(replace(workload, tasks=tasks, units=units), "latency")
+    return rounded_workload
