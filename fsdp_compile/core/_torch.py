@@ -17,9 +17,9 @@ __all__ = [
     "call_after_backward",
     "carries_optimizers",
     "change_wrapper",
+    "computes_all_gradients",
     "current_backward",
     "executes_formula",
-    "executes_whole_graph",
     "gives_gradients_of_leaves",
     "mark_as_sharded",
     "new_wrapper",
@@ -59,7 +59,7 @@ class _Last:
             self.if_failed()
 
 
-def executes_whole_graph(sentinel: Any) -> bool:
+def computes_all_gradients(sentinel: Any) -> bool:
     """Whether the running backward pass computes all gradients, as `backward()` does, and not chosen ones.
 
     Args:

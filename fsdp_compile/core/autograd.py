@@ -26,7 +26,7 @@ from fsdp_compile.core._torch import (
     call_after_backward,
     carries_optimizers,
     current_backward,
-    executes_whole_graph,
+    computes_all_gradients,
     step_carried_optimizers,
 )
 from fsdp_compile.core.layout import FlatParamLayout
@@ -227,7 +227,7 @@ class ShardBinding:
         made = ShardedTensor.of_each(self.splitter.split_all(grad), self._specs, like=grad)
         trains = map(operator.and_, wanted, map(_REQUIRES_GRAD, self.params))
         grads = [each if trained else None for each, trained in zip(made, trains, strict=True)]
-        if self._is_seen() or not executes_whole_graph(self._sentinel_node):
+        if self._is_seen() or not computes_all_gradients(self._sentinel_node):
             return grads
         for param, each in zip(self.params, grads, strict=True):
             param.grad = each

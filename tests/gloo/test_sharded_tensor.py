@@ -479,11 +479,12 @@ def test_plain_and_sharded_gradients(ranks: Ranks) -> None:
 def _count(rank: int) -> None:
     plain, sharded = build()
     other = dist.new_group(list(range(dist.get_world_size())))
-    for order in (2.0, math.inf):
+    for order in ORDERS:
         give_gradients(plain, sharded, 1)
-        with counted() as seen:
-            nn.utils.clip_grad_norm_(sharded, 1.0, order)
-        assert seen == ["all_reduce"], seen
+        for foreach, times in ((None, 1), (True, 1), (False, len(sharded))):
+            with counted() as seen:
+                nn.utils.clip_grad_norm_(sharded, 1.0, order, foreach=foreach)
+            assert seen == ["all_reduce"] * times, (order, foreach, seen)
         for param in sharded[4:]:  # of another group of ranks
             spec = ShardSpec(param.spec.sharding, ShardRanks(other.group_name, dist.get_world_size(), rank))
             param.grad = ShardedTensor(param.grad.local, spec)
@@ -500,7 +501,7 @@ def _count(rank: int) -> None:
 
 
 def test_collectives(ranks: Ranks) -> None:
-    """Clipping does one all-reduce for each group of ranks; elementwise optimizers do none."""
+    """Clipping does one all-reduce for each group of ranks, or each tensor without foreach; optimizers do none."""
     ranks.run(_count)
 
 
