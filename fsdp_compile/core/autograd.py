@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from fsdp_compile.core._torch import (
     call_after_backward,
     carries_optimizers,
-    current_backward,
     computes_all_gradients,
+    current_backward,
     step_carried_optimizers,
 )
 from fsdp_compile.core.layout import FlatParamLayout
@@ -45,10 +45,10 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 # referred strongly to the flat parameter or to its unit, the cycle would never be freed.
 
 # Note [Gradients that pass autograd by]
-# Autograd's node for a parameter detaches a new gradient before it stores it. For a wrapper subclass that is an operator
-# in Python and a second wrapper, and took twice as long as all else that a backward does for a parameter. So where
-# nobody could see a difference, `ScatterGradients` stores the gradient itself and returns None: the pass computes all
-# gradients, the parameters have none yet, and no hooks. The node runs nevertheless, and so do hooks on the node.
+# Autograd's node for a parameter detaches a new gradient before it stores it: for a wrapper subclass an operator in
+# Python and a second wrapper, for each parameter. So where nobody could see a difference, `ScatterGradients` stores the
+# gradients itself and returns None: the pass computes all gradients, the parameters have none yet, and no hooks. The
+# nodes run nevertheless, and so do hooks on them.
 
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
