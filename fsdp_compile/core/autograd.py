@@ -226,7 +226,9 @@ class ShardBinding:
             return [part if param.requires_grad else None for part, param in slices]
         made = ShardedTensor.of_each(self.splitter.split_all(grad), self._specs, like=grad)
         trains = map(operator.and_, wanted, map(_REQUIRES_GRAD, self.params))
-        grads = [each if trained else None for each, trained in zip(made, trains, strict=True)]
+        grads: list[Tensor | None] = [
+            each if each_trains else None for each, each_trains in zip(made, trains, strict=True)
+        ]
         if self._is_seen() or not computes_all_gradients(self._sentinel_node):
             return grads
         for param, each in zip(self.params, grads, strict=True):
