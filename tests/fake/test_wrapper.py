@@ -1,13 +1,14 @@
 """`FullyShardedDataParallel`, the class that scripts written for torch's wrapper import."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from models import Residual, Stack, mlp
 from refusing import local
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -16,7 +17,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_compile import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard, set_state_dict_type
+from fsdp_compile import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    StateDictType,
+    fully_shard,
+    set_state_dict_type,
+)
 from fsdp_compile.core.lookup import WRAPPED, clean_name
 
 
@@ -120,9 +128,32 @@ def test_the_wrapper_compiles_as_one_graph() -> None:
 
     No option has to be set for that, as `use_orig_params` has in torch (E-COMP-5).
     """
-    wrapped = FullyShardedDataParallel(Stack([Residual(11, 13)]))
+    wrapped = FullyShardedDataParallel(Stack([Residual(11, 13)]), auto_wrap_policy={Residual})
     torch.compile(wrapped, fullgraph=True, backend="aot_eager")(torch.randn(4, 7)).sum().backward()
     assert any(param.grad is not None for param in wrapped.parameters())
+
+
+@dataclass
+class Batch:
+    """Tensors in a dataclass."""
+
+    inputs: Tensor
+    scale: list[Tensor]
+
+
+class Scaled(nn.Linear):
+    """A layer that takes a dataclass."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(batch.inputs) * batch.scale[0]
+
+
+def test_tensors_in_a_dataclass_are_cast_in_the_graph() -> None:
+    """A compiled forward in mixed precision takes dataclasses as an eager one does, in one graph."""
+    wrapped = FullyShardedDataParallel(Scaled(7, 3), mixed_precision=MixedPrecision(torch.bfloat16))
+    compiled = torch.compile(wrapped, fullgraph=True, backend="aot_eager")
+    for run in (wrapped, compiled):
+        assert run(Batch(torch.randn(4, 7), [torch.ones(1)])).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
