@@ -45,6 +45,9 @@ BUILD = {
 }
 
 
+NAMES = [name if name != "attention" else pytest.param(name, marks=pytest.mark.nightly) for name in BUILD]
+
+
 @cache
 def compiled(name: str, option: str) -> tuple[list[Plan], tuple[Program, Program]]:
     """The plans and the programs of forward and backward."""
@@ -58,7 +61,7 @@ def compiled(name: str, option: str) -> tuple[list[Plan], tuple[Program, Program
 
 
 @pytest.mark.parametrize("option", ["rule", "slow", "far"])
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", NAMES)
 def test_generated_code_follows_the_plan(name: str, option: str) -> None:
     """Collectives and waits stand in the plan's order; what it launches together is one call."""
     plans, both = compiled(name, option)
@@ -72,7 +75,7 @@ def test_generated_code_follows_the_plan(name: str, option: str) -> None:
     assert together == (option != "rule")
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_moves_parameters_or_gradients(name: str) -> None:
     """No Triton kernel and no call stores bytes of a parameter or gradient that it did not make."""
     _, (forward, backward) = compiled(name, "rule")
@@ -86,7 +89,7 @@ def test_the_count_sees_copies() -> None:
     assert backward.parameter_moves()
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", NAMES)
 def test_products_write_gradients_in_place(name: str) -> None:
     """As many products write into a slice of a pack as there are linear layers; a block has one buffer."""
     _, (_, backward) = compiled(name, "rule")
@@ -96,7 +99,7 @@ def test_products_write_gradients_in_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["rule", "slow"])
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_kernel_ties_units_together(name: str, option: str) -> None:
     """Horizontal fusion does not put gradients of two units into one kernel."""
     assert compiled(name, option)[1][1].shared_kernels() == []

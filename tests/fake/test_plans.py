@@ -32,7 +32,10 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"link": SLOW}, {"link": "h100-nvlink", "device": "h100"}], ids=str)
+H100 = pytest.param({"link": "h100-nvlink", "device": "h100"}, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("options", [{}, {"link": SLOW}, H100], ids=str)
 def test_generated_code_follows_the_plan(plans: dict[str, Plan], options: dict[str, str]) -> None:
     """Collectives and their waits stand in the generated code in the plan's order, whatever the plan is."""
     programs = compiled("gpt", fsdp_compile_backend, options=options)
@@ -92,7 +95,7 @@ def gather_all_first(plan: Plan) -> Plan:
     return Plan((*gathers, *(step for step in plan.steps if step.kind != "gather")))
 
 
-@pytest.mark.parametrize("options", [{}, {"link": SLOW}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"link": SLOW}], ids=str)
 def test_auto_keeps_what_pays(options: dict[str, str]) -> None:
     """With "auto" backward gathers fewer units than forward: at least the one that backward reads first is kept."""
     model = fully_shard(BUILD["gpt"](), reshard_after_forward="auto")
@@ -138,6 +141,7 @@ def test_auto_keeps_by_measured_times(
         kept_of(plans, options)
 
 
+@pytest.mark.nightly
 def test_a_budget_holds_for_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more memory "auto" keeps more units; what is kept counts in forward and in backward, within the budget."""
     peaks: dict[str, int] = {}

@@ -17,6 +17,7 @@ from fsdp_compile.passes.plan.simulate import simulate
 
 ROWS = 128  # of a batch: activations are most of the memory
 LAYERS = {nn.Linear}
+LATE = pytest.mark.nightly
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(layers=4),
     "mlp": lambda: mlp(blocks=6, width=48, hidden=96),
@@ -45,8 +46,9 @@ class WithLoss(nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "how", "policy"),
-    [("gpt", True, "auto"), ("gpt", True, LAYERS), ("gpt", "auto", "auto"), ("mlp", True, "auto"),
-     ("mlp", False, LAYERS), ("mlp", "auto", LAYERS)],
+    [("gpt", True, "auto"), pytest.param("gpt", True, LAYERS, marks=LATE),
+     pytest.param("gpt", "auto", "auto", marks=LATE), pytest.param("mlp", True, "auto", marks=LATE), pytest.param("mlp", False, LAYERS, marks=LATE),
+     ("mlp", "auto", LAYERS)],
     ids=lambda value: "layers" if value is LAYERS else str(value),
 )  # fmt: skip
 def test_planned_memory_is_a_bound(name: str, how: Any, policy: Any) -> None:
