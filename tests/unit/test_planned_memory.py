@@ -46,11 +46,16 @@ class WithLoss(nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "how", "policy"),
-    [("gpt", True, "auto"), pytest.param("gpt", True, LAYERS, marks=LATE),
-     pytest.param("gpt", "auto", "auto", marks=LATE), pytest.param("mlp", True, "auto", marks=LATE), pytest.param("mlp", False, LAYERS, marks=LATE),
-     ("mlp", "auto", LAYERS)],
+    [
+        ("gpt", True, "auto"),
+        ("mlp", "auto", LAYERS),
+        pytest.param("gpt", True, LAYERS, marks=LATE),
+        pytest.param("gpt", "auto", "auto", marks=LATE),
+        pytest.param("mlp", True, "auto", marks=LATE),
+        pytest.param("mlp", False, LAYERS, marks=LATE),
+    ],
     ids=lambda value: "layers" if value is LAYERS else str(value),
-)  # fmt: skip
+)
 def test_planned_memory_is_a_bound(name: str, how: Any, policy: Any) -> None:
     """What is counted is no more than planned, which is no more than 15 % above it (I9)."""
     case = MODELS[name]
