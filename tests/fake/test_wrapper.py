@@ -124,13 +124,15 @@ def test_a_policy_shards_what_fully_shard_does() -> None:
 
 
 def test_the_wrapper_compiles_as_one_graph() -> None:
-    """`torch.compile(FullyShardedDataParallel(model), fullgraph=True)` runs forward and backward.
+    """`torch.compile(FullyShardedDataParallel(model), fullgraph=True)` runs forward and backward; so does `compile()`.
 
     No option has to be set for that, as `use_orig_params` has in torch (E-COMP-5).
     """
     wrapped = FullyShardedDataParallel(Stack([Residual(11, 13)]), auto_wrap_policy={Residual})
     torch.compile(wrapped, fullgraph=True, backend="aot_eager")(torch.randn(4, 7)).sum().backward()
     assert any(param.grad is not None for param in wrapped.parameters())
+    wrapped.compile(fullgraph=True, backend=(counter := CompileCounterWithBackend("aot_eager")))
+    assert wrapped(torch.randn(4, 7)).requires_grad and counter.frame_count == 1
 
 
 @dataclass
