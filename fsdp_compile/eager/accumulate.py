@@ -145,8 +145,11 @@ def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError if the optimizer is about to use gradients that were not reduced (E-GRAD-9)."""
-    if not _with_accumulated:
+    """Raise RuntimeError if the optimizer is about to use gradients that were not reduced (E-GRAD-9).
+
+    A closure runs a backward pass of its own, which may reduce them; the optimizer's operators refuse what remains.
+    """
+    if not _with_accumulated or any(callable(each) for each in (*args, *kwargs.values()) if each is not optimizer):
         return
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -186,6 +186,13 @@ def _step_too_early(rank: int, strategy: str) -> None:
     OPTIMIZERS["momentum"](other.parameters()).step()
     optimizer.zero_grad()
     optimizer.step()
+    with model.no_sync():
+        backward(model, MLP, mine(MLP, 1))
+    optimizer.step(lambda: backward(model, MLP, mine(MLP, 2)))  # reduces the sum of both
+    for seed in (1, 2):
+        backward(reference, MLP, whole(MLP, seed))
+    OPTIMIZERS["momentum"](reference.parameters()).step()
+    assert_same_parameters(model, reference)
     follow(model, reference, MLP)
 
 

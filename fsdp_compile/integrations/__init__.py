@@ -1,0 +1,5 @@
+"""Training frameworks, each in a file that is imported by name and needs its framework.
+
+lightning      strategies for Lightning's Fabric and Trainer
+accelerate     an Accelerator for Hugging Face accelerate
+"""

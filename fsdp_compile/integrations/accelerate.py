@@ -1,0 +1,91 @@
+"""`Accelerator` for Hugging Face accelerate: `prepare` shards models, `save_state` writes what each rank has.
+
+All else (`accumulate`, `backward`, `clip_grad_norm_`, ...) is accelerate's own. It needs that package, checked with
+1.15.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fsdp_compile import checkpoint
+from fsdp_compile.api import FullyShardOptions, fully_shard
+from fsdp_compile.fsdp_module import FSDPModule
+
+_FOLDER = "sharded"  # within what `save_state` writes
+
+
+class Accelerator(accelerate.Accelerator):
+    """An `accelerate.Accelerator` whose models are sharded over all ranks.
+
+    Args:
+        shard: the arguments of `fully_shard`, by name; None: its defaults. A model that is sharded already stays so.
+        arguments: those of `accelerate.Accelerator`, without a plugin for another way to distribute models.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(self, *, shard: FullyShardOptions | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._shard_options: FullyShardOptions = shard or {}
+        self.register_save_state_pre_hook(self._save_sharded)
+        self.register_load_state_pre_hook(self._load_sharded)
+        self._all_optimizers: list[Any] = []
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move `model` to the device of this rank, shard it, and add autocast and compilation as configured."""
+        if self.use_distributed and not isinstance(model, FSDPModule):
+            if self.device_placement and device_placement is not False:
+                model = model.to(self.device)
+            model = fully_shard(model, **self._shard_options)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # no wrapper around it
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """All parameters and buffers of `model` in full, on the CPU of the first rank; all ranks must call it.
+
+        With `unwrap=False`, as `save_state` calls it, what each rank has.
+        """
+        if not unwrap:
+            return model.state_dict()
+        return get_model_state_dict(
+            self.unwrap_model(model), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; models and optimizers go to a folder of their own, written by all ranks."""
+        with self._without_optimizers():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's, also on another number of ranks."""
+        with self._without_optimizers():
+            super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        """Within, the base class saves no optimizers: it would write what the first rank has."""
+        self._all_optimizers, self._optimizers = self._optimizers, []
+        try:
+            yield
+        finally:
+            self._all_optimizers, self._optimizers = [], self._all_optimizers
+
+    def _save_sharded(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        weights.clear()
+        checkpoint.save(self._state(models), Path(folder) / _FOLDER, step=0)
+
+    def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
+        checkpoint.load(self._state(models), Path(folder) / _FOLDER)
+        models.clear()
+
+    def _state(self, models: list[nn.Module]) -> dict[str, Any]:
+        optimizers = [prepared.optimizer for prepared in self._all_optimizers]
+        state: dict[str, Any] = {f"model_{index}": model for index, model in enumerate(models)}
+        return state | {f"optimizer_{index}": optimizer for index, optimizer in enumerate(optimizers)}
