@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 FOLDERS = ("core", "comm", "construct", "eager", "optim", "passes", "state_dict", "checkpoint", "explain", "top")
-FOLDERS += ("docs",)
+FOLDERS += ("integrations", "docs")
 
 # A whole string, or from Python 3.12 on the text between the braces of an f-string.
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
