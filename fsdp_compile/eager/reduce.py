@@ -130,7 +130,7 @@ def reduce_or_accumulate(
     accumulated = take_accumulated(flat)
     if accumulated is not None:
         packed.add_(accumulated)
-    reduction, offload, now = flat.reduction, unit.offload, current_backward()
+    reduction, offload, options, now = flat.reduction, unit.offload, unit.options, current_backward()
     added_by_autograd = reduction.backward == now  # a second forward of the unit: autograd adds the two at once
     reduction.wait()
     reduction.backward, reduction.full_precision = now, full_precision
@@ -148,7 +148,7 @@ def reduce_or_accumulate(
     def finish() -> None:  # an autograd node owns it: it must not own the flat parameter
         with streams.finishing():
             complete()
-            _call_all_reduce_hook(unit.options, streams, reduced)
+            _call_all_reduce_hook(options, streams, reduced)
             if result is not reduced:
                 result.copy_(reduced, non_blocking=True)
         streams.await_reduce(reduced)
@@ -160,7 +160,7 @@ def reduce_or_accumulate(
     if added_by_autograd:
         reduction.wait_on_host()
     unit.reduces_in_flight.append(reduction)
-    while len(unit.reduces_in_flight) > unit.options.reduces_in_flight:
+    while len(unit.reduces_in_flight) > options.reduces_in_flight:
         unit.reduces_in_flight.popleft().wait()
     return result
 
@@ -197,7 +197,7 @@ def _start_reduce(unit: Unit, flat: FlatParam, packed: Tensor) -> tuple[Tensor, 
     if options.divide_factor is not None or options.only_sums:
         how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size)
     sums_wait = replicas is not None and options.has_deferred
-    before_replicas = partial(_add_deferred, flat, options.all_reduces) if sums_wait else None
+    before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
     if unit.comm_hook is not None:
         reduced = _call_comm_hook(unit, *unit.comm_hook, packed)
         return start_average(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
@@ -211,8 +211,11 @@ def _defers_all_reduce(unit: Unit) -> bool:
     return unit.replicas is not None and not unit.options.all_reduces
 
 
-def _add_deferred(flat: FlatParam, all_reduces: bool, reduced: Tensor) -> bool:
+def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced: Tensor) -> bool:
     """Add what waits to `reduced`, or let it wait too; whether it is all-reduced (Note [Deferred all-reduces])."""
+    flat = flat_ref()
+    if flat is None:  # deleted, and its gradients with it
+        return all_reduces
     if flat.deferred_all_reduce is not None:
         reduced.add_(flat.deferred_all_reduce)
     flat.deferred_all_reduce = None if all_reduces else reduced
