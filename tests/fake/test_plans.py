@@ -192,5 +192,5 @@ def test_explain() -> None:
         explain(BUILD["gpt"], (tokens,), link=SLOW, world_size=8)
     with torch.no_grad():
         assert not explain(BUILD["gpt"], (tokens,), link=SLOW).plan.of("reduce")
-    with pytest.raises(ValueError, match="model: expected a module with parameters, found none"):
+    with pytest.raises(ValueError, match="model: expected sharded parameters in its graph, found none"):
         explain(torch.nn.ReLU(), (torch.ones(2, requires_grad=True),), link=SLOW)
