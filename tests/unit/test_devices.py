@@ -104,11 +104,12 @@ def test_forms_of_device_id(accelerator: torch.device) -> None:
 
 def test_other_device_ids_are_refused(no_accelerator: None) -> None:
     """A wrong type, the meta device, or a device that the machine does not have (E-INIT-14)."""
-    for wrong, name in (("cuda", "str"), (True, "bool"), (1.0, "float")):
+    for wrong, name in ((b"cuda", "bytes"), (True, "bool"), (1.0, "float")):
         with pytest.raises(TypeError, match=f"device_id: expected an int, a torch.device or None, found {name}"):
             given_device(wrong)
     with pytest.raises(ValueError, match=r"device_id: .*found meta"):
         given_device(META)
-    for absent in (3, CUDA0):
+    assert given_device("cpu") == torch.device("cpu")
+    for absent in (3, CUDA0, "cuda:0"):
         with pytest.raises(ValueError, match=f"device_id: .*found {absent} and no accelerator; pass torch.device"):
             given_device(absent)
