@@ -233,7 +233,10 @@ def fully_shard(
     for prepared in prepared_units:
         _make_unit(prepared, prepared.settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
-    if auto_wrap_policy == "auto" and len(prepared_units) > 1:
+    casts_buffers = (
+        mixed_precision is not None and mixed_precision.buffer_dtype is not None
+    )  # undoing would lose digits
+    if auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers:
         options: FullyShardOptions = dict(
             auto_wrap_policy=None,
             mesh=mesh,
@@ -248,7 +251,7 @@ def fully_shard(
             device_id=device_id,
             limit_all_gathers=limit_all_gathers,
         )
-        model._fsdp.shard_as_one = functools.partial(fully_shard, model, **options)
+        model._fsdp_runtime.shard_as_one = functools.partial(fully_shard, model, **options)
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
@@ -308,7 +311,10 @@ def _is_unit(module: nn.Module) -> bool:
 def _join_divided(model: nn.Module) -> None:
     """Make one unit of each module below that an earlier call divided by "auto" (construct/undo.py)."""
     for module in list(_scopes(model)):
-        shard_as_one = module._fsdp.shard_as_one if "_fsdp" in vars(module) else None  # below one that was joined: none
+        divided = (
+            "_fsdp" in vars(module) and module._fsdp.is_root
+        )  # those below one that was joined are sharded no more
+        shard_as_one = module._fsdp_runtime.shard_as_one if divided else None
         if shard_as_one is not None:
             undo(module)
             shard_as_one()

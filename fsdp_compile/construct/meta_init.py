@@ -23,7 +23,7 @@ InitFn = Callable[[nn.Module], Any]
 NamedModules = Sequence[tuple[str, nn.Module]]
 
 
-def check_materializable(modules: Iterable[tuple[str, nn.Module]], init: InitFn | None, ignored: Set[Any]) -> bool:
+def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: InitFn | None, ignored: Set[Any]) -> bool:
     """Whether what is on the meta device must stay there, because a module has nothing that initializes it.
 
     Without `init` each module that directly owns meta tensors needs a `reset_parameters()`. Changes nothing.

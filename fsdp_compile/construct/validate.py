@@ -21,7 +21,7 @@ from fsdp_compile.construct.arguments import Offload, PlacementFn, check_placeme
 from fsdp_compile.construct.broadcast import unsent_buffers
 from fsdp_compile.construct.devices import carried_devices, compute_device, given_device
 from fsdp_compile.construct.ignored import Ignored, IsUnit
-from fsdp_compile.construct.meta_init import InitFn, check_materializable
+from fsdp_compile.construct.meta_init import InitFn, must_stay_on_meta
 from fsdp_compile.construct.wrap_policy import Chosen
 from fsdp_compile.core.environment import Switches, warn_caller
 from fsdp_compile.core.unit import unit_of
@@ -89,7 +89,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
     divided = list(_divide(chosen, settings.ignored, is_unit))
     named_modules = [[(paths[each], each) for each in modules] for _, _, modules in divided]
     uninitialized = [
-        check_materializable(named, own.init, settings.ignored.params)
+        must_stay_on_meta(named, own.init, settings.ignored.params)
         for named, own in zip(named_modules, of_units, strict=True)
     ]
     prepared = []

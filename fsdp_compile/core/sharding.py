@@ -6,7 +6,7 @@
 Both lie in `module.__dict__`. What changes while a step runs lies in the units and in the runtime of the root.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ class ModuleSharding:
             The passes place their all-gathers where they are needed.
         units_below: `units`, and those of all sharded modules below.
         is_root: whether no sharded module is around this one.
-        shard_as_one: shards the module anew as one unit, where "auto" divided it; else None.
         ignored_modules: the modules that the call of `fully_shard` on this module left alone.
         ignored_params: likewise the parameters.
     """
@@ -53,7 +52,6 @@ class ModuleSharding:
     traced_units: tuple[Unit, ...] = ()
     units_below: tuple[Unit, ...] = ()
     is_root: bool = True
-    shard_as_one: Callable[[], Any] | None = None
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_params: frozenset[nn.Parameter] = frozenset()
 

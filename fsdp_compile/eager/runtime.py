@@ -10,7 +10,7 @@ has shown itself wrong: by the next prediction, or at the end of the pass.
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ class Runtime:
             root: a thread that waited for the reduce of another thread's model could wait for ever.
         shared_in_forward: units of several modules that the running forward has gathered; the root closes them.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
+        shard_as_one: shards the root anew as one unit, where "auto" divided it; else None, as in a copy of the model.
         converting: whether `Module._apply` is running (eager/convert.py).
     """
 
@@ -62,6 +63,7 @@ class Runtime:
         self.reduces_in_flight: deque[GradientReduction] = deque()
         self.shared_in_forward: list[UnshardedUnit] = []
         self.post_optim_event: Any = None
+        self.shard_as_one: Callable[[], Any] | None = None
         self.converting = False
         self._order_is_known = self._is_checked = False
         self._streams: dict[torch.device, Streams] = {}

@@ -262,7 +262,7 @@ def test_classes_are_shared_by_equal_blocks_only() -> None:
 
 def test_deepcopy_is_independent() -> None:
     """A copy has parameters, shard and units of its own with equal values, and ties parameters as the original does."""
-    model = fully_shard(GPT(tied=True))
+    model = fully_shard(GPT(tied=True), process_group=dist.group.WORLD)  # a group cannot be copied
     other = copy.deepcopy(model)
     assert other.head.weight is other.tokens.weight is not model.tokens.weight
     assert not set(units(model)) & set(units(other))

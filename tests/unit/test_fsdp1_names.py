@@ -33,7 +33,7 @@ def test_names() -> None:
 
 
 def test_arguments_of_the_constructor() -> None:
-    """They have torch's order and defaults, but for the listed ones: what is given by position arrives."""
+    """Arguments have torch's order and defaults, except for those listed, so that positional calls mean the same."""
     theirs, ours = _parameters(TorchFSDP.__init__), _parameters(FullyShardedDataParallel.__init__)
     assert list(theirs) == list(ours)
     differ = {name for name, parameter in theirs.items() if parameter.default != ours[name].default}
