@@ -21,7 +21,6 @@ from fsdp_compile.comm.flat import dividing, start_average
 from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.core.unit_state import UnitOptions
 from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager._torch import (
     allreduce_hook,
@@ -142,13 +141,14 @@ def reduce_or_accumulate(
         reduction.finish = partial(_complete, streams, complete)
         call_after_backward(reduction.wait)
         return None
+    hook, hook_stream = options.all_reduce_hook, options.all_reduce_hook_stream
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
     result = reduced if as_stored else torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
 
-    def finish() -> None:  # an autograd node owns it: it must not own the flat parameter
+    def finish() -> None:  # an autograd node owns it: it must own no flat parameter and no unit, as `options` may
         with streams.finishing():
             complete()
-            _call_all_reduce_hook(options, streams, reduced)
+            _call_all_reduce_hook(hook, hook_stream, streams, reduced)
             if result is not reduced:
                 result.copy_(reduced, non_blocking=True)
         streams.await_reduce(reduced)
@@ -185,7 +185,7 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
         complete()
         if _defers_all_reduce(unit):
             return torch.zeros_like(flat.shard)
-        _call_all_reduce_hook(unit.options, NO_STREAMS, reduced)
+        _call_all_reduce_hook(unit.options.all_reduce_hook, None, NO_STREAMS, reduced)
     return reduced.to(flat.shard)
 
 
@@ -227,17 +227,17 @@ def _complete(streams: Streams, complete: Callable[[], None]) -> None:
         complete()
 
 
-def _call_all_reduce_hook(options: UnitOptions, streams: Streams, reduced: Tensor) -> None:
-    """Let the user's hook change `reduced`, in its own stream if there is one, else in the current one."""
-    if options.all_reduce_hook is None:
+def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, streams: Streams, reduced: Tensor) -> None:
+    """Let the user's `hook` change `reduced`, in `stream` if there is one, else in the current one."""
+    if hook is None:
         return
-    device, stream = streams.device, options.all_reduce_hook_stream
+    device = streams.device
     if stream is None:
-        options.all_reduce_hook(reduced)
+        hook(reduced)
         return
     device.order(device.current_stream(), stream)
     with device.run_in(stream):
-        options.all_reduce_hook(reduced)
+        hook(reduced)
     device.order(stream, device.current_stream())
 
 
