@@ -17,7 +17,7 @@ from fsdp_compile.core.unit import Unit, check_idle, unit_of
 from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager._torch import norms
 from fsdp_compile.eager.convert import convert
-from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision, gathering
+from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
@@ -89,6 +89,11 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
     def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of the swapped class: `forward` with the module's units gathered around it."""
         return gathering(forward)
+
+    @staticmethod
+    def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
+        """What the swapped class does in a call if there are hooks: `call` with the module's units gathered around."""
+        return hooked_call(call)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: from now on a call of this module runs compiled.

@@ -55,7 +55,8 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
 
 
 def add_mixin(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of `mixin` as well; if it has a `wrap_forward`, that wraps the original forward."""
+    """Make `module` an instance of `mixin` as well; if it has a `wrap_forward`, that wraps the original forward,
+    and its `wrap_call` what runs hooks and forward."""
     constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
     _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
 
@@ -76,6 +77,7 @@ def _swapped_class(
     if not hasattr(mixin, "wrap_forward"):
         return type(original.__name__, (mixin, original), namespace)
     namespace["forward"] = mixin.wrap_forward(original.forward)
+    namespace["_fsdp_hooked_call"] = mixin.wrap_call(original._call_impl)
     return type("FSDP" + original.__name__, (mixin, original), namespace)
 
 

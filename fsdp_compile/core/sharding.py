@@ -19,7 +19,7 @@ from fsdp_compile.core.unit import Unit
 
 @dataclass(eq=False)  # not frozen: Dynamo reads every field of a frozen dataclass, and would guard on each of them
 class ModuleSharding:
-    """How one module is sharded. `fully_shard` writes it; nothing changes it afterwards but a call around the module.
+    """How one module is sharded. `fully_shard` writes it; a call around the module may change it.
 
     Attributes:
         strategy: the sharding strategy of the module's unit.
@@ -36,6 +36,7 @@ class ModuleSharding:
             The passes place their all-gathers where they are needed.
         units_below: `units`, and those of all sharded modules below.
         is_root: whether no sharded module is around this one.
+        is_called: whether a call of the module runs that gathered around its hooks. Changes while steps run.
         ignored_modules: the modules that the call of `fully_shard` on this module left alone.
         ignored_params: likewise the parameters.
     """
@@ -52,6 +53,7 @@ class ModuleSharding:
     traced_units: tuple[Unit, ...] = ()
     units_below: tuple[Unit, ...] = ()
     is_root: bool = True
+    is_called: bool = False
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_params: frozenset[nn.Parameter] = frozenset()
 

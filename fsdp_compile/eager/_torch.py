@@ -8,6 +8,7 @@ torch._dynamo.utils                                      permission for side eff
 torch._foreach_norm                                      norms of many tensors in one kernel
 torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
+torch.nn.modules.module                                  whether hooks of all modules are registered
 torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
                                                          parameters
 torch.utils._pytree                                      the tensors in the arguments and outputs of a module
@@ -28,6 +29,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     reduce_scatter_hook,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -42,6 +44,7 @@ __all__ = [
     "current_backward",
     "dynamo_is_active",
     "fp16_compress_hook",
+    "has_global_hooks",
     "never_trace",
     "norms",
     "reduce_scatter_hook",

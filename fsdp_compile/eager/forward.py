@@ -1,5 +1,7 @@
 """The forward of a sharded module: unshard, run the module's own forward, free.
 
+Where a module has hooks, they run with it: its call gathers around them, and the forward inside finds that done.
+
 Under Dynamo only the marker operators and the look-up of parameters are traced; the graph passes decide what is freed
 and gathered again. `torch.compiler.is_compiling()` in `sharded_forward` is the one place where the two ways part.
 
@@ -26,6 +28,7 @@ from fsdp_compile.eager._torch import (
     call_after_backward,
     current_backward,
     dynamo_is_active,
+    has_global_hooks,
     never_trace,
     tree_map,
 )
@@ -49,6 +52,8 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     A unit that is unsharded already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are resharded and the module stays usable.
     """
+    if module._fsdp.is_called:
+        return cast_outputs(module, forward(module, *args, **kwargs))
     try:  # Note [Graph breaks in the forward of a sharded module]
         args, kwargs = prepare_inputs(module, args, kwargs)
         if torch.compiler.is_compiling():
@@ -73,6 +78,23 @@ def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, *
     return _unsharded(module, compiled, args, kwargs, as_flats=True)
 
 
+def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, the `_call_impl` of a sharded module's class, with the units gathered around hooks and forward alike."""
+
+    def call_inside(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        allowed_in_regions(_set_is_called, module._fsdp, True)
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            allowed_in_regions(_set_is_called, module._fsdp, False)
+
+    return gathering(call_inside)
+
+
+def _set_is_called(sharding: ModuleSharding, is_called: bool) -> None:
+    sharding.is_called = is_called
+
+
 class Prologue:
     """Before a compiled forward, checks the parameters of all units below the module, once and outside of Dynamo.
 
@@ -83,7 +105,12 @@ class Prologue:
     """
 
     _fsdp: ModuleSharding
+    _fsdp_hooked_call: Callable[..., Any]
     _compiled_call_impl: Any
+    _forward_hooks: Any
+    _forward_pre_hooks: Any
+    _backward_hooks: Any
+    _backward_pre_hooks: Any
 
     @never_trace
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +123,19 @@ class Prologue:
             if "forward" in vars(self):
                 gather_around_own_forward(self)  # type: ignore[arg-type]  # a mixin of modules
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
+
+    @never_trace
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module._call_impl`: run forward and hooks, these too with unsharded parameters.
+
+        Dynamo does not trace backward hooks: of the module that it compiles they, and all its hooks with them, run
+        outside of the graph, as they do without sharding.
+        """
+        backward = self._backward_hooks or self._backward_pre_hooks
+        hooks = backward or self._forward_pre_hooks or self._forward_hooks or has_global_hooks()
+        if hooks and (torch.compiler.is_compiling() or not (backward and dynamo_is_active())):
+            return self._fsdp_hooked_call(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]  # a mixin of modules
 
 
 def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
