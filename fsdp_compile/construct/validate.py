@@ -12,9 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place, resolve_groups
 from fsdp_compile.construct.arguments import Offload, PlacementFn, check_placements, offload_of
@@ -81,7 +78,6 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
         RuntimeError: a unit's parameters are spread over devices.
         ValueError: a module or parameter cannot be sharded; the message says which and what to do.
     """
-    _check_hooks(model)
     _check_same_switch(model, is_unit)
     paths = {module: path for path, module in model.named_modules()}
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
@@ -224,17 +220,6 @@ def _check_same_switch(model: nn.Module, is_unit: IsUnit) -> None:
                 f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
                 f"sharded with {1 - now}; set the variable once, before the first fully_shard"
             )
-
-
-def _check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that compute a weight before forward: they run before the gather and would see shards."""
-    for path, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
-                raise ValueError(
-                    f"module {path or type(model).__name__}: expected no hook that computes a weight before forward, "
-                    f"found {type(hook).__name__}; use torch.nn.utils.parametrizations or parametrize instead"
-                )
 
 
 def _check_params(params: NamedParams, path: str) -> None:

@@ -370,12 +370,6 @@ def test_lazy_parameters_are_refused() -> None:
         fully_shard(lazy)
 
 
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_hooks_that_compute_weights_are_refused(norm: Any) -> None:
-    """Hooks that build a weight before forward run before the gather: ValueError that names the replacement."""
-    refused(nn.Sequential(norm(nn.Linear(3, 3))), ValueError, "module 0: .*found .*Norm; use torch.nn.utils.param")
-
-
 def test_inference_mode_is_refused() -> None:
     """Sharding makes tensors that must train: RuntimeError under inference_mode."""
     model = mlp()

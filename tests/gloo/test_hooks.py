@@ -8,6 +8,7 @@ import torch
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
@@ -154,3 +155,38 @@ def _casts(rank: int) -> None:
 def test_hooks_see_what_casts_leave(two: Ranks) -> None:
     """Inputs are cast before hooks, outputs before later hooks; a forward that raises leaves the module usable."""
     two.run(_casts)
+
+
+NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+}
+
+
+def _computed_weights(rank: int) -> None:
+    for name, norm in NORMS.items():
+        for how in ("eager", "aot_eager"):
+            pairs = []
+            for shards in (False, True):
+                torch.manual_seed(0)
+                model = nn.Sequential(norm(nn.Linear(4, 4)), nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()))
+                if shards:
+                    fully_shard(model[0])
+                    fully_shard(model, auto_wrap_policy=None)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                if how == "aot_eager" and shards:
+                    model.compile(backend=how, fullgraph=True)
+                for _ in range(2):
+                    grads = _gradients(model, _batch(rank if shards else None), lambda x, scale, model=model: model(x))
+                    optimizer.step()
+                model.eval()
+                output = model(_batch())
+                buffers = [buffer.clone() for buffer in model.buffers()]
+                pairs.append([*grads, *buffers, output.detach()])
+            torch.testing.assert_close(*pairs, msg=lambda text, at=(name, how): f"{at}: {text}")
+
+
+def test_weights_that_hooks_compute(two: Ranks) -> None:
+    """Old weight_norm, spectral_norm and prune, on units and within: gradients and buffers as in one process."""
+    two.run(_computed_weights)
