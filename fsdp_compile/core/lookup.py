@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
@@ -96,18 +96,23 @@ def find(module):
     views = module._fsdp_units[{slot}].unsharded_params
     if views is not None:
         return views[{index}]
-    return find_closed(module, {name!r})
+    return find_closed(module, {name!r}, {slot}, {index})
 """
 
 _NEAR = 8  # frames between a module's forward and the access to a parameter, at most
 
 
-def find_closed(module: Any, name: str) -> nn.Parameter | None:
-    """The parameter as it is stored, for code outside of a unit's forward.
+def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
+    """The parameter as it is stored, for code outside of its unit's forward; traced with gradients, an unsharded one.
 
+    The latter is gathered for this use alone, in the parameter's own dtype, as the operators of sharded tensors do.
     RuntimeError if that code is the module's own forward: it needs the full parameter (E-FWD-11). Only here is that
     looked for; a unit that is gathered does not come here, nor do `parameters()` and its like.
     """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        unit: Unit = module._fsdp_units[slot]
+        if unit.summoned is None and unit.flat_of(index).trains and name in module._parameters:
+            return unit.traced_unshard(full_precision=True)[index]
     try:
         param: nn.Parameter | None = module._parameters[name]
     except KeyError:
