@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from generated import Program, programs
 from models import GPT, MODELS, checkpointed, mlp
@@ -60,11 +61,19 @@ def small() -> nn.Sequential:
 
 BUILD: dict[str, Callable[[], torch.nn.Module]] = {
     "mlp": lambda: mlp(blocks=5),
-    "gpt": lambda: GPT(layers=4),
+    "gpt": lambda: GPT(layers=3),
     "recomputed": lambda: checkpointed("around"),
 }
 CASES = {**MODELS, "recomputed": MODELS["mlp"]}  # what to feed them
 BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
+DAILY = {("gpt", "default"), ("mlp", "backend"), ("recomputed", "default")}  # each model and each backend
+
+
+def pairs(*names: str) -> pytest.MarkDecorator:
+    """Parametrize by `name` and `backend`: all pairs, of which those in `DAILY` are not nightly."""
+    every = [(name, backend) for name in names or BUILD for backend in BACKENDS]
+    late = [pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.nightly) for pair in every]
+    return pytest.mark.parametrize(("name", "backend"), late)
 
 
 def compiled(

@@ -97,7 +97,12 @@ def collectives(case: Case, strategy: str = "FULL_SHARD", budget: float | None =
     return gathers[0], gathers[1], backward.count("= reduce_scatter_tensor(")
 
 
-@pytest.mark.parametrize("name", CASES)
+EVERY_DAY = ("reentrant", "nested", "tied", "tied_ends", "products", "gathered", "budget and wrapper")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+)
 def test_two_gathers_and_one_reduce(name: str) -> None:
     """Whatever is recomputed, a unit is gathered once in forward, once in backward, and reduced once (I3, I4).
 
@@ -108,7 +113,10 @@ def test_two_gathers_and_one_reduce(name: str) -> None:
     assert collectives(CASES[name], budget=0.3 if "budget" in name else None) == (units, in_backward, units)
 
 
-@pytest.mark.parametrize("name", ["around", "tied", "products", "budget and wrapper"])
+@pytest.mark.parametrize(
+    "name",
+    ["around", "products", *(pytest.param(late, marks=pytest.mark.nightly) for late in ("tied", "budget and wrapper"))],
+)
 def test_kept_parameters_are_gathered_once(name: str) -> None:
     """Under SHARD_GRAD_OP a region that is recomputed reads the parameters that forward gathered."""
     units = 5 if name == "around" else 4

@@ -13,6 +13,21 @@ from fsdp_compile.passes.inductor import fsdp_compile_backend
 
 CASES = {**MODELS, "mha": MODULES["mha"], "tied_ends": MODULES["tied_ends"]}
 BACKENDS = {"default": "inductor", "backend": fsdp_compile_backend}
+DAILY = {
+    ("tied", "default"),
+    ("frozen", "default"),
+    ("mha", "default"),
+    ("tied_ends", "default"),
+    ("mlp", "backend"),
+    ("conv", "backend"),
+}
+
+
+def pairs(*names: str) -> pytest.MarkDecorator:
+    """Models and backends; those that show nothing which another pair does not are nightly."""
+    every = [(name, backend) for name in names for backend in BACKENDS]
+    late = [pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.nightly) for pair in every]
+    return pytest.mark.parametrize(("name", "backend"), late)
 
 
 @cache
@@ -24,8 +39,7 @@ def compiled(name: str, backend: str) -> tuple[Program, Program]:
     return programs(lambda: case.loss(model, inputs))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "conv"])
+@pairs(*[name for name in CASES if name != "conv"])
 def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> None:
     """No kernel, fused or not, and no library call stores bytes of a parameter or gradient that it did not make."""
     forward, backward = compiled(name, backend)
@@ -34,8 +48,7 @@ def test_no_kernel_moves_parameters_or_gradients(name: str, backend: str) -> Non
     assert backward.parameter_moves() == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["gpt", "mlp", "tied", "frozen", "mha"])
+@pairs("gpt", "mlp", "tied", "frozen", "mha")
 def test_every_product_that_makes_a_gradient_writes_it_in_place(name: str, backend: str) -> None:
     """As many matrix products write into a slice of a pack as there are trained weights of linear layers."""
     _, backward = compiled(name, backend)
@@ -56,15 +69,15 @@ def test_products_write_in_place_with_max_autotune() -> None:
     assert forward.parameter_moves() == backward.parameter_moves() == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_convolutions_copy_their_own_gradients_and_nothing_else(backend: str) -> None:
+@pairs("conv")
+def test_convolutions_copy_their_own_gradients_and_nothing_else(name: str, backend: str) -> None:
     """aten has no convolution_backward that writes into given memory at full speed: each weight's gradient moves once.
 
     Gradients of biases and norms are computed in place, and nothing is copied on the gathering side.
     """
-    forward, backward = compiled("conv", backend)
+    forward, backward = compiled(name, backend)
     assert forward.parameter_moves() == []
-    convolutions = sum(isinstance(m, nn.Conv2d) for m in CASES["conv"].build().modules())
+    convolutions = sum(isinstance(m, nn.Conv2d) for m in CASES[name].build().modules())
     calls = [step for step in backward.steps if step.function.startswith("torch.ops.aten.convolution_backward")]
     moves = backward.parameter_moves()
     assert len(moves) == len(calls) == convolutions
@@ -72,7 +85,11 @@ def test_convolutions_copy_their_own_gradients_and_nothing_else(backend: str) ->
 
 @pytest.mark.parametrize(
     ("compute", "reduce"),
-    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)],
+    [
+        (torch.bfloat16, torch.float32),
+        pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.nightly),
+        (torch.float16, torch.float16),
+    ],
 )
 def test_mixed_precision_casts_as_it_writes(compute: torch.dtype, reduce: torch.dtype) -> None:
     """Casts and divisions cost no kernel of their own but one cast of the shard before each gather.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from compiling import BACKENDS, CASES, cached, compiled
+from compiling import CASES, cached, compiled, pairs
 from generated import Program, Step, programs
 from models import MODELS
 from overwriting import Mirrored, Scaled, awkward
@@ -37,16 +37,14 @@ def read_by(step: Step) -> list[Window]:
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["mlp", "gpt", "recomputed"])
+@pairs()
 def test_blocks_need_one_buffer(name: str, backend: str) -> None:
     """Every block's backward has one buffer; the root, read early, has two."""
     _, backward = cached(name, backend)
     assert len(backward.reused()) == len(backward.gathered()) - 1 > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pairs("mlp", "gpt")
 def test_no_parameter_is_overwritten_before_it_was_read(name: str, backend: str) -> None:
     """Products that read a window run before what writes there; all before its reduce."""
     _, backward = cached(name, backend)
@@ -65,10 +63,10 @@ def test_no_parameter_is_overwritten_before_it_was_read(name: str, backend: str)
     assert seen
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_products_stay_where_they_were(backend: str) -> None:
+@pairs("mlp")
+def test_products_stay_where_they_were(name: str, backend: str) -> None:
     """A gradient's product is not put off to the end of its block: what it reads would live as long."""
-    _, backward = cached("mlp", backend)
+    _, backward = cached(name, backend)
     kinds = ["into" if step.out in windows(backward) else "from" for step in backward.steps if step.is_product]
     assert "into into into" not in " ".join(kinds)  # two: the first layer's and, after the turn, the next
 

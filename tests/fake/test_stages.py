@@ -41,7 +41,7 @@ def _sent(program: Program) -> list[tuple[str, str, int, str]]:
     return [(kind, unit, int(nbytes) // 4, groups[int(group)]) for kind, unit, nbytes, group in found]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["default", pytest.param("backend", marks=pytest.mark.nightly)])
 def test_bytes_on_each_axis(backend: str) -> None:
     """Forward sends each shard to the peers and a half to the neighbours; backward asks the neighbours alone, and
     reduces the whole among them and its half among the peers."""
@@ -57,7 +57,7 @@ def test_bytes_on_each_axis(backend: str) -> None:
         assert set(_sent(program)) == sent and len(_sent(program)) == len(sent)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["backend", pytest.param("default", marks=pytest.mark.nightly)])
 def test_each_stage_is_under_way_while_units_compute(backend: str) -> None:
     """A second stage starts a unit ahead, its first stage another unit ahead; no collective is waited for at once."""
     _, forward, backward = _compiled(backend)

@@ -5,12 +5,8 @@ Elsewhere, beside what they belong to:
     reduce-scatters that drift to the end of backward              test_order.py: test_reduces_start_*, test_no_kernel_*
 """
 
-import pytest
-from compiling import BACKENDS, BUILD, cached
+from compiling import cached, pairs
 from generated import Program
-
-every_program = pytest.mark.parametrize("backend", BACKENDS)
-every_model = pytest.mark.parametrize("name", BUILD)
 
 
 def _hidden(program: Program, start: int) -> bool:
@@ -20,8 +16,7 @@ def _hidden(program: Program, start: int) -> bool:
     return any(step.is_product or step.function in program.kernels for step in program.steps[start:end])
 
 
-@every_program
-@every_model
+@pairs()
 def test_a_wait_right_after_its_collective(name: str, backend: str) -> None:
     """The trap: each collective is waited for where it starts, and nothing overlaps.
 
@@ -34,8 +29,7 @@ def test_a_wait_right_after_its_collective(name: str, backend: str) -> None:
         assert exposed == [], [program.steps[i].text for i in exposed]
 
 
-@every_program
-@every_model
+@pairs()
 def test_all_gathers_hoisted_to_the_top(name: str, backend: str) -> None:
     """The trap: all units are gathered before the first one computes, so that the whole model is in memory.
 

@@ -7,6 +7,7 @@ from .ranks import Ranks
 from .training import OPTIMIZERS, assert_bitwise, backward, executor, mine, shard
 
 STEPS = 4
+LATE = pytest.mark.nightly  # "tied" is "gpt" and more
 Plan = tuple[str, ...]  # how to run each step
 
 
@@ -26,8 +27,8 @@ def _compare(rank: int, name: str, strategy: str, plans: tuple[Plan, Plan], to_n
         assert_bitwise(*models, f"step {step}, parameters of {hows}")
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=LATE)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATE if name == "gpt" else ()) for name in MODELS])
 def test_aot_eager_equals_eager(two: Ranks, name: str, strategy: str) -> None:
     """A compiled model and an eager one stay equal through several steps, with gradients set to None in between.
 
@@ -36,21 +37,23 @@ def test_aot_eager_equals_eager(two: Ranks, name: str, strategy: str) -> None:
     two.run(_compare, name, strategy, (("eager",) * STEPS, ("aot_eager",) * STEPS), True)
 
 
-@pytest.mark.parametrize("name", ["gpt", "frozen"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=LATE), "frozen"])
 def test_gradients_set_to_zero(two: Ranks, name: str) -> None:
     """So they do where `zero_grad` keeps the gradients and the next backward adds to them."""
     two.run(_compare, name, "FULL_SHARD", (("eager",) * STEPS, ("aot_eager",) * STEPS), False)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("name", ["gpt", "tied"])
+@pytest.mark.parametrize(
+    ("name", "to_none"),
+    [("tied", False), *(pytest.param(*late, marks=LATE) for late in (("tied", True), ("gpt", True)))],
+)
 def test_switching_in_mid_training(two: Ranks, name: str, to_none: bool) -> None:
     """A model that goes from eager to compiled and back trains as one that stays eager."""
     switching = ("eager", "eager", "aot_eager", "aot_eager", "eager", "aot_eager", "eager")
     two.run(_compare, name, "FULL_SHARD", (("eager",) * len(switching), switching), to_none)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=LATE) for name in MODELS if name != "mlp")])
 def test_four_ranks(four: Ranks, name: str) -> None:
     """Four ranks, whose shards cut parameters in other places, agree as well."""
     four.run(_compare, name, "FULL_SHARD", (("eager",) * STEPS, ("aot_eager",) * STEPS), True)

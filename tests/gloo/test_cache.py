@@ -46,7 +46,7 @@ def _train(rank: int, backend: str) -> Report:
     counters.clear()
     torch.manual_seed(0)
     case = MODELS["mlp"]
-    model = fully_shard(mlp(2))
+    model = fully_shard(mlp(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     ours = backend == "fsdp_compile"
     compiled = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend if ours else backend)

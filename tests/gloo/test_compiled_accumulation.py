@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Case, mlp, squared_error, vectors
+from models import MODELS, MODULES, Case, mlp, squared_error, vectors
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     DefaultState,
@@ -101,7 +101,9 @@ def _patterns(rank: int, strategy: str) -> None:
     assert len(reduces) == 2 * len(units(both.models[0])), reduces  # one for each model and unit
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize(
+    "strategy", ["FULL_SHARD", "NO_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.nightly)]
+)
 def test_patterns(two: Ranks, strategy: str) -> None:
     """With and without synchronisation in any order: equal gradients after every backward, also those shown under
     no_sync; k microbatches, one reduce; what was compiled once is not compiled again.
@@ -147,7 +149,7 @@ def test_inductor(two: Ranks) -> None:
 
 
 KINDS: list[tuple[Case, dict[str, Any]]] = [
-    (MODELS["tied"], {}),
+    (MODULES["tied_ends"], {}),
     (MODELS["frozen"], {}),
     (SMALL, {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}),
     (SMALL, {"strategy": "NO_SHARD", "mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}),
@@ -400,8 +402,15 @@ def _hooks(rank: int, strategy: str, late: bool) -> None:
         assert calls[0] == calls[1] and len(calls[0]) == (4 * len(units(model)) if hook is _sum else 0), calls
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("strategy", "late"),
+    [
+        ("FULL_SHARD", True),
+        pytest.param("NO_SHARD", False, marks=pytest.mark.nightly),
+        pytest.param("FULL_SHARD", False, marks=pytest.mark.nightly),
+        pytest.param("NO_SHARD", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_hooks(two: Ranks, strategy: str, late: bool) -> None:
     """A user's hook, torch's and its compressing one, registered before or after compiling, get what eager gives them.
 

@@ -16,7 +16,7 @@ from .test_communication import _spied
 from .training import assert_same_gradients, executor, follow, mine, reference_and_model, shard, units
 
 MLP = MODELS["mlp"]
-every_way = pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+every_way = pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 
 
 class _OnesGradient(torch.autograd.Function):

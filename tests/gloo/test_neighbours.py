@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from models import MODELS
+from models import MODELS, MODULES
 from torch import nn
 from torch.distributed import ReduceOp, reduce_scatter_tensor
 from torch.distributed.fsdp import MixedPrecision
@@ -103,8 +103,8 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
 
 
 def _compare(rank: int) -> None:
-    for name, precision in (("tied", None), ("frozen", LOW)):
-        case = MODELS[name]
+    for name, precision in (("tied_ends", None), ("frozen", LOW)):
+        case = (MODELS | MODULES)[name]
         models = [fully_shard(build(case), mixed_precision=precision, **HALVES) for _ in range(2)]
         runs = executor(models[0], "eager"), executor(models[1], "aot_eager")
         optimizers = [OPTIMIZERS["momentum"](model.parameters()) for model in models]

@@ -34,7 +34,6 @@ def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> Non
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     run = subprocess.run(launcher, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=550)

@@ -10,6 +10,7 @@ from .training import OPTIMIZERS, backward, build, executor, full_parameters, mi
 
 STEPS = 10
 TOLERANCE = 1e-5  # on the relative difference of each full parameter
+LATE = pytest.mark.nightly
 
 
 def _worst(rank: int, name: str, how: str, strategy: str) -> dict[str, float]:
@@ -53,21 +54,27 @@ def test_eager_on_four(four: Ranks, name: str) -> None:
     _check(four, name, "eager")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATE if name in ("gpt", "mlp") else ()) for name in MODELS])
 def test_inductor_on_two(two: Ranks, name: str) -> None:
     """Two ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(two, name, "inductor")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=LATE) for name in MODELS if name != "mlp")])
 def test_inductor_on_four(four: Ranks, name: str) -> None:
     """Four ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(four, name, "inductor")
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["gpt", "tied"])
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("gpt", "eager"),
+        ("tied", "aot_eager"),
+        *(pytest.param(*each, marks=LATE) for each in (("tied", "eager"), ("gpt", "aot_eager"))),
+    ],
+)
 def test_other_strategies(two: Ranks, how: str, name: str, strategy: str) -> None:
     """The strategy decides where parameters are, not what is computed."""
     _check(two, name, how, strategy)
@@ -78,7 +85,7 @@ def test_backend(two: Ranks) -> None:
     _check(two, "mlp", "backend")
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", pytest.param("NO_SHARD", marks=LATE)])
 def test_inductor_with_other_strategies(two: Ranks, strategy: str) -> None:
     """Inductor's graphs without a second gather, and without any, train the same."""
     _check(two, "mlp", "inductor", strategy)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from models import MODELS, MODULES
 
 from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
 
 from .ranks import Ranks
 from .training import build, follow, mine, shard
 
+CASE = MODULES["tied_ends"]
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
 PLANS: tuple[dict[str, Any], ...] = ({"link": SLOW}, {"link": "custom:0.1,1e12"}, {"link": "h200", "device": "h200"})
 
@@ -20,19 +21,19 @@ PLANS: tuple[dict[str, Any], ...] = ({"link": SLOW}, {"link": "custom:0.1,1e12"}
 def _train(rank: int, how: Any) -> None:
     for options in PLANS:
         torch._dynamo.reset()
-        model = shard(MODELS["tied"], reshard_after_forward=how)
+        model = shard(CASE, reshard_after_forward=how)
         run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
-        follow(run, build(MODELS["tied"]), MODELS["tied"])
+        follow(run, build(CASE), CASE)
 
 
-@pytest.mark.parametrize("how", [True, "auto"])
+@pytest.mark.parametrize("how", ["auto", pytest.param(True, marks=pytest.mark.nightly)])
 def test_planned_graphs_compute_the_same(two: Ranks, how: Any) -> None:
     """Plans for a slow link, for launches that cost much, for a fast one; units kept or gathered again."""
     two.run(_train, how)
 
 
 def _measure(rank: int, folder: str) -> None:
-    case, path = MODELS["gpt"], pathlib.Path(folder) / f"profile{rank}.json"
+    case, path = CASE, pathlib.Path(folder) / f"profile{rank}.json"
     run = torch.compile(shard(case), fullgraph=True, backend="fsdp_compile", options={"record_profile": True})
     with TaskProfile() as profile:
         for _ in range(3):

@@ -163,9 +163,15 @@ def _checkpoint_wrapper(rank: int, first: bool, reentrant: bool, how: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "how"), [(False, "eager"), (True, "eager"), (False, "aot_eager"), (False, "inductor")]
+    ("first", "reentrant", "how"),
+    [
+        (False, False, "eager"),
+        (True, True, "eager"),
+        (True, False, "aot_eager"),
+        (False, False, "inductor"),
+        pytest.param(True, False, "inductor", marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("first", [False, True])
 def test_checkpoint_wrapper(two: Ranks, first: bool, reentrant: bool, how: str) -> None:
     """torch's wrapper lies around units, put there before or after sharding; training is unchanged.
 

@@ -23,7 +23,7 @@ from .training import assert_same_gradients, backward, build, executor, follow, 
 
 MLP = MODELS["mlp"]
 HYBRID = ShardingStrategy.HYBRID_SHARD
-both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 
 
 class _Scaled(nn.Module):
@@ -81,15 +81,23 @@ def _compiled_mean(rank: int, compute: torch.dtype, dtype: torch.dtype, hybrid: 
         assert torch.equal(eager, compiled)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_compiled_means_equal_eager_ones(four: Ranks, hybrid: bool) -> None:
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+EVERY_DAY = [(BRAIN, SINGLE, False), (HALF, HALF, True)]
+LATE = [(c, r, h) for h in (False, True) for c, r in ((SINGLE, SINGLE), (BRAIN, BRAIN), (BRAIN, SINGLE), (HALF, HALF))
+        if (c, r, h) not in EVERY_DAY]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype", "hybrid"),
+    [*EVERY_DAY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in LATE)],
+    ids=str,
+)
+def test_compiled_means_equal_eager_ones(four: Ranks, compute: torch.dtype, dtype: torch.dtype, hybrid: bool) -> None:
     """Exchange and mean of rows give the bits of an eager reduce: by mean or by sum, hybrid too.
 
     Compiled, a mean that goes into wider gradients is not rounded to the reduce dtype before; eager, it is.
     """
-    half, brain, single = torch.float16, torch.bfloat16, torch.float32
-    for compute, dtype in ((single, single), (brain, brain), (brain, single), (half, half)):
-        four.run(_compiled_mean, compute, dtype, hybrid)
+    four.run(_compiled_mean, compute, dtype, hybrid)
 
 
 # --- hybrid -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Models that other people wrote, unmodified: sharded and compiled they train as they do unsharded.
 
-All but one run with `aot_eager`; `FSDP_COMPILE_TESTS=nightly` runs all, also with Inductor.
+Most run with `aot_eager`; `FSDP_COMPILE_TESTS=nightly` runs all, also with Inductor.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,8 @@ BREAK = {"gpt2_own_loss", "mixtral_loop"}  # cannot be one graph unsharded eithe
 if torch.__version__ < "2.13":
     BREAK.add("t5")
 LATE = pytest.mark.nightly
-EVERY_DAY = [name if name != "unet" else pytest.param(name, marks=LATE) for name in THIRD_PARTY]  # unet: two minutes
+LONG = ("unet", "mixtral_loop", "gpt2")  # up to two minutes; gpt2_own_loss is gpt2 and more
+EVERY_DAY = [pytest.param(name, marks=LATE if name in LONG else ()) for name in THIRD_PARTY]
 
 
 class Figures(NamedTuple):

@@ -48,9 +48,7 @@ def test_names_load_no_passes() -> None:
 @pytest.mark.parametrize(
     "statements",
     [
-        "import fsdp_compile",
         "import fsdp_compile.explain",
-        "from fsdp_compile.explain.report import Report",
         "from fsdp_compile import fully_shard; import fsdp_compile.explain.prediction",
         "import fsdp_compile; fsdp_compile.explain; from fsdp_compile.explain import report",
     ],

@@ -47,11 +47,11 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize(
     ("name", "how", "policy"),
     [
-        ("gpt", True, "auto"),
-        ("mlp", "auto", LAYERS),
+        ("mlp", True, "auto"),
+        pytest.param("gpt", True, "auto", marks=LATE),
+        pytest.param("mlp", "auto", LAYERS, marks=LATE),
         pytest.param("gpt", True, LAYERS, marks=LATE),
         pytest.param("gpt", "auto", "auto", marks=LATE),
-        pytest.param("mlp", True, "auto", marks=LATE),
         pytest.param("mlp", False, LAYERS, marks=LATE),
     ],
     ids=lambda value: "layers" if value is LAYERS else str(value),

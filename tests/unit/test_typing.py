@@ -55,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly  # reads all of torch: pyright sees the same within seconds
 def test_mypy(folder: Path) -> None:
     """A script that uses what `fully_shard` returns as a sharded module passes `mypy --strict`; mistakes are found."""
     options = ["--strict", "--follow-imports=silent", "--cache-dir", str(ROOT / ".mypy_cache")]
