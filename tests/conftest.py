@@ -10,10 +10,20 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
+def is_nightly(item: pytest.Item) -> bool:
+    """Whether a test is marked so, or is the compiled variant under SHARD_GRAD_OP of one that has other strategies.
+
+    What that strategy changes in a graph is shown by its row of the feature table and by tests/fake.
+    """
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    repeats = params.get("strategy") == "SHARD_GRAD_OP" and params.get("how") in ("aot_eager", "inductor", "backend")
+    return repeats or item.get_closest_marker("nightly") is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `nightly`, unless FSDP_COMPILE_TESTS=nightly asks for them."""
+    """Leave out the nightly tests, unless FSDP_COMPILE_TESTS=nightly asks for them."""
     if os.environ.get("FSDP_COMPILE_TESTS") == "nightly":
         return
-    late = [item for item in items if item.get_closest_marker("nightly")]
+    late = [item for item in items if is_nightly(item)]
     config.hook.pytest_deselected(items=late)
     items[:] = [item for item in items if item not in late]
