@@ -135,7 +135,7 @@ def test_auto_keeps_by_measured_times(
         kept_of(plans, options)  # not by the whole step, but by the graph of backward
     (step,) = seen
     forward, backward = step.tasks[: step.backward], step.tasks[step.backward :]
-    assert sum(task.seconds for task in forward) == pytest.approx(9.0)
+    assert sum(task.seconds for task in forward) == pytest.approx(5.5)
     assert sum(task.seconds for task in backward) == pytest.approx(4.0)
     path.write_text(json.dumps(table))
     with pytest.raises(Exception, match=r"profile: expected .* to have a backward, found forward of 10 products"):
