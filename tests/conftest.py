@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-# Before torch is imported, here and in what tests start: a pool of compilers would import it once more for each process,
+# Before torch is imported, here and in what tests start: a pool of compilers would import it again for each process,
 # and to try which vectors the machine has takes ten seconds.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

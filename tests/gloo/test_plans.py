@@ -15,21 +15,31 @@ from .training import build, follow, mine, shard
 
 CASE = MODULES["tied_ends"]
 SLOW = "custom:1e-6,1e6"  # seconds, bytes per second: communication takes far longer than computing
-PLANS: tuple[dict[str, Any], ...] = ({"link": SLOW}, {"link": "custom:0.1,1e12"}, {"link": "h200", "device": "h200"})
+FAR = "custom:0.1,1e12"
+LATE = pytest.mark.nightly
 
 
-def _train(rank: int, how: Any) -> None:
-    for options in PLANS:
-        torch._dynamo.reset()
-        model = shard(CASE, reshard_after_forward=how)
-        run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
-        follow(run, build(CASE), CASE)
+def _train(rank: int, how: Any, options: dict[str, str]) -> None:
+    model = shard(CASE, reshard_after_forward=how)
+    run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
+    follow(run, build(CASE), CASE)
 
 
-@pytest.mark.parametrize("how", ["auto", pytest.param(True, marks=pytest.mark.nightly)])
-def test_planned_graphs_compute_the_same(two: Ranks, how: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("auto", {"link": SLOW}),
+        (True, {"link": FAR}),
+        pytest.param("auto", {"link": FAR}, marks=LATE),
+        pytest.param(True, {"link": SLOW}, marks=LATE),
+        pytest.param("auto", {"link": "h200", "device": "h200"}, marks=LATE),
+        pytest.param(True, {"link": "h200", "device": "h200"}, marks=LATE),
+    ],
+    ids=str,
+)
+def test_planned_graphs_compute_the_same(two: Ranks, how: Any, options: dict[str, str]) -> None:
     """Plans for a slow link, for launches that cost much, for a fast one; units kept or gathered again."""
-    two.run(_train, how)
+    two.run(_train, how, options)
 
 
 def _measure(rank: int, folder: str) -> None:
