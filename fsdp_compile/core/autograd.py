@@ -306,5 +306,6 @@ def check_first_order(name: str, grad: Tensor) -> None:
     if grad.requires_grad:
         raise RuntimeError(
             f"parameter {name}: expected a gradient without a graph, found one to differentiate again: derivatives of "
-            f"second order do not pass through a reduce; call backward without create_graph"
+            f"second order do not pass through a reduce; call backward without create_graph, or differentiate with "
+            f"respect to inputs by torch.autograd.grad(..., create_graph=True), which does not reduce"
         )

@@ -189,6 +189,8 @@ class UnshardedUnit:
         can_free: whether backward can gather again what is freed after the forward.
         backward_pass: the backward pass that has last read the parameters; -1: none.
         prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
+        is_differentiated: whether a backward pass made a graph of its own (`create_graph`), which has saved the
+            parameters: their buffers go with that graph.
         readers: who else reads the parameters in that backward pass.
         previous: the forward of a unit that ended before this one.
     """
@@ -206,7 +208,7 @@ class UnshardedUnit:
         if refresh(unit):
             streams.begin_iteration()
         self.params, self.versions = tuple(unit.params), unit.version_counters()
-        self.as_flats = self.can_free = self.prefetched = False
+        self.as_flats = self.can_free = self.prefetched = self.is_differentiated = False
         self.backward_pass, self.readers = -1, Reader.NOBODY
         reused = self._take_kept_unsharded()
         self.reused = reused is not None
@@ -320,6 +322,7 @@ class UnshardedUnit:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _before_backward(self, _grad: Tensor) -> None:
+        self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             self.reopen()
 
@@ -387,6 +390,8 @@ class UnshardedUnit:
         """Backward no longer needs the parameters: free the buffers, or keep them where that saves an all-gather."""
         self.unit.awaiting_backward.pop(self, None)
         self.hide()
+        if self.is_differentiated:
+            return
         if self.unit.stays_unsharded and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
             self._keep()
             return

@@ -1,6 +1,8 @@
 """Gradients over several backward passes: `no_sync`, clearing in between, and what must not be stepped with."""
 
+import gc
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .test_communication import _spied
+from .test_communication import _assert_freed, _spied
 from .training import (
     OPTIMIZERS,
     assert_same_gradients,
@@ -337,3 +339,34 @@ def _differentiate_twice(rank: int) -> None:
 def test_second_order_is_refused(two: Ranks) -> None:
     """A backward pass that is to be differentiated raises at once; the model stays usable (E-ERR-11, E-LIM-3)."""
     two.run(_differentiate_twice)
+
+
+def _penalized(model: nn.Module, inputs: Any) -> Tensor:
+    """The loss, and the penalty on the gradient of another forward's outputs with respect to its inputs."""
+    x = inputs[0].detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    return MLP.loss(model, inputs) + (gradient.square().flatten(1).sum(1) - 1).square().mean()
+
+
+def _penalize(rank: int) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        reference, model = reference_and_model(MLP, strategy)
+        both = [OPTIMIZERS["momentum"](each.parameters()) for each in (model, reference)]
+        with _spied() as calls:
+            for seed in range(2):
+                _penalized(reference, whole(MLP, seed)).backward()
+                _penalized(model, mine(MLP, seed)).backward()
+                assert_same_gradients(model, reference)
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            gc.collect()
+            _assert_freed(calls, f"after the steps of {strategy}")
+    penalty = _penalized(torch.compile(model, backend="aot_eager"), mine(MLP, 3))
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        penalty.backward()
+
+
+def test_gradient_penalty(two: Ranks) -> None:
+    """A gradient with respect to inputs can be differentiated again, under every strategy; not compiled (E-LIM-3)."""
+    two.run(_penalize)
