@@ -157,7 +157,10 @@ def _program(backend: str, no_sync: bool) -> Program:
     return programs(lambda: case.loss(compiled, inputs))[1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+either = pytest.mark.parametrize("backend", [pytest.param("default", marks=pytest.mark.nightly), "backend"])
+
+
+@either
 def test_packs_are_handed_over_without_copies(backend: str) -> None:
     """Gradients are written straight into what is handed over, and generated code never touches it again."""
     program = _program(backend, no_sync=True)
@@ -172,7 +175,7 @@ def test_packs_are_handed_over_without_copies(backend: str) -> None:
         assert re.findall(rf".*\b{step.names[0]}\b.*", later) == [f"        del {step.names[0]}"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@either
 def test_what_was_kept_is_added_in_place(backend: str) -> None:
     """Each unit has one reduce, of the buffer that gradients are written into and kept ones are added to."""
     program = _program(backend, no_sync=False)

@@ -4,7 +4,10 @@ import multiprocessing
 import pathlib
 from typing import Any, NamedTuple
 
+import pytest
+
 BACKENDS = ("inductor", "fsdp_compile")
+LATE = pytest.mark.nightly
 
 
 class Report(NamedTuple):
@@ -16,8 +19,8 @@ class Report(NamedTuple):
     misses: tuple[int, int]
 
 
-def train(rank: int, folder: str, results: Any) -> None:
-    """One rank of two, from process start: a report for each backend."""
+def train(rank: int, folder: str, backends: tuple[str, ...], results: Any) -> None:
+    """One rank of two, from process start: a report for each of the backends."""
     import os
 
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -28,7 +31,7 @@ def train(rank: int, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    results.put((rank, [tuple(_train(rank, backend)) for backend in BACKENDS]))
+    results.put((rank, [tuple(_train(rank, backend)) for backend in backends]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -63,12 +66,12 @@ def _train(rank: int, backend: str) -> Report:
     return Report(losses, total, hits, misses)
 
 
-def start(folder: pathlib.Path) -> list[list[Report]]:
+def start(folder: pathlib.Path, backends: tuple[str, ...]) -> list[list[Report]]:
     """Start two processes anew; for each rank its reports, one for each backend."""
     (folder / "store").unlink(missing_ok=True)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=train, args=(rank, str(folder), results)) for rank in range(2)]
+    processes = [context.Process(target=train, args=(rank, str(folder), backends, results)) for rank in range(2)]
     for process in processes:
         process.start()
     try:
@@ -80,13 +83,14 @@ def start(folder: pathlib.Path) -> list[list[Report]]:
             process.kill()
 
 
-def test_second_start_reuses_compiled_code(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("backends", [BACKENDS[:1], pytest.param(BACKENDS, marks=LATE)], ids=len)
+def test_second_start_reuses_compiled_code(tmp_path: pathlib.Path, backends: tuple[str, ...]) -> None:
     """Cold, ranks compile; warm, every rank loads both graphs from AOTAutograd's cache; the numbers are the same.
 
     So it is with the default backend and with ours, whose entries differ.
     """
-    cold, warm = start(tmp_path), start(tmp_path)
-    for backend in range(len(BACKENDS)):
+    cold, warm = start(tmp_path, backends), start(tmp_path, backends)
+    for backend in range(len(backends)):
         for first, second in zip(cold, warm, strict=True):
             assert second[backend][:2] == first[backend][:2]
             assert second[backend].hits[1] == 1 and second[backend].misses == (0, 0)

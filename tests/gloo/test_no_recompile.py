@@ -27,7 +27,9 @@ def _train(rank: int, name: str, how: str) -> None:
         optimizer.zero_grad(set_to_none=step % 4 < 2)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in ("gpt", "conv", "mlp") else ()) for name in MODELS]
+)
 def test_one_compilation(two: Ranks, name: str) -> None:
     """Twenty steps need one full graph."""
     two.run(_train, name, "aot_eager")
@@ -71,7 +73,9 @@ def _graphs(rank: int, name: str, how: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(("name", "how"), [("frozen", "inductor"), ("mlp", "backend")])
+@pytest.mark.parametrize(
+    ("name", "how"), [pytest.param("frozen", "inductor", marks=pytest.mark.nightly), ("mlp", "backend")]
+)
 def test_all_ranks_print_the_same_graphs(two: Ranks, name: str, how: str) -> None:
     """Joint, forward and backward graphs hold nothing that depends on the rank, after any pass."""
     first, *others = two.run(_graphs, name, how)

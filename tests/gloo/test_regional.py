@@ -24,6 +24,7 @@ def _compile_blocks(model: nn.Module, how: str) -> nn.Module:
     return model
 
 
+LATE = pytest.mark.nightly
 CASES = {
     **{name: MODELS[name] for name in ("tied", "frozen")},
     "tied_blocks": MODULES["tied_blocks"],
@@ -42,9 +43,12 @@ def _train_all(rank: int, how: str, names: tuple[str, ...]) -> None:
                 follow(model, reference, CASES[name], steps=steps)
 
 
-def test_compiled_blocks_train_as_one_process_does(two: Ranks) -> None:
+@pytest.mark.parametrize(
+    "names", [("frozen", "tied_blocks", "around"), pytest.param(tuple(CASES), marks=LATE)], ids=len
+)
+def test_compiled_blocks_train_as_one_process_does(two: Ranks, names: tuple[str, ...]) -> None:
     """Tied, frozen and recomputed parameters too; and nothing is compiled after the first step."""
-    two.run(_train_all, "aot_eager", tuple(CASES))
+    two.run(_train_all, "aot_eager", names)
 
 
 def test_with_inductor(two: Ranks) -> None:
