@@ -23,7 +23,9 @@ from .ranks import Ranks
 from .training import OPTIMIZERS, PER_RANK, assert_same_parameters, build, executor
 
 STEPS = 5
-EXAMPLES = 200 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 20
+NIGHTLY = os.environ.get("FSDP_COMPILE_TESTS") == "nightly"
+EXAMPLES = 200 if NIGHTLY else 20
+COMPILERS = ["aot_eager", "inductor"] if NIGHTLY else ["aot_eager"]
 
 CASES: dict[str, Case] = {
     **{name: MODELS[name] for name in ("mlp", "gpt", "tied", "frozen", "conv")},
@@ -139,7 +141,7 @@ def test_combinations_on_four(four: Ranks, options: Options) -> None:
 
 
 @settings(max_examples=EXAMPLES // 10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(options=combinations(hybrid=True), how=st.sampled_from(["aot_eager", "inductor"]))
+@given(options=combinations(hybrid=True), how=st.sampled_from(COMPILERS))
 def test_compiled_combinations(four: Ranks, options: Options, how: str) -> None:
     """So do compiled models."""
     four.run(_train, options, how)

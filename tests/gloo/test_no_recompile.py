@@ -35,6 +35,7 @@ def test_one_compilation(two: Ranks, name: str) -> None:
     two.run(_train, name, "aot_eager")
 
 
+@pytest.mark.nightly  # every day in test_parity.py
 def test_one_compilation_with_inductor(two: Ranks) -> None:
     """So they do with Inductor."""
     two.run(_train, "mlp", "inductor")
