@@ -58,6 +58,11 @@ def figures(run: list[dict[str, float]], key: str) -> list[float]:
     return [step[key] for step in run]
 
 
+every_script = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "wrap_policy_bf16" else ()) for name in SCRIPTS]
+)
+
+
 @pytest.fixture(scope="module")
 def stock_runs() -> dict[str, list[dict[str, float]]]:
     """Runs of the scripts on torch's own FSDP, each made by the first test that asks."""
@@ -71,14 +76,14 @@ def stock(name: str, runs: dict[str, list[dict[str, float]]]) -> list[dict[str, 
     return runs[name]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@every_script
 def test_stock_scripts_learn(name: str, stock_runs: dict[str, list[dict[str, float]]]) -> None:
     """On torch's FSDP the unchanged scripts train: the loss falls, so equal losses say something about training."""
     losses = figures(stock(name, stock_runs), "loss")
     assert min(losses[-3:]) < 0.9 * losses[0], losses
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@every_script
 def test_stock_scripts_with_our_import_line(
     name: str, stock_runs: dict[str, list[dict[str, float]]], tmp_path: Path
 ) -> None:
