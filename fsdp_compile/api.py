@@ -37,13 +37,14 @@ from fsdp_compile.construct.devices import given_device, move_from_cpu
 from fsdp_compile.construct.ignored import Ignored, collect_ignored
 from fsdp_compile.construct.meta_init import InitFn, materialize
 from fsdp_compile.construct.undo import undo
-from fsdp_compile.construct.validate import PreparedUnit, Settings, prepare_units
+from fsdp_compile.construct.validate import NamedParams, PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
 from fsdp_compile.core._torch import mark_as_sharded
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
+from fsdp_compile.core.tensor_parallel import with_local_parameters
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
@@ -231,7 +232,7 @@ def fully_shard(
     prepared_units = prepare_units(model, chosen, settings, _is_unit)
     _join_divided(model)
     for prepared in prepared_units:
-        _make_unit(prepared, prepared.settings)
+        _make_unit(model, prepared, prepared.settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
     casts_buffers = (
         mixed_precision is not None and mixed_precision.buffer_dtype is not None
@@ -348,16 +349,17 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
 
 
-def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
+def _make_unit(model: nn.Module, prepared: PreparedUnit, settings: Settings) -> None:
     """Give one unit's tensors values, a device and equality, in this order; then shard it."""
-    params = [param for _, param in prepared.params]
     modules = [module for _, module in prepared.modules]
     if not prepared.stays_on_meta:
         materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
+    named_params = with_local_parameters(model, prepared.params)
+    params = [param for _, param in named_params]
     move_from_cpu(params, modules, prepared.device)
     if settings.sync:
         broadcast_states(params, prepared.module, settings.groups)
-    unit = _new_unit(prepared, settings) if prepared.has_data else None
+    unit = _new_unit(prepared, named_params, settings) if prepared.has_data else None
     is_group = isinstance(prepared.module, ModuleGroup)
     for module in prepared.module.children() if is_group else (prepared.module,):
         module.__dict__["_fsdp"] = ModuleSharding(
@@ -377,10 +379,10 @@ def _make_unit(prepared: PreparedUnit, settings: Settings) -> None:
         gather_around_compiled(module)
 
 
-def _new_unit(prepared: PreparedUnit, settings: Settings) -> Unit:
+def _new_unit(prepared: PreparedUnit, params: NamedParams, settings: Settings) -> Unit:
     group, shards, reshard_after_forward, replicas, stage_groups = prepared.placement
     return Unit(
-        prepared.params,
+        params,
         group,
         shards,
         reshard_after_forward,

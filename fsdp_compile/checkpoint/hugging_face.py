@@ -133,6 +133,11 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
         if parameter is None:
             local, first, is_written = tensor.detach().reshape(-1), 0, is_first(group)
         else:
+            if parameter.spec.tensor_parallel is not None:
+                raise ValueError(
+                    f"parameter {called[0]}: expected one that is sharded over data-parallel ranks alone, found one "
+                    f"that is distributed over others beside; save with torch.distributed.checkpoint, then convert"
+                )
             replicas = parameter.unit.replicas  # the ranks that store the same elements
             local, first = parameter.local, parameter.spec.first
             is_written = parameter.spec.numel > 0 and (replicas is None or is_first(replicas))

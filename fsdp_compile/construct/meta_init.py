@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.unit import unit_of
@@ -26,7 +27,8 @@ NamedModules = Sequence[tuple[str, nn.Module]]
 def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: InitFn | None, ignored: Set[Any]) -> bool:
     """Whether what is on the meta device must stay there, because a module has nothing that initializes it.
 
-    Without `init` each module that directly owns meta tensors needs a `reset_parameters()`. Changes nothing.
+    Without `init` each module that directly owns meta tensors needs a `reset_parameters()`, and these must not be
+    DTensors. Changes nothing.
 
     Raises:
         ValueError: `materialize` with the same arguments would not initialize a tensor that others refer to weakly, or
@@ -35,7 +37,7 @@ def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: InitFn | N
     if init is not None and not callable(init):
         raise ValueError(f"param_init_fn: expected a callable (module) -> None, found {type(init).__name__}")
     absent = [(path, module, _absent(module, ignored)) for path, module in modules]
-    if init is None and any(of and not callable(getattr(each, "reset_parameters", None)) for _, each, of in absent):
+    if init is None and any(of and not _can_reset(each, of) for _, each, of in absent):
         return True
     for path, _, of_module in absent:
         for name, tensor in of_module.items():
@@ -45,6 +47,12 @@ def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: InitFn | N
                     f"a weak reference, which would not follow it to its device; drop the reference"
                 )
     return False
+
+
+def _can_reset(module: nn.Module, absent: dict[str, Tensor]) -> bool:
+    """Whether `reset_parameters` gives the values of one process: of a DTensor it would draw others on each rank."""
+    has_dtensors = any(isinstance(tensor, DTensor) for tensor in absent.values())
+    return callable(getattr(module, "reset_parameters", None)) and not has_dtensors
 
 
 def materialize(modules: NamedModules, device: torch.device, init: InitFn | None, ignored: Set[Any]) -> None:

@@ -43,11 +43,13 @@ def undo(module: nn.Module) -> None:
 
 
 def _full(param: nn.Parameter) -> nn.Parameter:
-    """A parameter of its own memory with all elements of `param`."""
+    """A parameter of its own memory with all elements of `param`, or of the local tensor where it was a DTensor."""
     if not isinstance(param, ShardedTensor):
         return nn.Parameter(param.detach().clone(), param.requires_grad)
-    shape = tuple(param.shape)
-    values = torch.empty(shape, dtype=param.dtype, device="meta") if param.is_meta else param.full_tensor()
+    shape = param.spec.split_shape
+    values = (
+        torch.empty(shape, dtype=param.dtype, device="meta") if param.is_meta else param.spec.gather_split(param.local)
+    )
     return nn.Parameter(values, param.requires_grad)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ from fsdp_compile.construct.ignored import Ignored, IsUnit
 from fsdp_compile.construct.meta_init import InitFn, must_stay_on_meta
 from fsdp_compile.construct.wrap_policy import Chosen
 from fsdp_compile.core.environment import Switches, warn_caller
+from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
 
 # Note [Nothing is changed on refusal]
@@ -97,6 +99,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit:
         device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
         on_meta = any(uninitialized) and _are_on_meta(params, path)
         placement = place(own.strategy, own.groups)
+        _check_distributions(params, path, placement)
         prepared.append(PreparedUnit(module, path, params, named, own, placement, device, on_meta))
     _warn_one_rank(of_units)
     if any(own.sync for own in of_units):
@@ -245,11 +248,20 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
             f"parameter {name}: expected an original parameter, found a FlatParameter of torch's wrapper; "
             f"shard the model once"
         )
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter {name}: expected a plain tensor, found a DTensor; a parameter that another API distributes "
-            f"cannot be sharded yet: list it in ignored_states"
-        )
+
+
+def _check_distributions(params: NamedParams, path: str, placement: Placement) -> None:
+    """Refuse DTensors that cannot be sharded as well."""
+    for name, param in params:
+        if isinstance(param, DTensor):
+            if placement.shards == 1:
+                raise ValueError(
+                    f"parameter {_join(path, name)}: expected ranks to split it between, as it is a DTensor, found "
+                    f"{placement.shards}; shard over two ranks or more, or list it in ignored_params"
+                )
+            peers = [placement.group, *filter(None, [placement.replicate])]
+            ranks = [rank for group in peers for rank in dist.get_process_group_ranks(group)]
+            check_distribution(_join(path, name), param, ranks)
 
 
 def _check_sendable(model: nn.Module, prepared: list[PreparedUnit], carried: frozenset[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
@@ -21,6 +22,7 @@ __all__ = [
     "current_backward",
     "executes_formula",
     "gives_gradients_of_leaves",
+    "local_shape_and_offset",
     "mark_as_sharded",
     "new_wrapper",
     "register_foreach_type",

@@ -18,8 +18,10 @@ from fsdp_compile.core.autograd import (
     ShardSplitter,
 )
 from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord, end_between_rows
+from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnshardedTensor, set_local
+from fsdp_compile.core.tensor_parallel import tensor_parallel_of
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
@@ -70,7 +72,8 @@ class FlatParam:
             self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank
             offsets = zip(layout.shapes, layout.offsets, strict=True)
             shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
-            self.specs = tuple(ShardSpec(sharding, ranks) for sharding in shardings)
+            pairs = zip(shardings, self.params, strict=True)
+            self.specs = tuple(ShardSpec(sharding, ranks, tensor_parallel_of(param)) for sharding, param in pairs)
         self.accumulated: Any = None  # eager.accumulate.AccumulatedGradient
         self.deferred_all_reduce: Tensor | None = None
         self.reduction = GradientReduction()
@@ -84,6 +87,22 @@ class FlatParam:
     def records(self) -> tuple[ShardRecord | None, ...]:
         """For each parameter the slice that this rank stores."""
         return self.layout.records(self.rank)
+
+    @property
+    def full_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """For each parameter its shape; that of the full one if it is distributed over other ranks beside."""
+        return tuple(tuple(spec.shape) for spec in self.specs) or self.layout.shapes
+
+    def full_views(self, full: Tensor) -> list[Tensor]:
+        """Views of `full`, 1-D `[layout.numel]`, in `full_shapes`.
+
+        What is distributed over other ranks beside is gathered from these, all of which take part: no view then.
+        """
+        views = view_parameters(full, self.layout.text)
+        for index, spec in enumerate(self.specs):
+            if spec.tensor_parallel is not None:
+                views[index] = spec.tensor_parallel.gather(views[index])
+        return views
 
     def split(self, flat: Tensor) -> list[Tensor | None]:
         """The parameters' slices of `flat`, a tensor laid out like the shard; None: not on this rank."""

@@ -21,8 +21,9 @@ ShardSpec              what this rank stores, and how it is gathered from all ra
 # matter of speed alone: any range of elements is saved and loaded correctly, by any number of ranks.
 
 import math
+import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import mesh_of
+from fsdp_compile.core.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -167,27 +169,36 @@ class ShardSpec:
 
     What follows from shapes and offsets alone is computed once. Tensors of one model that are sharded alike have the
     same object, so that comparing two is quick.
+
+    Attributes:
+        sharding: which elements each rank stores.
+        ranks: these ranks.
+        tensor_parallel: how the tensor is distributed over other ranks beside, or None. Then `sharding` is of the local
+            tensor, and `shape` that of the full one.
     """
 
     sharding: FlatSharding
     ranks: ShardRanks
+    tensor_parallel: TensorParallel | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.sharding, self.ranks))
+        return hash((self.sharding, self.ranks, self.tensor_parallel))
 
     def __deepcopy__(self, memo: object) -> "ShardSpec":
         return self
 
     def __reduce__(self) -> Any:
-        return ShardSpec, (self.sharding, self.ranks)
+        return ShardSpec, (self.sharding, self.ranks, self.tensor_parallel)
 
     def same_ranges(self, other: "ShardSpec") -> bool:
         """Whether local data of `other` is of the same elements, on every rank."""
         if self.sharding != other.sharding and (self.shape != other.shape or self.ranges != other.ranges):
+            return False
+        if self.tensor_parallel != other.tensor_parallel:
             return False
         mine, theirs = self.ranks, other.ranks
         return mine is theirs or (mine.rank, mine.size) == (theirs.rank, theirs.size)
@@ -195,7 +206,17 @@ class ShardSpec:
     @cached_property
     def shape(self) -> torch.Size:
         """The shape of the full tensor."""
+        return self.split_shape if self.tensor_parallel is None else self.tensor_parallel.shape
+
+    @cached_property
+    def split_shape(self) -> torch.Size:
+        """The shape of what the ranks split between them: of the full tensor, or of a DTensor's local one."""
         return torch.Size(self.sharding.shape)
+
+    @cached_property
+    def reducing_groups(self) -> tuple[str, ...]:
+        """The names of the groups whose ranks store different elements: what `all_reduce` reduces over."""
+        return (self.ranks.group, *(self.tensor_parallel.groups if self.tensor_parallel else ()))
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -215,7 +236,7 @@ class ShardSpec:
     @cached_property
     def _row(self) -> int:
         """How many elements one index into the first dimension has."""
-        return math.prod(self.shape[1:])
+        return math.prod(self.split_shape[1:])
 
     @cached_property
     def rows(self) -> tuple[int, int]:
@@ -225,8 +246,12 @@ class ShardSpec:
         return self.first // self._row, -(-(self.first + self.numel) // self._row)
 
     def chunks_of(self, rank: int) -> tuple[Chunk, ...]:
-        """What `rank` stores, as chunks."""
-        return self.sharding.chunks(rank)
+        """What `rank` stores, as chunks of the full tensor."""
+        chunks = self.sharding.chunks(rank)
+        if self.tensor_parallel is None:
+            return chunks
+        start = self.tensor_parallel.offsets
+        return tuple(replace(chunk, offsets=tuple(map(operator.add, start, chunk.offsets))) for chunk in chunks)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -247,21 +272,24 @@ class ShardSpec:
 
         It is a view where `full` is contiguous and has that shape. No more rows than needed are expanded.
         """
-        if not self.shape:
+        if self.tensor_parallel is not None:
+            full = self.tensor_parallel.part_of(full)
+        shape = self.split_shape
+        if not shape:
             return full.reshape(-1)[: self.numel]
         low, high = self.rows
-        if full.dim() == len(self.shape) and full.shape[0] > 1:
+        if full.dim() == len(shape) and full.shape[0] > 1:
             full = full[low:high]
         start = self.first - low * self._row if self.numel else 0
-        return full.expand(high - low, *self.shape[1:]).reshape(-1)[start : start + self.numel]
+        return full.expand(high - low, *shape[1:]).reshape(-1)[start : start + self.numel]
 
     def rows_of(self, local: Tensor, fill: float) -> Tensor:
-        """`local`, `[numel]`, as the rows that it is of, with `fill` for elements that other ranks store.
+        """`local`, `[numel]`, as the rows of `split_shape` that it is of, with `fill` for what other ranks store.
 
         It is a view where this rank stores complete rows.
         """
         low, high = self.rows
-        shape = (high - low, *self.shape[1:])
+        shape = (high - low, *self.split_shape[1:])
         if self.numel == (high - low) * self._row:
             return local.view(shape)
         rows = local.new_full(shape, fill)
@@ -271,16 +299,21 @@ class ShardSpec:
 
     def gather(self, local: Tensor) -> Tensor:
         """The full tensor, plain, on every rank: one all-gather, in which all ranks take part."""
+        split = self.gather_split(local)
+        return split if self.tensor_parallel is None else self.tensor_parallel.gather(split)
+
+    def gather_split(self, local: Tensor) -> Tensor:
+        """What the ranks split between them, plain, of `split_shape`: one all-gather, in which they take part."""
         self.ranks.check_here()
         most = max(count for _, count in self.ranges)
         if not most:
-            return local.new_empty(self.shape)
+            return local.new_empty(self.split_shape)
         sent = local.new_zeros(most)
         sent[: self.numel] = local
         sent = depending_on(local, sent)
         of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group).view(-1, most)
         in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
-        return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.shape)
+        return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.split_shape)
 
     def all_reduce(self, value: Tensor, op: str) -> Tensor:
         """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.
@@ -289,12 +322,16 @@ class ShardSpec:
         """
         self.ranks.check_here()
         if op in ("sum", "avg") or not value.is_floating_point():
-            return collectives.all_reduce(value, self.ranks.group, op)
+            return self._all_reduce(value, op)
         invalid = value.isnan()
         flag = invalid.to(value.dtype) if op == "max" else -invalid.to(value.dtype)
         both = torch.stack([value.masked_fill(invalid, 0), flag])
-        extreme, is_invalid = collectives.all_reduce(both, self.ranks.group, op)
+        extreme, is_invalid = self._all_reduce(both, op)
         return extreme.masked_fill(is_invalid != 0, math.nan)
+
+    def _all_reduce(self, value: Tensor, op: str) -> Tensor:
+        value = collectives.all_reduce(value, self.ranks.group, op)
+        return value if self.tensor_parallel is None else self.tensor_parallel.all_reduce(value, op)
 
 
 def depending_on(local: Tensor, value: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, red
         total = spec.all_reduce(reduce(values, [0], False), op)
         return total.view([1] * ndim) if keepdim else total
     dims = sorted({dim % ndim for dim in dims})
+    if spec.tensor_parallel is not None:
+        return reduce(x.full_tensor(), dims, keepdim)
     low, high = spec.rows
     here = reduce(spec.rows_of(x.local, fill), dims, True) if high > low else None
     neutral = reduce(x.local.new_full((1, *x.shape[1:]), fill), dims, True)
@@ -150,7 +152,9 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     norms: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
-        groups.setdefault((each.spec.ranks, each.device) if is_sharded(each) else None, []).append(i)
+        groups.setdefault(
+            (each.spec.ranks, each.spec.reducing_groups, each.device) if is_sharded(each) else None, []
+        ).append(i)
     for group, chosen in groups.items():
         alike = [tensors[i] for i in chosen]
         of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order, dtype)
@@ -212,7 +216,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     func([each.local if is_sharded(each) else each for each in grads], found_inf, inv_scale)
     sharded = [each for each in grads if is_sharded(each)]
     bump_version([each.local for each in sharded])
-    for spec in {each.spec.ranks: each.spec for each in sharded}.values():
+    for spec in {each.spec.reducing_groups: each.spec for each in sharded}.values():
         found_inf.copy_(spec.all_reduce(found_inf, "max"))
 
 

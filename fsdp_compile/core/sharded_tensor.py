@@ -47,6 +47,7 @@ from fsdp_compile.core._torch import (
     swap_wrapper,
 )
 from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
+from fsdp_compile.core.tensor_parallel import TensorParallel
 
 
 class FlatShard:
@@ -274,7 +275,7 @@ def _unpickled(kind: type, local: Tensor, spec: ShardSpec, requires_grad: bool, 
     return tensor
 
 
-torch.serialization.add_safe_globals([_unpickled, ShardedTensor, ShardSpec, ShardRanks, FlatSharding])
+torch.serialization.add_safe_globals([_unpickled, ShardedTensor, ShardSpec, ShardRanks, FlatSharding, TensorParallel])
 
 
 class UnshardedTensor(ShardedTensor):
@@ -334,6 +335,8 @@ class UnshardedTensor(ShardedTensor):
 class UnreducedGradient(ShardedTensor):
     """A gradient that this rank has accumulated under `no_sync`: `local` has all elements, of this rank's sum alone.
 
+    Of a parameter that is distributed over other ranks beside, these are the elements of its local tensor.
+
     It can be read, scaled and cleared as an ordinary tensor. Norms and optimizer updates are refused: ranks would get
     different results.
     """
@@ -348,7 +351,7 @@ class UnreducedGradient(ShardedTensor):
 
     def full_tensor(self) -> Tensor:
         """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
-        return self.local.view(self.shape)
+        return self.local.view(self.spec.split_shape)
 
     def to_local(self) -> Tensor:
         """As `full_tensor`."""
@@ -374,7 +377,7 @@ def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
     def unwrap(value: Any) -> Any:
         met.add(type(value))
         if isinstance(value, (UnshardedTensor, UnreducedGradient)):
-            full = value.local.view(value.shape)
+            full = value.local.view(value.spec.split_shape if isinstance(value, UnreducedGradient) else value.shape)
             plain[id(full)] = value
             return full
         return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value

@@ -67,6 +67,7 @@ class Unit:
     Attributes that describe the unit:
         stages: the groups that all-gathers go through, in order.
         flats: the flat parameters; parameters are indexed through all of them, in this order.
+        tensor_parallel: for each parameter how it is distributed over other ranks beside, or None.
         locations: which modules hold the parameters.
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (state_dict/kinds.py), or None.
@@ -125,6 +126,7 @@ class Unit:
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
+        self.tensor_parallel = tuple(spec.tensor_parallel for spec in self.specs)
         self.switches = Switches.from_environment()
         self.state_settings: StateDictSettings | None = None
         self.locations = ParameterLocations(len(self.params))
@@ -273,7 +275,7 @@ class Unit:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """For each parameter its full shape."""
-        return [shape for flat in self.flats for shape in flat.layout.shapes]
+        return [shape for flat in self.flats for shape in flat.full_shapes]
 
     @property
     def specs(self) -> list[ShardSpec]:
@@ -322,7 +324,8 @@ class Unit:
     @property
     def traced_constants(self) -> list[str]:
         """What is constant in a graph of the unit's forward: units with equal ones can share a graph."""
-        return [spec for spec, _ in self._traced]
+        distributions = [f"{p.mesh} {p.placements} {p.shape}" for p in self.tensor_parallel if p is not None]
+        return [spec for spec, _ in self._traced] + distributions
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +340,7 @@ class Unit:
             deferred = flat.deferred if self.delivery is GradientDelivery.DEFER else None
             views: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
-        return params
+        return self.distributed(params)
 
     def split_flats(self, unsharded_flats: Sequence[Tensor]) -> list[Tensor]:
         """The unsharded parameters in unsharded flat ones; traced, a marker lets the passes pack their gradients."""
@@ -346,7 +349,14 @@ class Unit:
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full
             views: list[Tensor] = VIEWS(marked, layout)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
-        return params
+        return self.distributed(params)
+
+    def distributed(self, params: list[Tensor]) -> list[Tensor]:
+        """Unsharded parameters as module code finds them: those that were DTensors are DTensors."""
+        if not any(self.tensor_parallel):
+            return params
+        pairs = zip(params, self.tensor_parallel, strict=True)
+        return [param if parallel is None else parallel.distribute(param) for param, parallel in pairs]
 
     def version_counters(self) -> VersionCounters:
         """The counters of the parameters as they are now, to compare with those of another time."""

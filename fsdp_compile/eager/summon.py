@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.flat import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
@@ -178,8 +179,10 @@ class Summoned:
         params = [new.get(index, param) for index, param in enumerate(unit.params)]
         for flat, values in unit.by_flat(params):
             _check_full(flat, values, self.shows_grads)
-        pairs = zip(params, unit.records, strict=True)
-        local = [None if record is None else _local_part(param, record) for param, record in pairs]
+        local = [
+            None if record is None else _local_part(param, record, spec)
+            for param, record, spec in zip(params, unit.records, unit.specs or repeat(None), strict=False)
+        ]
         if self.shows_grads:
             self._write_back_grads(params)
         adopt_objects(unit, new)
@@ -189,13 +192,14 @@ class Summoned:
     @torch.no_grad()
     def _write_back_grads(self, params: Sequence[nn.Parameter]) -> None:
         """Copy this rank's part of the gradients into those that it has; one that was set to None is None."""
+        specs = self.unit.specs  # gradients are shown of sharded parameters alone
         for index, (param, record) in enumerate(zip(params, self.unit.records, strict=True)):
             saved = self.saved[index]
             if param.grad is None:
                 self.saved[index] = None
             elif saved is not None and record is not None:
                 into = _stored(saved)
-                into.copy_(_local_part(param.grad, record).view_as(into))
+                into.copy_(_local_part(param.grad, record, specs[index]).view_as(into))
 
     def _restore(self) -> None:
         self.unit.summoned = None
@@ -211,7 +215,7 @@ class Summoned:
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:
     """Raise RuntimeError if a parameter, or its gradient, no longer has its full shape and stored dtype."""
-    for name, shape, param in zip(flat.layout.names, flat.layout.shapes, params, strict=True):
+    for name, shape, param in zip(flat.layout.names, flat.full_shapes, params, strict=True):
         if tuple(param.shape) != shape or param.dtype != flat.shard.dtype:
             raise RuntimeError(
                 f"parameter {name}: expected {flat.shard.dtype} of its full shape {shape} on leaving full parameters, "
@@ -224,10 +228,10 @@ def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: boo
             )
 
 
-def _local_part(full: Tensor, record: ShardRecord) -> Tensor:
-    """The part of a full tensor that `record` describes, 1-D."""
+def _local_part(full: Tensor, record: ShardRecord, spec: ShardSpec | None) -> Tensor:
+    """The part of a full tensor that this rank stores, 1-D; without a `spec`, what `record` describes."""
     plain = full.full_tensor() if isinstance(full, ShardedTensor) else full  # an UnshardedTensor: nothing is gathered
-    return plain.detach().reshape(-1)[record.first : record.last + 1]
+    return spec.local_of(plain.detach()) if spec else plain.detach().reshape(-1)[record.first : record.last + 1]
 
 
 def _write_changed(flat: FlatParam, values: Sequence[Tensor | None]) -> None:
@@ -249,7 +253,7 @@ def _put_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 def full_parameters(unit: Unit, flat: FlatParam) -> list[Tensor]:
     """The parameters of `flat` in full shape: views of one gathered buffer; without sharding, of the shard."""
-    return view_parameters(_all_gather(unit, flat.shard), flat.layout.text)
+    return flat.full_views(_all_gather(unit, flat.shard))
 
 
 def _all_gather(unit: Unit, local: Tensor) -> Tensor:
@@ -275,7 +279,7 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
     grads: list[Tensor | None] = []
     for flat, exist in unit.by_flat(anywhere):
         if any(exist):
-            views = view_parameters(_all_gather(unit, _shard_gradients(flat)), flat.layout.text)
+            views = flat.full_views(_all_gather(unit, _shard_gradients(flat)))
             grads += [view if exists else None for view, exists in zip(views, exist, strict=True)]
         else:
             grads += [None] * len(flat.params)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_param import FlatParam
@@ -271,6 +272,8 @@ class UnshardedUnit:
             else:
                 with torch.no_grad():
                     self.views += [alias(buffer.full)] if as_flats else buffer.views()
+        if not as_flats:
+            self.views = self.unit.distributed(self.views)
         self.unit.show_unsharded(self.views, as_flats)
 
     def wait(self) -> None:
@@ -309,7 +312,9 @@ class UnshardedUnit:
     def _lies_in_buffer(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return False
-        return any(leaf.untyped_storage().data_ptr() == buffer.storage.data_ptr() for buffer in self.buffers)
+        plain: Any = leaf.detach()
+        plain = plain.to_local() if isinstance(leaf, DTensor) else plain
+        return any(plain.untyped_storage().data_ptr() == buffer.storage.data_ptr() for buffer in self.buffers)
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""

@@ -116,7 +116,7 @@ def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tenso
 
 def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
     """What this rank stores, 1-D, of the values that a user has put in the place of a parameter."""
-    shape = flat.layout.shapes[index]
+    shape = flat.full_shapes[index]
     fits = values.shape == shape if flat.specs else values.numel() == flat.layout.numels[index]
     if not fits or values.dtype != flat.shard.dtype or values.is_meta:
         raise RuntimeError(

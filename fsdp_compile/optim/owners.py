@@ -118,6 +118,11 @@ class ByOwner(Optimizer):
         for param in sharded:
             if param.device.type == "meta":
                 raise ValueError("params: expected parameters with data, found one on the meta device; materialize it")
+            if param.spec.tensor_parallel is not None:
+                raise ValueError(
+                    f"params: expected parameters that are sharded over data-parallel ranks alone, found one of shape "
+                    f"{tuple(param.shape)} that is distributed over others beside; leave it to another optimizer"
+                )
         for param in sorted(sharded, key=_cost, reverse=True):
             ranks = param.spec.ranks
             loads = self._loads.setdefault(ranks, [0] * ranks.size)

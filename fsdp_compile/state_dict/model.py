@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.comm.flat import all_gather_flat
-from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
@@ -107,7 +106,7 @@ def _full_copies(unit: Unit) -> list[Tensor | None]:
     device = torch.device("cpu") if config.offload_to_cpu else unit.device
     copies: list[Tensor | None] = []
     for flat in unit.flats:
-        views = view_parameters(all_gather_flat(flat.shard.to(unit.device), unit.stages), flat.layout.text)
+        views = flat.full_views(all_gather_flat(flat.shard.to(unit.device), unit.stages))
         copies += [view.to(device, copy=True) if has_values else None for view in views]
     return copies
 

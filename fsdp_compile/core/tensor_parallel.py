@@ -1,0 +1,149 @@
+"""Parameters that tensor or expert parallelism has distributed already, and that are sharded over data-parallel ranks.
+
+    DTensor of shape (8, 4), Shard(0) on "tp"      what parallelize_module or distribute_tensor made
+    its local tensor, (4, 4)                       what is laid out, split over data-parallel ranks, gathered, reduced
+    ShardedTensor of shape (8, 4)                  what the optimizer has: this rank stores a range of the local tensor
+    DTensor of shape (8, 4), Shard(0) on "tp"      what module code finds during forward and backward
+
+`TensorParallel` says how the local tensor lies in the full one; see Note [Two meshes] there.
+"""
+
+# Note [Two meshes]
+# The ranks form a grid: along one direction they have different data and split the parameters between them, along the
+# other they split each parameter, as DTensor describes, and share the data. Units communicate along the first alone:
+# all that a flat parameter knows of has the local shape, which the ranks of its process group agree on. What a user
+# sees outside of forward has the full shape, so only what leads from local elements to full tensors and back, a
+# `ShardSpec`, knows both. Gradients that arrive partial, as that of a norm whose input is split along the sequence, are
+# reduced over the second direction by `DTensor.from_local`, which makes the DTensors that module code finds.
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.core._torch import local_shape_and_offset
+
+_MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How one tensor is distributed over the ranks of tensor or expert parallelism.
+
+    Attributes:
+        mesh: these ranks.
+        placements: for each dimension of the mesh a `Shard` or `Replicate`.
+        shape: of the full tensor.
+        stride: of it; what is gathered is contiguous.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: DTensor) -> "TensorParallel":
+        """How `tensor` is distributed."""
+        contiguous = torch.empty(tensor.shape, device="meta").stride()
+        return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous)
+
+    @cached_property
+    def _box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return local_shape_and_offset(self.shape, self.mesh, self.placements)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank and its data-parallel peers have."""
+        return self._box[0]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where that begins in the full tensor."""
+        return self._box[1]
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the process groups whose ranks have different parts."""
+        dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
+        return tuple(self.mesh.get_group(dim).group_name for dim in dims)
+
+    def distribute(self, local: Tensor) -> Tensor:
+        """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The full tensor, plain, on every rank of the mesh: they all take part."""
+        with torch.no_grad():
+            full: Tensor = self.distribute(local.detach()).full_tensor()  # type: ignore[attr-defined]  # a DTensor
+        return full
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a plain tensor that broadcasts to the full shape: a view."""
+        missing = len(self.shape) - full.dim()
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
+            if dim >= missing and full.shape[dim - missing] == self.shape[dim]:
+                full = full.narrow(dim - missing, offset, size)
+        return full
+
+    def all_reduce(self, value: Tensor, op: str) -> Tensor:
+        """`value`, plain, reduced over the ranks that have different parts."""
+        for group in self.groups:
+            value = collectives.all_reduce(value, group, op)
+        return value
+
+
+def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
+    """How a parameter that `with_local_parameters` made was distributed; None of another."""
+    found: TensorParallel | None = vars(param).get(_MARK)
+    return found
+
+
+def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """`params`, with a plain parameter over its local tensor in the place of each DTensor, in `model` as well."""
+    local: dict[nn.Parameter, nn.Parameter] = {
+        param: _local_parameter(param) for _, param in params if isinstance(param, DTensor)
+    }
+    for module in model.modules() if local else ():
+        for name, param in module._parameters.items():
+            if param is not None and param in local:
+                module._parameters[name] = local[param]
+    return [(name, local.get(param, param)) for name, param in params]
+
+
+def _local_parameter(param: nn.Parameter) -> nn.Parameter:
+    """A plain parameter over the local tensor of `param`, a DTensor, with its attributes; it knows its distribution."""
+    assert isinstance(param, DTensor)
+    local = nn.Parameter(param.to_local().detach(), param.requires_grad)
+    attributes = {name: value for name, value in vars(param).items() if name not in ("_local_tensor", "_spec")}
+    vars(local).update(attributes)
+    vars(local)[_MARK] = TensorParallel.of(param)
+    return local
+
+
+def check_distribution(name: str, param: DTensor, peers: list[int]) -> None:
+    """Check that `param` can be sharded over the ranks `peers` as well.
+
+    Raises:
+        ValueError: it is distributed over these ranks already, or by a placement other than `Shard` and `Replicate`.
+    """
+    unknown = [placement for placement in param.placements if type(placement) not in (Shard, Replicate)]
+    if unknown:
+        raise ValueError(
+            f"parameter {name}: expected a DTensor with placements Shard and Replicate, found {unknown[0]}; "
+            f"redistribute it first"
+        )
+    common = set(peers) & set(param.device_mesh.mesh.flatten().tolist())
+    if len(common) > 1:
+        raise ValueError(
+            f"parameter {name}: expected a DTensor that is distributed over other ranks than the parameters are "
+            f"sharded over, found ranks {sorted(common)} in both; pass mesh=mesh['dp'] of one mesh with a dimension "
+            f"for each, or list the parameter in ignored_params"
+        )
