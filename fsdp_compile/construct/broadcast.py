@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.groups import Groups
+from fsdp_compile.core.ops import inner_tensors
 
 BUCKET_BYTES = 250 * 2**20
 
@@ -34,21 +35,11 @@ def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUC
 
     First among replicas, so that the first rank of every shard group has the values when they go through shard groups.
     """
-    plain = [inner for tensor in tensors for inner in _inner_tensors(tensor) if inner.numel()]
+    plain = [inner for tensor in tensors for inner in inner_tensors(tensor) if inner.numel()]
     for group in (groups.replicate, groups.shard):
         if group is not None and group.size() > 1:
             for bucket in _buckets(plain, bucket_bytes):
                 _send(bucket, group)
-
-
-def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a wrapper subclass consists of (E-SYNC-5)."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor.detach()
-        return
-    for name in flatten()[0]:
-        yield from _inner_tensors(getattr(tensor, name))
 
 
 def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

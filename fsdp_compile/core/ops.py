@@ -22,7 +22,7 @@ insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU (fl
 looked up by id]).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,6 +89,17 @@ def alias(tensor: Tensor) -> Tensor:
     """The same memory as a tensor of its own: no autograd history, no shared version counter."""
     fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return fresh.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a wrapper subclass consists of, detached; of a plain one itself (E-SYNC-5)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach()
+        return
+    for inner in (getattr(tensor, name) for name in flatten()[0]):
+        if isinstance(inner, Tensor):  # a DTensor names its mesh too
+            yield from inner_tensors(inner)
 
 
 def view_parameters(full: Tensor, layout: str) -> list[Tensor]:

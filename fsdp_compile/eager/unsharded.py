@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
-from torch.distributed.tensor import DTensor
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import alias, view_parameters
+from fsdp_compile.core.ops import alias, inner_tensors, view_parameters
 from fsdp_compile.core.unit import Unit, check_not_summoned
 from fsdp_compile.core.unit_state import UnitState, VersionCounters
 from fsdp_compile.core.unshard_spec import NamedGroup
@@ -312,9 +311,8 @@ class UnshardedUnit:
     def _lies_in_buffer(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return False
-        plain: Any = leaf.detach()
-        plain = plain.to_local() if isinstance(leaf, DTensor) else plain
-        return any(plain.untyped_storage().data_ptr() == buffer.storage.data_ptr() for buffer in self.buffers)
+        addresses = {inner.untyped_storage().data_ptr() for inner in inner_tensors(leaf)}
+        return any(buffer.storage.data_ptr() in addresses for buffer in self.buffers)
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""

@@ -1,15 +1,24 @@
-"""Parameters that are DTensors on another dimension of the mesh: tensor parallelism and experts on ranks of their own."""
+"""Parameters that are DTensors on another dimension of the mesh: tensor parallelism, experts on ranks of their own."""
 
 import copy
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .training import executor
@@ -144,3 +153,165 @@ def _train_llama(rank: int, how: str) -> None:
 def test_llama(four: Ranks, how: str) -> None:
     """Losses, norms, gradients and parameters are those of one process after `parallelize_module` and `fully_shard`."""
     four.run(_train_llama, how)
+
+
+# --- experts on ranks of their own ------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Four experts; each rank of `group` has its part of them and gets the tokens for these from the others."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, dim, 24) / 4), nn.Parameter(torch.randn(4, 24, dim) / 5)
+
+    def forward(self, slots: Tensor) -> Tensor:  # [expert, slot, dim]
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        if self.group is not None:
+            slots = all_to_all_single_autograd(slots, None, None, self.group)
+            slots = slots.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
+        result = torch.bmm(F.silu(torch.bmm(slots, up)), down)
+        if self.group is not None:
+            result = result.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
+            result = all_to_all_single_autograd(result, None, None, self.group)
+        return result
+
+
+class MixtureOfExperts(nn.Module):
+    """The two best of four experts for each token."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.inp, self.router, self.experts, self.out = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 4),
+            Experts(dim),
+            nn.Linear(dim, dim),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # [token, dim]
+        x = torch.tanh(self.inp(x))
+        gates, chosen = self.router(x).softmax(-1).topk(2)
+        weight = (F.one_hot(chosen, 4) * gates.unsqueeze(-1)).sum(1)  # [token, expert]
+        mixed = self.experts((weight > 0).t().unsqueeze(-1) * x)
+        return self.out(x + (weight.t().unsqueeze(-1) * mixed).sum(0))
+
+
+def _train_experts(rank: int, how: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    whole = MixtureOfExperts()
+    model = copy.deepcopy(whole)
+    for name in ("up", "down"):
+        weight = getattr(model.experts, name)
+        setattr(model.experts, name, nn.Parameter(distribute_tensor(weight.detach(), mesh["ep"], [Shard(0)])))
+    model.experts.group = mesh["ep"].get_group()
+    fully_shard(model.experts, mesh=mesh["dp"]).set_gradient_divide_factor(4)  # they see the tokens of four ranks
+    fully_shard(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
+    run = executor(model, how)
+    for step in range(3):
+        inputs = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(step))
+        mean = sum(whole(each).square().mean() for each in inputs) / 4
+        mean.backward()
+        loss = run(inputs[rank]).square().mean()
+        loss.backward()
+        dist.all_reduce(total := loss.detach().clone())
+        torch.testing.assert_close(total / 4, mean.detach(), rtol=1e-5, atol=1e-5)
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (whole, model)]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), reference.detach(), rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+def test_experts(four: Ranks, how: str) -> None:
+    """Experts split over two ranks and sharded over the other two train as on one process; all else over all four."""
+    four.run(_train_experts, how)
+
+
+# --- everything around a step -----------------------------------------------------------------------------------------
+
+
+def _around(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = Llama()
+    with torch.device("meta"):
+        model = Llama()
+    parallelize(model, mesh["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    full = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, whole.state_dict(), options=full)
+    for name, value in get_model_state_dict(model, options=full).items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+
+    # Gradients that are accumulated without communication, then reduced with those of the last backward pass.
+    optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, whole))
+    for index in range(2):
+        model.set_requires_gradient_sync(index == 1)
+        tokens = batch(2 * index + mesh["dp"].get_local_rank())
+        with loss_parallel():
+            loss_of(model(tokens), tokens).backward()
+        for dp in range(2):
+            (loss_of(whole(batch(2 * index + dp)), batch(2 * index + dp)) / 2).backward()
+    for (name, mine), each in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), each.grad, rtol=1e-5, atol=1e-5, msg=name)
+        for dim in (0, -1):
+            torch.testing.assert_close(mine.sum(dim), each.sum(dim), rtol=1e-5, atol=1e-5)
+    optimizer.step(), reference.step()
+
+    # Through a checkpoint into one process.
+    _, states = get_state_dict(model, optimizer)
+    dcp.save({"model": model.state_dict(), "optim": states}, checkpoint_id=f"{folder}/dcp")
+    if rank == 0:
+        dcp_to_torch_save(f"{folder}/dcp", f"{folder}/whole.pt")
+        saved = torch.load(f"{folder}/whole.pt", weights_only=False)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(saved["model"][name], value, rtol=1e-5, atol=1e-5)
+        average = saved["optim"]["state"]["blocks.1.down.weight"]["exp_avg"]
+        expected = reference.state[whole.blocks[1].down.weight]["exp_avg"]
+        torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-5)
+    dist.barrier()
+    before = {name: param.full_tensor() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    dcp.load({"model": (state := model.state_dict())}, checkpoint_id=f"{folder}/dcp")
+    model.load_state_dict(state)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), before[name]), name
+
+    with summon_full_params(model):
+        torch.nn.init.constant_(model.blocks[0].up.weight, 2.0)
+        assert torch.equal(model.head.weight, before["head.weight"])
+    assert (model.blocks[0].up.weight.full_tensor() == 2.0).all()
+
+
+def test_around_a_step(four: Ranks, tmp_path: Path) -> None:
+    """Meta parameters, full state dicts, accumulation, reductions, checkpoints, full parameters: all by full shapes."""
+    four.run(_around, str(tmp_path))
+
+
+def _refuse(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    linear = nn.Linear(4, 4, device="cpu")
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match=r"parameter weight: expected a DTensor that is distributed over other ranks"):
+        fully_shard(linear)
+    with pytest.raises(ValueError, match=r"parameter weight: expected ranks to split it between"):
+        fully_shard(linear, mesh=mesh["dp"], sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert isinstance(linear.weight, DTensor)
+
+
+def test_refused(four: Ranks) -> None:
+    """A DTensor over ranks that parameters are sharded over too, or one that no ranks split, is refused by name."""
+    four.run(_refuse)
