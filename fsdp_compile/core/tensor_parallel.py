@@ -102,8 +102,8 @@ class TensorParallel:
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
     """How a parameter that `with_local_parameters` made was distributed; None of another."""
-    found: TensorParallel | None = vars(param).get(_MARK)
-    return found
+    parallel: TensorParallel | None = vars(param).get(_MARK)
+    return parallel
 
 
 def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

@@ -200,7 +200,7 @@ def with_parameter(param: nn.Parameter) -> nn.Module:
 
 
 def test_parameters_of_other_apis_are_refused() -> None:
-    """Flat parameters of torch's wrapper, DTensors over the same ranks: ValueError with the name (E-FLAT-9, E-ERR-19)."""
+    """Flat parameters of torch's wrapper, DTensors over the same ranks: ValueError by name (E-FLAT-9, E-ERR-19)."""
     flat = FlatParameter(torch.ones(2))
     flat._is_flat_param = True
     refused(
