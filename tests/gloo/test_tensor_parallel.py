@@ -174,10 +174,10 @@ class Experts(nn.Module):
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
         if self.group is not None:
             slots = all_to_all_single_autograd(slots, None, None, self.group)
-            slots = slots.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
+            slots = torch.cat(slots.chunk(2, 0), 1)
         result = torch.bmm(F.silu(torch.bmm(slots, up)), down)
         if self.group is not None:
-            result = result.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
+            result = torch.cat(result.chunk(2, 1), 0)
             result = all_to_all_single_autograd(result, None, None, self.group)
         return result
 
