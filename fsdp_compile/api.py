@@ -5,6 +5,7 @@
 See Note [Nothing is changed on refusal] in construct/validate.py.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -273,7 +274,7 @@ def explain(
     This needs no other rank, no GPU and no kernels.
 
     Args:
-        model: a sharded model; an unsharded one, which is then sharded with `reshard_after_forward="auto"`; or a
+        model: a sharded model; an unsharded one, a copy of which is sharded with `reshard_after_forward="auto"`; or a
             function that makes either. What a function makes gets no memory, so it may be larger than this machine.
         example_inputs: positional arguments of a forward. Under `torch.no_grad()` the plan is that of a forward alone.
         link: what connects the ranks, as in `CompileConfig`.
@@ -292,7 +293,9 @@ def explain(
 
     def sharded() -> nn.Module:
         made = model if isinstance(model, nn.Module) else model()
-        return made if _is_unit(made) else fully_shard(made, reshard_after_forward="auto")
+        if _is_unit(made):
+            return made
+        return fully_shard(copy.deepcopy(made) if made is model else made, reshard_after_forward="auto")
 
     config = CompileConfig(link=link, device=device, budget=budget)
     return predict(sharded, example_inputs, config, world_size, without_memory=not isinstance(model, nn.Module))

@@ -88,6 +88,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     change.add_argument("target", type=Path, metavar="DST", help="a path that does not exist yet")
     change.add_argument("--format", required=True, choices=FORMATS, help="of DST")
     change.add_argument("--world-size", type=_positive, default=1, metavar="N", help="spread over N files (default: 1)")
+    change.add_argument("--trust", action="store_true", help="load values of any type, which can run code, from "
+                        "torch.distributed.checkpoint (default: tensors and plain values)")  # fmt: skip
     change.add_argument("--part", metavar="KEY", help="only what lies under this first key, such as model, without it "
                         "(default: all; for safetensors: model, if there is such a key)")  # fmt: skip
     return parser.parse_args(arguments)
@@ -110,12 +112,16 @@ def _positive(text: str) -> int:
 
 
 def _refuse(error: Exception, status: int) -> int:
-    print(f"fsdp-compile: error: {error}", file=sys.stderr)
+    from fsdp_compile.checkpoint.untrusted import printable
+
+    print(f"fsdp-compile: error: {printable(str(error))}", file=sys.stderr)
     return status
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"fsdp-compile: warning: {message}", file=sys.stderr)
+    from fsdp_compile.checkpoint.untrusted import printable
+
+    print(f"fsdp-compile: warning: {printable(str(message))}", file=sys.stderr)
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
@@ -149,17 +155,18 @@ def run_explain(args: argparse.Namespace) -> None:
 def run_show(args: argparse.Namespace) -> None:
     """Print what is there, a line for each tensor."""
     from fsdp_compile.checkpoint.convert import open_source
+    from fsdp_compile.checkpoint.untrusted import printable
 
     source = open_source(args.source)
     rows = [("tensor", "dtype", "shape", "bytes")]
     for spec in source.tensors.values():
         shape = " x ".join(map(str, spec.shape)) or "()"
-        rows.append((spec.name, str(spec.dtype).removeprefix("torch."), shape, f"{spec.nbytes:,}"))
+        rows.append((printable(spec.name), str(spec.dtype).removeprefix("torch."), shape, f"{spec.nbytes:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, dtype, shape, size in rows:
         print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}")
     if source.values:
-        print(f"\nother values: {', '.join(source.values)}")
+        print(f"\nother values: {', '.join(map(printable, source.values))}")
     step = "not known" if source.step is None else source.step
     print(f"\n{len(source.tensors)} tensors, {source.nbytes:,} bytes, step {step}, "
           f"{source.format} in {len(source.files)} file(s)")  # fmt: skip
@@ -174,7 +181,7 @@ def run_convert(args: argparse.Namespace) -> None:
 
     if args.format == "torch" and args.world_size > 1:
         raise ValueError(f"--world-size {args.world_size}: --format torch writes one file; leave it out")
-    source = open_source(args.source)
+    source = open_source(args.source, args.trust)
     part = args.part or _usual_part(source, args.format)
     chosen = source.below(part) if part else source
     convert(chosen, args.target, args.format, args.world_size, progress_bar(chosen.nbytes))

@@ -1,6 +1,7 @@
 """State on disk: original names and shapes, from and into shards, without gathering; checkpoints complete or invisible.
 
 directory.py           a folder of checkpoints: staged, committed and removed ones, and the manifest of each
+untrusted.py           reading folders that may come from anybody: nothing in them runs
 storage.py             writer and reader for torch.distributed.checkpoint that use both
 save_load.py           `save` and `load`: models, optimizers and other states
 safetensors_file.py    files and folders of safetensors, read and written at known bytes

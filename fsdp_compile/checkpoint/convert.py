@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -46,7 +46,7 @@ from fsdp_compile.checkpoint._torch import (
     save_holes,
     unflatten_state_dict,
 )
-from fsdp_compile.checkpoint.directory import MANIFEST, METADATA, CheckpointError, open_checkpoint, sync_folder
+from fsdp_compile.checkpoint.directory import MANIFEST, METADATA, CheckpointError, file_in, open_checkpoint, sync_folder
 from fsdp_compile.checkpoint.safetensors_file import (
     Export,
     TensorSpec,
@@ -57,6 +57,7 @@ from fsdp_compile.checkpoint.safetensors_file import (
     write_all,
 )
 from fsdp_compile.checkpoint.storage import DirectoryReader, ItemFile, describe, in_order, rank_file
+from fsdp_compile.checkpoint.untrusted import SafeReader, load_item
 
 Keys = tuple[str | int, ...]
 
@@ -135,8 +136,12 @@ def convert(
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, trust: bool = False) -> Source:
     """Find out what `path` is.
+
+    Args:
+        path: a folder or a file.
+        trust: whether values that are no tensors may be of any type; loading such values can run code.
 
     Raises:
         FileNotFoundError: there is nothing that is a checkpoint.
@@ -144,12 +149,12 @@ def open_source(path: Path) -> Source:
     """
     if path.is_file() and zipfile.is_zipfile(path):
         return _torch_source(path)
-    if (path / METADATA).is_file():
-        return _dcp_source(path)
-    if checkpoint := open_checkpoint(path):
-        return _dcp_source(checkpoint[0])
     if path.is_file() or any(path.glob("*.safetensors*")):
         return _safetensors_source(path)
+    if (path / METADATA).is_file():
+        return _dcp_source(path, trust)
+    if checkpoint := open_checkpoint(path):
+        return _dcp_source(checkpoint[0], trust)
     what = "no such file" if not path.exists() else "none of these"
     raise FileNotFoundError(
         f"{path}: expected a folder that torch.distributed.checkpoint wrote, a folder of checkpoints, a folder or file "
@@ -157,13 +162,13 @@ def open_source(path: Path) -> Source:
     )
 
 
-def _dcp_source(path: Path) -> Source:
+def _dcp_source(path: Path, trust: bool) -> Source:
     """A folder that DCP wrote. Checksums are compared where there is a manifest.
 
     A tensor that was saved as one chunk is read as it is; else the tensor and one of its chunks are in memory.
     """
     checked = DirectoryReader(path) if (path / MANIFEST).is_file() else None
-    reader = checked or FileSystemReader(path)
+    reader = checked or SafeReader(path)
     metadata = reader.read_metadata()
     locations = metadata.storage_data
     described = metadata.state_dict_metadata
@@ -171,11 +176,10 @@ def _dcp_source(path: Path) -> Source:
     tensors = {name: TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in stored.items()}
     keys = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described}
 
-    def load(index: MetadataIndex, weights_only: bool) -> Any:
+    def load(index: MetadataIndex, trust: bool | None = None) -> Any:
         location = locations[index]
-        with open(path / location.relative_path, "rb") as file:
-            item = reader._slice_file(file, location)
-            return torch.load(item, map_location="cpu", weights_only=weights_only)
+        with open(file_in(path, location.relative_path, METADATA), "rb") as file:
+            return load_item(reader._slice_file(file, location), index.fqn, trust)
 
     def read(name: str) -> Tensor:
         spec, chunks = tensors[name], stored[name].chunks
@@ -183,11 +187,11 @@ def _dcp_source(path: Path) -> Source:
             raise CheckpointError(f"{path}, with {name}: expected chunks of all of the tensor, found some missing; "
                                   f"the tensor was not saved completely")  # fmt: skip
         if len(chunks) == 1:
-            return in_order(load(MetadataIndex(name, chunks[0].offsets), True).detach())
+            return in_order(load(MetadataIndex(name, chunks[0].offsets)).detach())
         full = torch.empty(spec.shape, dtype=spec.dtype)
         for chunk in chunks:
             box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            full[box] = load(MetadataIndex(name, chunk.offsets), True)
+            full[box] = load(MetadataIndex(name, chunk.offsets))
         return full
 
     return Source(
@@ -196,7 +200,7 @@ def _dcp_source(path: Path) -> Source:
         tensors,
         keys,
         read,
-        lambda name: load(MetadataIndex(name), False),  # unpickled, as DCP itself does: whatever was saved runs
+        lambda name: load(MetadataIndex(name), trust),
         checked.manifest.step if checked else None,
     )
 

@@ -55,7 +55,7 @@ def committed(root: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in `root`, oldest step first; empty if there is no such folder."""
     steps = []
     for path in Path(root).iterdir() if Path(root).is_dir() else ():
-        if match := _COMMITTED.fullmatch(path.name):
+        if (match := _COMMITTED.fullmatch(path.name)) and path.is_dir():
             steps.append((int(match[1]), int(match[2] or 0), path))
     return [path for *_, path in sorted(steps)]
 
@@ -145,8 +145,9 @@ def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
     """Let a checkpoint whose files are on the disk be seen, and return its path."""
     sync_folder(staged.path)
     same = [path for path in committed(root) if step_of(path) == step]
-    take = 1 + max((int(path.suffix[1:] or 0) for path in same), default=-1)
-    path = root / (f"step-{step:08d}.{take}" if same else f"step-{step:08d}")
+    names = filter(None, (_COMMITTED.fullmatch(path.name) for path in root.iterdir()))  # of other files too
+    take = 1 + max((int(match[2] or 0) for match in names if int(match[1]) == step), default=-1)
+    path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
     staged.path.rename(path)
     sync_folder(root)
     (path / _LOCK).unlink()
@@ -264,28 +265,30 @@ class Manifest:
         """
         manifest = cls._parse(folder / MANIFEST)
         for name, segments in manifest.files.items():
-            path, expected = folder / name, sum(segment.bytes for segment in segments)
+            path, expected = file_in(folder, name, MANIFEST), sum(segment.bytes for segment in segments)
             size = path.stat().st_size if path.is_file() else None
             if size != expected:
                 ends = ((segment.name, segment.start + segment.bytes) for segment in segments)
                 lost = next((tensor for tensor, end in ends if end > (size or 0)), segments[-1].name)
                 raise _damaged(path, lost, f"expected {expected} bytes, found {'no file' if size is None else size}")
-        with open(folder / METADATA, "rb") as stream:
+        with open(file_in(folder, METADATA, MANIFEST), "rb") as stream:
             manifest.check(folder, METADATA, stream, 0)
         return manifest
 
     @classmethod
     def _parse(cls, path: Path) -> "Manifest":
         try:
-            read = json.loads(path.read_text())
+            read = read_json(path)
             body, crc = read["manifest"], read["crc32"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if _crc_of_json(body) != crc:
+                raise _damaged(path, "all tensors", "its text is not what was written")
+            if body["format"] != FORMAT:
+                raise _damaged(path, "all tensors", f"expected format {FORMAT}, found {body['format']}")
+            files = {name: list(map(_segment, segments)) for name, segments in body["files"].items()}
+            if METADATA not in files or not all(files.values()) or type(body["step"]) not in (int, type(None)):
+                raise ValueError("no list of tensors, a file without bytes, or no step")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(path, "all tensors", f"expected a manifest, found {error!r}") from None
-        if _crc_of_json(body) != crc:
-            raise _damaged(path, "all tensors", "its text is not what was written")
-        if body["format"] != FORMAT:
-            raise _damaged(path, "all tensors", f"expected format {FORMAT}, found {body['format']}")
-        files = {name: [FileSegment(*segment) for segment in segments] for name, segments in body["files"].items()}
         return cls(body["step"], files)
 
     def check(self, folder: Path, file: str, stream: IO[bytes], start: int) -> None:
@@ -300,6 +303,52 @@ class Manifest:
             raise _damaged(folder / file, "?", f"{MANIFEST} knows nothing that begins at byte {start}")
         if _crc_of_stream(stream, segments[at]) != segments[at].crc32:
             raise _damaged(folder / file, segments[at].name, "its bytes are not those that were written")
+
+
+def _segment(fields: Any) -> FileSegment:
+    segment = FileSegment(*fields)
+    numbers = (segment.start, segment.bytes, segment.crc32)
+    if type(segment.name) is not str or not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError(f"{segment}")
+    return segment
+
+
+# --- files that may come from anybody ---------------------------------------------------------------------------------
+
+MOST_JSON = 1 << 28  # bytes of a file of JSON
+
+
+def file_in(folder: Path, name: str, listed_in: str) -> Path:
+    """The file `name` of `folder`, as the file `listed_in` calls it. It need not exist.
+
+    Links within the folder are followed, and those that a cache of Hugging Face has to its `blobs`.
+
+    Raises:
+        CheckpointError: it lies outside of the folder, or is no regular file.
+    """
+    path, inside = folder / name, folder.resolve()
+    target = path.resolve()
+    allowed = [inside, *([inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else [])]
+    lies_there = any(target.is_relative_to(each) and target != each for each in allowed)
+    if Path(name).is_absolute() or not lies_there:
+        raise CheckpointError(
+            f"{folder / listed_in}: expected names of files in the folder, found {name!r}, which is {target}"
+        )
+    if target.exists() and not target.is_file():
+        raise CheckpointError(f"{path}: expected a regular file, found another kind; remove it")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON says. ValueError if it has no regular file's size, or is too large or nested too deeply."""
+    if not path.is_file():
+        raise ValueError(f"no regular file {path.name}")
+    if path.stat().st_size > MOST_JSON:
+        raise ValueError(f"{path.stat().st_size} bytes, and {MOST_JSON} are the most that is read")
+    try:
+        return json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:

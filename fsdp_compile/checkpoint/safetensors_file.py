@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compile.checkpoint.directory import CheckpointError, sync, sync_folder, write_synced
+from fsdp_compile.checkpoint.directory import CheckpointError, file_in, read_json, sync, sync_folder, write_synced
 from fsdp_compile.checkpoint.storage import in_order
 
 INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
 BUFFER = 1 << 24  # bytes of a buffer where values are converted or come from another device
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -83,13 +84,13 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             raise FileNotFoundError(f"{path}: expected {INDEX} or one file *.safetensors, found {len(files)} files")
         return _read_header(files[0])
     try:
-        file_of = dict(json.loads(index.read_text())["weight_map"])
+        file_of = dict(read_json(index)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: expected JSON with a weight_map, found {error!r}") from None
     for file in file_of.values():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+        if not isinstance(file, str):
             raise CheckpointError(f"{index}: expected names of files in the folder, found {file!r}")
-    headers = {file: _read_header(path / file) for file in dict.fromkeys(file_of.values())}
+    headers = {file: _read_header(file_in(path, file, INDEX)) for file in dict.fromkeys(file_of.values())}
     for name, file in file_of.items():
         if name not in headers[file]:
             raise CheckpointError(f"{index}: expected {name} in {file}, which does not have it")
@@ -98,14 +99,18 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file. CheckpointError if the header cannot be read, or names bytes that are not there."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected a regular file, found another kind, or none")
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > MOST_HEADER:
+                raise ValueError(f"a header of {length} bytes, and {MOST_HEADER} are the most that is read")
             header = json.loads(file.read(min(length, size)))
         header.pop("__metadata__", None)
         tensors = {name: _parse_entry(path, 8 + length, name, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{path}: expected a header of safetensors, found {error!r}") from None
     for name, tensor in tensors.items():
         end = tensor.start + tensor.spec.nbytes

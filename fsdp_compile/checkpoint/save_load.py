@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile.checkpoint.directory import CheckpointError, Manifest, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
+from fsdp_compile.checkpoint.untrusted import ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
 from fsdp_compile.core.lookup import WRAPPED
 
@@ -69,6 +70,7 @@ def load(
     root: str | os.PathLike[str],
     step: int | None = None,
     *,
+    trust: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> int:
     """Load into `state`, in place, what a checkpoint in the folder `root` has under the same names.
@@ -81,6 +83,8 @@ def load(
         state: nested as the one that was saved.
         root: the folder that was given to `save`; or one checkpoint, such as `fsdp-compile checkpoint convert` writes.
         step: which checkpoint; None: the newest whose files are all there.
+        trust: whether values that are no tensors may be of any type. Loading such a value can run any code that its
+            author chose. Without, plain types are loaded, and those of `torch.serialization.safe_globals`.
         process_group: the ranks that call it; default: all.
 
     Returns:
@@ -89,7 +93,8 @@ def load(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointError: on all ranks, if a file is missing or was truncated or altered; the message names the file and
-            the tensor. Or if `state` asks for what the checkpoint does not have. What was read before it stays.
+            the tensor. Or if `state` asks for what the checkpoint does not have, or what needs `trust`. What was read
+            before it stays.
     """
 
     def find() -> tuple[Path, Manifest]:
@@ -103,7 +108,8 @@ def load(
     path, manifest = on_first_rank(find, process_group)  # so that all ranks load the same
     stateful = _as_stateful(state)
     with _errors_of_ranks(f"loading {path}"):
-        dcp.load(stateful, storage_reader=DirectoryReader(path, manifest), process_group=process_group)
+        reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
+        dcp.load(stateful, storage_reader=reader, planner=planner, process_group=process_group)
     state.update((key, value) for key, value in stateful.items() if not isinstance(value, Stateful))
     return manifest.step or 0
 

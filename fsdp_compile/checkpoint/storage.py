@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -41,6 +41,7 @@ from fsdp_compile.checkpoint.directory import (
     stage,
     sync,
 )
+from fsdp_compile.checkpoint.untrusted import SafeReader
 
 
 class DirectoryWriter(FileSystemWriter):
@@ -109,7 +110,7 @@ class DirectoryWriter(FileSystemWriter):
             self._staged = None
 
 
-class DirectoryReader(FileSystemReader):
+class DirectoryReader(SafeReader):
     """Reads a checkpoint that `DirectoryWriter` wrote, and compares each item with its checksum before it is loaded.
 
     Args:

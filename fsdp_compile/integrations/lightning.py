@@ -75,12 +75,14 @@ class FabricStrategy(_FabricBase):
     ) -> dict[str, Any]:
         """Load into `state`, in place, what `save_checkpoint` wrote; nothing else remains to be returned.
 
+        With `weights_only=False` values may be of any type, which can run code.
+
         Raises:
             TypeError: `state` is no dict.
         """
         if not isinstance(state, dict):
             raise TypeError(f"state: expected a dict as it was saved, found {type(state).__name__}")
-        checkpoint.load(state, self.broadcast(path))
+        checkpoint.load(state, self.broadcast(path), trust=weights_only is False)
         return {}
 
 

@@ -1,10 +1,11 @@
 """Plans on graphs: read, applied, pinned; the generated code has their order (I6)."""
 
 import json
+import operator
 import pathlib
 import re
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -191,7 +192,11 @@ def test_explain() -> None:
         explain(BUILD["mlp"], (inputs,), link=SLOW, budget=1)
     with pytest.raises(ValueError, match="world_size: expected 4, as the process group has, found 8"):
         explain(BUILD["mlp"], (inputs,), link=SLOW, world_size=8)
+    model = BUILD["mlp"]()
+    before = [(type(module), *module.parameters(recurse=False)) for module in model.modules()]
     with torch.no_grad():
-        assert not explain(BUILD["mlp"], (inputs,), link=SLOW).plan.of("reduce")
+        assert not explain(model, (inputs,), link=SLOW).plan.of("reduce")
+    after = [(type(module), *module.parameters(recurse=False)) for module in model.modules()]
+    assert all(map(operator.is_, chain(*before), chain(*after)))  # what was passed in is unchanged
     with pytest.raises(ValueError, match="model: expected sharded parameters in its graph, found none"):
         explain(torch.nn.ReLU(), (torch.ones(2, requires_grad=True),), link=SLOW)

@@ -6,6 +6,7 @@ another. The tasks of a stretch share its seconds in proportion to their estimat
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -82,8 +83,13 @@ def _share(tasks: Sequence[Task], stretches: Sequence[int], seconds: Sequence[fl
 
 
 def _load(path: str) -> Profile:
-    profile = json.loads(pathlib.Path(path).read_text())
-    return {name: [float(each) for each in seconds] for name, seconds in profile.items()}
+    profile = {
+        name: [float(each) for each in seconds] for name, seconds in json.loads(pathlib.Path(path).read_text()).items()
+    }
+    for name, seconds in profile.items():
+        if not all(0 <= each < math.inf for each in seconds):
+            raise PlanError(f"profile: expected finite seconds of at least 0 in {path}, found {seconds} for {name}")
+    return profile
 
 
 def _not_measured(path: str, expected: str, profile: Profile) -> PlanError:

@@ -1,0 +1,177 @@
+"""Reading folders that may come from anybody: nothing in them runs, and nothing outside of them is read.
+
+read_metadata     DCP's list of what was saved, a pickle, by an unpickler that knows DCP's own classes alone
+ValuePlanner      DCP's planner, which loads plain values alone
+printable         a name from a file, for a terminal
+
+Pickled values are another matter: see `trust` of `checkpoint.load` and `fsdp-compile checkpoint convert`.
+"""
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from fsdp_compile.checkpoint._torch import MemoryFormatEncoding, StorageInfo, layout_named
+from fsdp_compile.checkpoint.directory import METADATA, CheckpointError, file_in
+
+MOST_BYTES = 1 << 30  # of `.metadata`: it has about 200 bytes per chunk of a tensor
+
+_CLASSES: tuple[Any, ...] = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    MemoryFormatEncoding,
+    StorageInfo,
+    torch.Size,
+    OrderedDict,
+    layout_named,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {(each.__module__, each.__name__): each for each in _CLASSES}
+for _module in ("pathlib", "pathlib._local"):  # where the checkpoint was; the latter in Python 3.13
+    _ALLOWED |= {(_module, "PosixPath"): PurePosixPath, (_module, "WindowsPath"): PureWindowsPath}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _ALLOWED.get((module, name))
+        if known is None and module == "torch":
+            known = getattr(torch, name, None)
+            known = known if isinstance(known, (torch.dtype, torch.layout)) else None
+        if known is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a list of tensors")
+        return known
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's list of what was saved in `folder`, checked.
+
+    Raises:
+        CheckpointError: it is no such list, names files outside of the folder, or has numbers that make no sense.
+    """
+    path = file_in(folder, METADATA, METADATA)
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and {MOST_BYTES} are the most that is read")
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        _check(metadata)
+        for location in metadata.storage_data.values():
+            file_in(folder, location.relative_path, METADATA)
+    except CheckpointError:
+        raise
+    except Exception as error:  # an unpickler raises nearly anything
+        raise CheckpointError(
+            f"{path}: expected the list of tensors that torch.distributed.checkpoint writes, found something else: "
+            f"{error!r}; do not use this checkpoint"
+        ) from None
+    return metadata
+
+
+def _check(metadata: Any) -> None:
+    """Raise an exception if fields do not have the types and ranges that DCP gives them."""
+    _expect(type(metadata) is Metadata and isinstance(metadata.storage_data, dict), "no Metadata with storage_data")
+    _expect(isinstance(metadata.state_dict_metadata, dict), "no names")
+    for keys in (metadata.planner_data or {}).values():
+        _expect(all(type(key) in (str, int) for key in keys), f"keys {keys!r}")
+    for index, location in metadata.storage_data.items():
+        _expect(type(index) is MetadataIndex and type(location) is StorageInfo, f"{index!r} at {location!r}")
+        _expect(type(location.relative_path) is str, f"{index.fqn} in {location.relative_path!r}")
+        _expect(
+            all(type(n) is int and n >= 0 for n in (location.offset, location.length)), f"{index.fqn} at {location}"
+        )
+    for name, stored in metadata.state_dict_metadata.items():
+        _expect(type(name) is str, f"the name {name!r}")
+        if type(stored) is TensorStorageMetadata:
+            _check_tensor(name, stored, metadata)
+        else:
+            _expect(type(stored) is BytesStorageMetadata, f"{name} as {stored!r}")
+
+
+def _check_tensor(name: str, stored: TensorStorageMetadata, metadata: Metadata) -> None:
+    _expect(isinstance(stored.properties.dtype, torch.dtype), f"{name} of dtype {stored.properties.dtype!r}")
+    shape = tuple(stored.size)
+    _expect(all(type(size) is int and size >= 0 for size in shape), f"{name} of shape {shape}")
+    nbytes = 0
+    for chunk in stored.chunks:
+        box = list(zip(chunk.offsets, chunk.sizes, shape, strict=True))
+        _expect(all(at >= 0 <= size and at + size <= of for at, size, of in box), f"{name} of shape {shape} in {chunk}")
+        location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        if not getattr(location, "transform_descriptors", None):  # else it may be compressed
+            nbytes = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+            _expect(nbytes <= location.length, f"{nbytes} bytes of {name} in {location.length} of a file")
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"it has {what}")
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader, whose list of tensors is read by `read_metadata`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The list of what was saved. Raises CheckpointError as the function above does."""
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def load_item(file: IO[bytes], name: str, trust: bool | None = None) -> Any:
+    """What torch.save wrote: a tensor; or, if `trust` is not None, a value, of any type if it is True.
+
+    Raises:
+        CheckpointError: the file has something else. Nothing of it was run.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=trust is not True)
+    except pickle.UnpicklingError as error:
+        if trust is not False:
+            raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from None
+        raise CheckpointError(
+            f"{name}: expected tensors and plain values, found a value that may run code when it is loaded; pass "
+            f"trust=True, or --trust to the command, if you know who wrote it"
+        ) from None
+    except Exception as error:  # of a damaged file
+        raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from None
+
+
+class ValuePlanner(DefaultLoadPlanner):
+    """DCP's planner, which unpickles values that are no tensors by `load_item`."""
+
+    def __init__(self, trust: bool) -> None:
+        super().__init__()
+        self.trust = trust
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value into the state that is loaded. Raises CheckpointError as `load_item` does."""
+        if not self.trust:  # DCP itself loads any type: it gets what has plain types
+            loaded, value = load_item(value, read_item.dest_index.fqn, False), io.BytesIO()
+            torch.save(loaded, value)
+            value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for what is no printable character, so that no terminal takes it for a command."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
