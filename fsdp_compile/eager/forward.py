@@ -255,10 +255,15 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
     sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
     full_precision, streams_for = computes_in_full_precision(module), module._fsdp_runtime.streams_for
     opened = [_open_for_recomputation(unit, full_precision, streams_for(unit.device), as_flats) for unit in sharded]
-    output = run(*args, **kwargs)
-    for gathered in opened:
-        if gathered is not None:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
+    gathered_here = [gathered for gathered in opened if gathered is not None]
+    try:
+        output = run(*args, **kwargs)
+        for gathered in gathered_here:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
             gathered.end_forward((args, kwargs), output, keep=True)
+    finally:
+        if not torch.is_grad_enabled():  # it is within a checkpoint that is recomputed: its own recomputation follows
+            for gathered in gathered_here:
+                gathered.hide()
     return output
 
 
@@ -277,6 +282,8 @@ def _open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, 
         return None
     gathered = UnshardedUnit(unit, full_precision, streams)
     gathered.open(as_flats)
+    if not torch.is_grad_enabled():  # nothing will run backward through this one
+        return gathered
     gathered.backward_pass = current_backward()
     unit.awaiting_backward[gathered] = None
     call_after_backward(gathered.close, if_failed=gathered.hide)  # also keeps it alive until then

@@ -1,6 +1,7 @@
 """Checkpoints within units, torch's wrapper around them, and parts of a forward without gradients."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -108,6 +109,54 @@ def test_checkpoints_within_a_unit(two: Ranks, strategy: str, around: bool, how:
     reduces is added (E-AC-2, 3, E-BWD-5).
     """
     two.run(_recompute, strategy, around, how)
+
+
+# --- checkpoints of units within checkpoints of units -----------------------------------------------------------------
+
+
+class _Outer(nn.Module):
+    """A unit that holds one in a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.inner, self.last = reentrant, Residual(9, 5), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+class _Nested(nn.Module):
+    """Two of these, each in a checkpoint."""
+
+    def __init__(self, outer_reentrant: bool, inner_reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.stem, self.head = outer_reentrant, nn.Linear(7, 9), nn.Linear(9, 5)
+        self.outer = nn.ModuleList(_Outer(inner_reentrant) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for outer in self.outer:
+            x = checkpoint(outer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def _nested_checkpoints(rank: int) -> None:
+    for outer_reentrant, inner_reentrant in product((True, False), repeat=2):
+        case = Case(lambda how=(outer_reentrant, inner_reentrant): _Nested(*how), vectors, squared_error)
+        reference, model = build(case), build(case)
+        for outer in model.outer:
+            fully_shard(outer.inner)
+            fully_shard(outer)
+        fully_shard(model)
+        follow(model, reference, case)
+
+
+def test_nested_checkpoints_of_units(two: Ranks) -> None:
+    """A unit in a checkpoint within a checkpoint of the unit around it trains, whichever of the two is reentrant.
+
+    The outer recomputation runs the inner unit's forward without gradients; its own recomputation is another one.
+    """
+    two.run(_nested_checkpoints)
 
 
 # --- parts under no_grad ----------------------------------------------------------------------------------------------
