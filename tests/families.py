@@ -63,9 +63,15 @@ def gemma2() -> nn.Module:
 
 
 def deepseek_v3() -> nn.Module:
-    """Latent attention, a dense first block, experts in groups beside a shared one, a bias of the router as a buffer."""
+    """Latent attention, a dense first block, groups of experts beside a shared one, the router's bias as a buffer."""
     attention = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    routing = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    routing = {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
     settings = {"moe_intermediate_size": 16, "num_key_value_heads": 4, "experts_implementation": "grouped_mm"}
     return _of("DeepseekV3Config", "DeepseekV3ForCausalLM", **WORDS, **NARROW, **attention, **routing, **settings)
 
@@ -119,7 +125,7 @@ def whisper() -> nn.Module:
 
 
 def wav2vec2() -> nn.Module:
-    """A convolution for positions whose weight is computed by a parametrization; frozen convolutions; an unused parameter."""
+    """A convolution whose weight is computed by a parametrization; frozen convolutions; an unused parameter."""
     layers = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0}
     sound = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
     settings = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}

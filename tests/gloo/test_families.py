@@ -1,4 +1,4 @@
-"""Two models of each family from `transformers`, unmodified, train as they do unsharded: eager, compiled, checkpointed."""
+"""Two models of each family from `transformers` train as they do unsharded: eager, compiled, checkpointed."""
 
 from typing import NamedTuple
 
@@ -101,6 +101,7 @@ def test_equal(two: Ranks, name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor(two: Ranks, name: str) -> None:
     """Inductor's are within 1e-5."""
