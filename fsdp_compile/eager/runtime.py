@@ -27,7 +27,7 @@ from fsdp_compile.eager._torch import call_after_backward, current_backward, rep
 from fsdp_compile.eager.reduce import discard_gradients
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
-from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.eager.unsharded import UnshardedBuffer, UnshardedUnit
 
 
 class Runtime:
@@ -45,6 +45,8 @@ class Runtime:
         reduces_in_flight: reduces that backward passes have started and not yet waited for, oldest first. Owned by the
             root: a thread that waited for the reduce of another thread's model could wait for ever.
         shared_in_forward: units of several modules that the running forward has gathered; the root closes them.
+        unread: buffers that a backward pass, which then failed, had begun to fill. The next forward waits for them:
+            a rank that failed alone would wait for ever for the others.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
         shard_as_one: shards the root anew as one unit, where "auto" divided it; else None, as in a copy of the model.
         converting: whether `Module._apply` is running (eager/convert.py).
@@ -62,6 +64,7 @@ class Runtime:
         self.order: list[weakref.ref[Unit]] = []
         self.reduces_in_flight: deque[GradientReduction] = deque()
         self.shared_in_forward: list[UnshardedUnit] = []
+        self.unread: list[UnshardedBuffer] = []
         self.post_optim_event: Any = None
         self.shard_as_one: Callable[[], Any] | None = None
         self.converting = False
@@ -109,6 +112,7 @@ class Runtime:
         """A forward of the root `module` starts. ValueError as `check` raises it."""
         self.check(module)
         self._drop_prefetched()
+        self._drop_unread()
         self._last_forward, self.iteration = None, object()
         if not self._order_is_known:
             self.order.clear()  # of an iteration that failed
@@ -139,6 +143,7 @@ class Runtime:
         """Free and forget what a forward or backward of the root `module` left that raised, gradients included."""
         while self.reduces_in_flight:
             self.reduces_in_flight.popleft().wait()
+        self._drop_unread()
         for gathered in self.shared_in_forward:
             gathered.hide()
         self.shared_in_forward.clear()
@@ -220,12 +225,19 @@ class Runtime:
             gathered.prefetcher, gathered.previous = self, self._last_forward
             self._last_forward = weakref.ref(gathered)
 
+    def _drop_unread(self) -> None:
+        while self.unread:
+            buffer = self.unread.pop()
+            if buffer.filling:  # torch keeps what a collective writes until it was waited for
+                buffer.finish()
+                buffer.free()
+
     def prefetch_backward(self, gathered: UnshardedUnit, when: BackwardPrefetch) -> None:
         """Begin to gather the unit whose backward is likely to come next (E-PRE-1), or the units that were chosen."""
         chosen = gathered.unit.options.prefetch_in_backward
         if chosen is not None:
             if when is BackwardPrefetch.BACKWARD_PRE:
-                _prefetch_chosen(chosen)
+                self._prefetch_chosen(chosen)
             return
         target = gathered.previous() if gathered.previous is not None else None
         if when is not self.backward_prefetch or target is None or target.backward_pass == current_backward():
@@ -235,17 +247,20 @@ class Runtime:
             earlier.free_prefetched()
         if target.is_current() and target.prefetch():  # else its own backward says what is wrong
             self._prefetched_in_backward = weakref.ref(target)
-            call_after_backward(partial(_free_prefetched, self._prefetched_in_backward))
+            self._free_after_backward(target)
 
+    def _prefetch_chosen(self, units: Sequence[Unit]) -> None:
+        """Begin to gather again what the last forward of each of `units` freed."""
+        for unit in units:
+            target = cast(UnshardedUnit | None, next(reversed(list(unit.awaiting_backward)), None))
+            if target is None or target.backward_pass == current_backward() or not target.is_current():
+                continue  # nothing to gather, or its own backward says what is wrong
+            if target.prefetch():
+                self._free_after_backward(target)
 
-def _prefetch_chosen(units: Sequence[Unit]) -> None:
-    """Begin to gather again what the last forward of each of `units` freed."""
-    for unit in units:
-        target = cast(UnshardedUnit | None, next(reversed(list(unit.awaiting_backward)), None))
-        if target is None or target.backward_pass == current_backward() or not target.is_current():
-            continue  # nothing to gather, or its own backward says what is wrong
-        if target.prefetch():
-            call_after_backward(partial(_free_prefetched, weakref.ref(target)))
+    def _free_after_backward(self, target: UnshardedUnit) -> None:
+        leave = partial(self.unread.extend, target.buffers)
+        call_after_backward(partial(_free_prefetched, weakref.ref(target)), if_failed=leave)
 
 
 def _free_prefetched(prefetched: weakref.ref[UnshardedUnit]) -> None:

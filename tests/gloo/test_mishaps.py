@@ -217,6 +217,35 @@ def test_a_model_whose_backward_failed_can_be_dropped(two: Ranks, strategy: str,
     two.run(_dropped_after_failure, strategy, sync)
 
 
+def _bytes_alive() -> int:
+    gc.collect()
+    storages = {id(each): each for each in map(Tensor.untyped_storage, filter(_is_plain, gc.get_objects()))}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) is Tensor
+
+
+def _fails_often(rank: int) -> None:
+    reference, model = reference_and_model(MLP)
+    hook = model.blocks[1].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
+    alive = []
+    for seed in range(20):
+        with pytest.raises(ArithmeticError):
+            squared_error(model, mine(MLP, seed)).backward()
+        model.zero_grad()
+        alive.append(_bytes_alive())
+    assert alive[-1] <= alive[3], alive  # the unit before was being gathered each time
+    hook.remove()
+    follow(model, reference, MLP)
+
+
+def test_failures_in_a_row_leak_nothing(two: Ranks) -> None:
+    """Memory is flat while backward passes fail that had begun to gather units, and the next steps are right."""
+    two.run(_fails_often)
+
+
 def _changed_before_backward(rank: int, strategy: str) -> None:
     model = shard(MLP, strategy)
     loss = squared_error(model, mine(MLP, 1))
