@@ -215,15 +215,23 @@ def _is_inside_itself(module: Any) -> bool:
 @torch.compiler.disable
 def _open(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
     runtime: Runtime = module._fsdp_runtime
-    sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
+    full_precision = computes_in_full_precision(module)
+    sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
     if module._fsdp.is_root:
         runtime.begin_iteration(module)
     for unit in sharded:
-        gathered = runtime.gather(unit, computes_in_full_precision(module))
+        gathered = runtime.gather(unit, full_precision)
         gathered.open(as_flats)  # one by one: if one fails, those before it are closed
         shared = unit in module._fsdp.shared_units and runtime.iteration is not None
         (runtime.shared_in_forward if shared else opened).append(gathered)
         runtime.prefetch_forward(gathered)
+
+
+def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
+    """Whether a forward may compute with the full parameters that `summon_full_params` shows (E-FWD-12)."""
+    if unit.summoned is None or torch.is_grad_enabled() or not unit.summoned.is_on_all_ranks:
+        return False
+    return all(unit.compute_dtype(flat, full_precision) == flat.shard.dtype for flat in unit.flats)
 
 
 @torch.compiler.disable

@@ -76,8 +76,9 @@ def summon_full_params(
     names, e.g. to inspect, edit or save them.
 
     They are gathered in the dtype and to the device that they are stored in and computed on, without padding. All ranks
-    of the process group must enter and leave together. No forward or backward may run inside; between a forward and its
-    backward the context may be entered, but parameters not be changed.
+    of the process group must enter and leave together. Inside, no backward may run, and a forward only eagerly under
+    `torch.no_grad()`, as for `generate`; it computes with the parameters as they are there, edits included. Between a
+    forward and its backward the context may be entered, but parameters not be changed.
 
     Args:
         module: any module. Every unit that has a parameter in it is gathered, whole.
@@ -141,6 +142,7 @@ class Summoned:
 
     def __init__(self, unit: Unit, options: Options, by: str) -> None:
         self.unit, self.options, self.by = unit, options, by
+        self.is_on_all_ranks = not (options.rank0_only or options.offload_to_cpu)
         free_prefetched(unit)
         refresh(unit)
         full = [full_parameters(unit, flat) for flat in unit.flats]

@@ -2,4 +2,5 @@
 
 lightning      strategies for Lightning's Fabric and Trainer
 accelerate     an Accelerator for Hugging Face accelerate
+transformers   a Trainer for Hugging Face transformers
 """

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"lightning_fabric": "lightning", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
+ALSO_ALONE = {"transformers_trainer": "accelerate", "peft_lora": "peft", "transformers_generate": "transformers"}
 
 
 def alone() -> list[float]:
@@ -41,13 +42,26 @@ def alone() -> list[float]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_frameworks(name: str) -> None:
     """Sharded training by a framework, with accumulation, clipping and a resumed run, has the losses of one process."""
-    if find_spec(EXAMPLES[name]) is None:
-        pytest.skip(f"{EXAMPLES[name]} is not installed: pip install -e '.[frameworks]'")
+    assert run_example(name, EXAMPLES[name], 2) == pytest.approx(alone(), rel=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ALSO_ALONE)
+def test_two_ranks_equal_one(name: str) -> None:
+    """Trainer with a resumed run, LoRA and generation print on two ranks what they print on one."""
+    found, expected = (run_example(name, ALSO_ALONE[name], ranks) for ranks in (2, 1))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def run_example(name: str, framework: str, ranks: int) -> list[float]:
+    """The numbers that an example prints when it runs on `ranks` ranks."""
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: pip install -e '.[frameworks]'")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     path = ROOT / "examples" / "frameworks" / f"{name}.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
     run = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[")))
-    assert found == pytest.approx(alone(), rel=1e-5)
+    found: list[float] = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[")))
+    return found

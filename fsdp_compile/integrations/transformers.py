@@ -1,0 +1,63 @@
+"""`Trainer` for Hugging Face transformers: it shards its model and stores what each rank has.
+
+All else is the `Trainer` of transformers. It needs that package and accelerate, checked with 5.23 and 1.15.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fsdp_compile import checkpoint
+from fsdp_compile.api import FullyShardOptions
+from fsdp_compile.fsdp_module import FSDPModule
+from fsdp_compile.integrations.accelerate import Accelerator
+
+_FOLDER, _SCHEDULER = "sharded", "scheduler.pt"  # within a checkpoint
+
+
+class Trainer(transformers.Trainer):
+    """A `transformers.Trainer` whose model is sharded over all ranks. Saved models are complete, in one format for all.
+
+    Args:
+        arguments: those of `transformers.Trainer`, without settings for another way to distribute models.
+        shard: the arguments of `fully_shard`, by name; None: its defaults. A model that is sharded already stays so.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *arguments: Any, shard: FullyShardOptions | None = None, **named: Any) -> None:
+        self._shard_options = shard
+        super().__init__(*arguments, **named)
+
+    def _build_accelerator_args(self, **settings: Any) -> dict[str, Any]:
+        self._accelerator_settings = super()._build_accelerator_args(**settings)
+        return self._accelerator_settings
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator that shards models."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator(shard=self._shard_options, **self._accelerator_settings)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and isinstance(self.model, FSDPModule):  # all ranks take part, the first one writes
+            state_dict = self.accelerator.get_state_dict(self.model)
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not isinstance(self.model, FSDPModule):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        checkpoint.save(self._sharded_state(), Path(output_dir) / _FOLDER, step=0)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        if folder is None or not isinstance(self.model, FSDPModule):
+            return super()._load_optimizer_and_scheduler(folder)
+        checkpoint.load(self._sharded_state(), Path(folder) / _FOLDER)
+        self.lr_scheduler.load_state_dict(torch.load(Path(folder) / _SCHEDULER, weights_only=True))
+
+    def _sharded_state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer.optimizer}
