@@ -1,6 +1,7 @@
 """Which kind of state dict is set: `state_dict_type` and its two functions."""
 
 import copy
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from models import mlp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -148,3 +150,31 @@ def test_where_values_are_gathered() -> None:
     with mock.patch.object(dist, "get_backend_config", lambda group: "meta:fake"):
         assert elsewhere.state_dict()["stem.weight"].device_mesh.device_type == "meta"
         assert elsewhere.state_dict()["stem.weight"].full_tensor().device.type == "meta"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", [True, False])
+def test_compiled_blocks_have_the_same_names(when: str, method: bool) -> None:
+    """A block that was compiled, before or after sharding, by its method or by torch.compile, changes no name.
+
+    As unsharded, the keys of `state_dict()` itself have what `torch.compile` adds, and those of `compile()` do not.
+    """
+
+    def blocks(compiled: bool) -> nn.Module:
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3))
+        return compile_block(model) if compiled else model
+
+    def compile_block(model: Any) -> nn.Module:
+        if method:
+            model[0].compile()
+        else:
+            model[0] = torch.compile(model[0])
+        return model
+
+    model = fully_shard(blocks(when == "before"))
+    if when == "after":
+        compile_block(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {name for name, _ in blocks(compiled=False).named_parameters()}
+    assert set(get_model_state_dict(model)) == set(get_optimizer_state_dict(model, optimizer)["state"]) == names
+    assert set(model.state_dict()) == set(blocks(compiled=True).state_dict())

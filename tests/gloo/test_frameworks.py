@@ -13,7 +13,12 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"lightning_fabric": "lightning", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
-ALSO_ALONE = {"transformers_trainer": "accelerate", "peft_lora": "peft", "transformers_generate": "transformers"}
+ALSO_ALONE = {
+    "transformers_trainer": "accelerate",
+    "transformers_generate": "transformers",
+    "peft_lora": "peft",
+    "torchao_float8": "torchao",
+}
 
 
 def alone() -> list[float]:
@@ -48,7 +53,7 @@ def test_frameworks(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ALSO_ALONE)
 def test_two_ranks_equal_one(name: str) -> None:
-    """Trainer with a resumed run, LoRA and generation print on two ranks what they print on one."""
+    """Trainer with a resumed run, generation, LoRA and float8 layers print on two ranks what they print on one."""
     found, expected = (run_example(name, ALSO_ALONE[name], ranks) for ranks in (2, 1))
     assert found == pytest.approx(expected, rel=1e-5)
 
