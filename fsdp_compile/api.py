@@ -235,10 +235,8 @@ def fully_shard(
     for prepared in prepared_units:
         _make_unit(model, prepared, prepared.settings)
     _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
-    casts_buffers = (
-        mixed_precision is not None and mixed_precision.buffer_dtype is not None
-    )  # undoing would lose digits
-    if auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers:
+    casts_buffers = mixed_precision is not None and mixed_precision.buffer_dtype is not None
+    if auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers:  # undoing would lose their digits
         options: FullyShardOptions = dict(
             auto_wrap_policy=None,
             mesh=mesh,
@@ -315,9 +313,7 @@ def _is_unit(module: nn.Module) -> bool:
 def _join_divided(model: nn.Module) -> None:
     """Make one unit of each module below that an earlier call divided by "auto" (construct/undo.py)."""
     for module in list(_scopes(model)):
-        divided = (
-            "_fsdp" in vars(module) and module._fsdp.is_root
-        )  # those below one that was joined are sharded no more
+        divided = "_fsdp" in vars(module) and module._fsdp.is_root  # a module below one that was joined has it no more
         shard_as_one = module._fsdp_runtime.shard_as_one if divided else None
         if shard_as_one is not None:
             undo(module)

@@ -46,7 +46,7 @@ from fsdp_compile.checkpoint._torch import (
     save_holes,
     unflatten_state_dict,
 )
-from fsdp_compile.checkpoint.directory import MANIFEST, METADATA, CheckpointError, file_in, open_checkpoint, sync_folder
+from fsdp_compile.checkpoint.directory import MANIFEST, METADATA, CheckpointError, open_checkpoint, sync_folder
 from fsdp_compile.checkpoint.safetensors_file import (
     Export,
     TensorSpec,
@@ -178,7 +178,7 @@ def _dcp_source(path: Path, trust: bool) -> Source:
 
     def load(index: MetadataIndex, trust: bool | None = None) -> Any:
         location = locations[index]
-        with open(file_in(path, location.relative_path, METADATA), "rb") as file:
+        with open(path / location.relative_path, "rb") as file:  # which `read_metadata` has checked
             return load_item(reader._slice_file(file, location), index.fqn, trust)
 
     def read(name: str) -> Tensor:

@@ -340,7 +340,7 @@ def file_in(folder: Path, name: str, listed_in: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says. ValueError if it has no regular file's size, or is too large or nested too deeply."""
+    """What a file of JSON says. ValueError if it is no regular file, too large, or nested too deeply."""
     if not path.is_file():
         raise ValueError(f"no regular file {path.name}")
     if path.stat().st_size > MOST_JSON:

@@ -4,6 +4,8 @@ read_metadata     DCP's list of what was saved, a pickle, by an unpickler that k
 ValuePlanner      DCP's planner, which loads plain values alone
 printable         a name from a file, for a terminal
 
+Names of files and JSON are read by `file_in` and `read_json` of directory.py.
+
 Pickled values are another matter: see `trust` of `checkpoint.load` and `fsdp-compile checkpoint convert`.
 """
 
@@ -75,8 +77,8 @@ def read_metadata(folder: Path) -> Metadata:
         with open(path, "rb") as file:
             metadata = _Unpickler(file).load()
         _check(metadata)
-        for location in metadata.storage_data.values():
-            file_in(folder, location.relative_path, METADATA)
+        for name in {location.relative_path for location in metadata.storage_data.values()}:
+            file_in(folder, name, METADATA)
     except CheckpointError:
         raise
     except Exception as error:  # an unpickler raises nearly anything
@@ -111,10 +113,12 @@ def _check_tensor(name: str, stored: TensorStorageMetadata, metadata: Metadata) 
     _expect(isinstance(stored.properties.dtype, torch.dtype), f"{name} of dtype {stored.properties.dtype!r}")
     shape = tuple(stored.size)
     _expect(all(type(size) is int and size >= 0 for size in shape), f"{name} of shape {shape}")
-    nbytes = 0
     for chunk in stored.chunks:
         box = list(zip(chunk.offsets, chunk.sizes, shape, strict=True))
-        _expect(all(at >= 0 <= size and at + size <= of for at, size, of in box), f"{name} of shape {shape} in {chunk}")
+        _expect(
+            all(at >= 0 and size >= 0 and at + size <= of for at, size, of in box),
+            f"{name} of shape {shape} in {chunk}",
+        )
         location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         if not getattr(location, "transform_descriptors", None):  # else it may be compressed
             nbytes = math.prod(chunk.sizes) * stored.properties.dtype.itemsize

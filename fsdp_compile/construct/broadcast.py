@@ -35,7 +35,7 @@ def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUC
 
     First among replicas, so that the first rank of every shard group has the values when they go through shard groups.
     """
-    plain = [inner for tensor in tensors for inner in inner_tensors(tensor) if inner.numel()]
+    plain = [inner.detach() for tensor in tensors for inner in inner_tensors(tensor) if inner.numel()]
     for group in (groups.replicate, groups.shard):
         if group is not None and group.size() > 1:
             for bucket in _buckets(plain, bucket_bytes):

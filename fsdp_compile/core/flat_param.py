@@ -4,6 +4,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class FlatParam:
         """For each parameter the slice that this rank stores."""
         return self.layout.records(self.rank)
 
-    @property
+    @cached_property
     def full_shapes(self) -> tuple[tuple[int, ...], ...]:
         """For each parameter its shape; that of the full one if it is distributed over other ranks beside."""
         return tuple(tuple(spec.shape) for spec in self.specs) or self.layout.shapes

@@ -55,8 +55,10 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
 
 
 def add_mixin(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of `mixin` as well; if it has a `wrap_forward`, that wraps the original forward,
-    and its `wrap_call` what runs hooks and forward."""
+    """Make `module` an instance of `mixin` as well.
+
+    If that has a `wrap_forward`, it wraps the original forward, and its `wrap_call` what runs hooks and forward.
+    """
     constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
     _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
 

@@ -92,10 +92,10 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a wrapper subclass consists of, detached; of a plain one itself (E-SYNC-5)."""
+    """The plain tensors that a wrapper subclass consists of; of a plain one itself (E-SYNC-5)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        yield tensor.detach()
+        yield tensor
         return
     for inner in (getattr(tensor, name) for name in flatten()[0]):
         if isinstance(inner, Tensor):  # a DTensor names its mesh too

@@ -152,9 +152,7 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     norms: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, each in enumerate(tensors):
-        groups.setdefault(
-            (each.spec.ranks, each.spec.reducing_groups, each.device) if is_sharded(each) else None, []
-        ).append(i)
+        groups.setdefault((each.spec.reducing_groups, each.device) if is_sharded(each) else None, []).append(i)
     for group, chosen in groups.items():
         alike = [tensors[i] for i in chosen]
         of_group = _norms(alike, order) if group else aten._foreach_norm.Scalar([*map(plain, alike)], order, dtype)

@@ -39,7 +39,7 @@ class TensorParallel:
         mesh: these ranks.
         placements: for each dimension of the mesh a `Shard` or `Replicate`.
         shape: of the full tensor.
-        stride: of it; what is gathered is contiguous.
+        stride: of it, contiguous. A field, because Dynamo reads it and traces no cached property.
     """
 
     mesh: DeviceMesh
@@ -122,8 +122,7 @@ def _local_parameter(param: nn.Parameter) -> nn.Parameter:
     """A plain parameter over the local tensor of `param`, a DTensor, with its attributes; it knows its distribution."""
     assert isinstance(param, DTensor)
     local = nn.Parameter(param.to_local().detach(), param.requires_grad)
-    attributes = {name: value for name, value in vars(param).items() if name not in ("_local_tensor", "_spec")}
-    vars(local).update(attributes)
+    vars(local).update(vars(param))  # a DTensor keeps its own fields elsewhere, in slots
     vars(local)[_MARK] = TensorParallel.of(param)
     return local
 

@@ -67,7 +67,7 @@ class Unit:
     Attributes that describe the unit:
         stages: the groups that all-gathers go through, in order.
         flats: the flat parameters; parameters are indexed through all of them, in this order.
-        tensor_parallel: for each parameter how it is distributed over other ranks beside, or None.
+        tensor_parallel: for each parameter how it is distributed over other ranks beside, or None; empty if none is.
         locations: which modules hold the parameters.
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (state_dict/kinds.py), or None.
@@ -126,7 +126,8 @@ class Unit:
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
-        self.tensor_parallel = tuple(spec.tensor_parallel for spec in self.specs)
+        distributions = tuple(spec.tensor_parallel for spec in self.specs)
+        self.tensor_parallel = distributions if any(distributions) else ()
         self.switches = Switches.from_environment()
         self.state_settings: StateDictSettings | None = None
         self.locations = ParameterLocations(len(self.params))
@@ -353,7 +354,7 @@ class Unit:
 
     def distributed(self, params: list[Tensor]) -> list[Tensor]:
         """Unsharded parameters as module code finds them: those that were DTensors are DTensors."""
-        if not any(self.tensor_parallel):
+        if not self.tensor_parallel:  # at every forward, and Dynamo guards on what is read
             return params
         pairs = zip(params, self.tensor_parallel, strict=True)
         return [param if parallel is None else parallel.distribute(param) for param, parallel in pairs]

@@ -107,7 +107,7 @@ class SummonedParams(Protocol):
     """Full parameters in the place of the sharded ones (eager/summon.py)."""
 
     by: str  # the name of the function that asked for them
-    is_on_all_ranks: bool  # and on the device that computes
+    may_compute: bool  # whether all ranks have them, on the device that computes
 
 
 Location = tuple[dict[str, nn.Parameter | None], str]

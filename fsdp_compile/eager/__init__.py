@@ -8,7 +8,6 @@ Each step
     streams.py       streams and events behind one interface
     reduce.py        gradients packed and reduced, by collectives or communication hooks, and waited for late
     accumulate.py    gradient accumulation without communication
-    clip.py          the norm of all gradients, and scaling by it
 Between steps
     writeback.py     what users did to parameters
     convert.py       `.to()` and the like

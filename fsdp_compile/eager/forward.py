@@ -229,7 +229,7 @@ def _open(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
 
 def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
     """Whether a forward may compute with the full parameters that `summon_full_params` shows (E-FWD-12)."""
-    if unit.summoned is None or torch.is_grad_enabled() or not unit.summoned.is_on_all_ranks:
+    if unit.summoned is None or torch.is_grad_enabled() or not unit.summoned.may_compute:
         return False
     return all(unit.compute_dtype(flat, full_precision) == flat.shard.dtype for flat in unit.flats)
 

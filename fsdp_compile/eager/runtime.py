@@ -226,9 +226,9 @@ class Runtime:
             self._last_forward = weakref.ref(gathered)
 
     def _drop_unread(self) -> None:
-        while self.unread:
+        while self.unread:  # torch keeps what a collective writes until it was waited for
             buffer = self.unread.pop()
-            if buffer.filling:  # torch keeps what a collective writes until it was waited for
+            if buffer.filling:  # no other backward pass of the same graph has read it since
                 buffer.finish()
                 buffer.free()
 
@@ -259,8 +259,13 @@ class Runtime:
                 self._free_after_backward(target)
 
     def _free_after_backward(self, target: UnshardedUnit) -> None:
-        leave = partial(self.unread.extend, target.buffers)
+        leave = partial(_leave_unread, self.unread, target.buffers)
         call_after_backward(partial(_free_prefetched, weakref.ref(target)), if_failed=leave)
+
+
+def _leave_unread(unread: list[UnshardedBuffer], buffers: Sequence[UnshardedBuffer]) -> None:
+    """A backward pass that had begun to fill `buffers` has failed."""
+    unread.extend(buffer for buffer in buffers if buffer.filling)
 
 
 def _free_prefetched(prefetched: weakref.ref[UnshardedUnit]) -> None:

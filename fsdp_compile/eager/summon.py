@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.flat import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
@@ -142,7 +140,7 @@ class Summoned:
 
     def __init__(self, unit: Unit, options: Options, by: str) -> None:
         self.unit, self.options, self.by = unit, options, by
-        self.is_on_all_ranks = not (options.rank0_only or options.offload_to_cpu)
+        self.may_compute = not (options.rank0_only or options.offload_to_cpu)
         free_prefetched(unit)
         refresh(unit)
         full = [full_parameters(unit, flat) for flat in unit.flats]
@@ -181,10 +179,8 @@ class Summoned:
         params = [new.get(index, param) for index, param in enumerate(unit.params)]
         for flat, values in unit.by_flat(params):
             _check_full(flat, values, self.shows_grads)
-        local = [
-            None if record is None else _local_part(param, record, spec)
-            for param, record, spec in zip(params, unit.records, unit.specs or repeat(None), strict=False)
-        ]
+        specs: Sequence[ShardSpec | None] = unit.specs or [None] * len(params)
+        local = [_local_part(param, spec) for param, spec in zip(params, specs, strict=True)]
         if self.shows_grads:
             self._write_back_grads(params)
         adopt_objects(unit, new)
@@ -194,14 +190,13 @@ class Summoned:
     @torch.no_grad()
     def _write_back_grads(self, params: Sequence[nn.Parameter]) -> None:
         """Copy this rank's part of the gradients into those that it has; one that was set to None is None."""
-        specs = self.unit.specs  # gradients are shown of sharded parameters alone
-        for index, (param, record) in enumerate(zip(params, self.unit.records, strict=True)):
+        for index, (param, spec) in enumerate(zip(params, self.unit.specs, strict=True)):  # not shown under NO_SHARD
             saved = self.saved[index]
             if param.grad is None:
                 self.saved[index] = None
-            elif saved is not None and record is not None:
+            elif saved is not None:
                 into = _stored(saved)
-                into.copy_(_local_part(param.grad, record, specs[index]).view_as(into))
+                into.copy_(_local_part(param.grad, spec).view_as(into))
 
     def _restore(self) -> None:
         self.unit.summoned = None
@@ -230,17 +225,17 @@ def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: boo
             )
 
 
-def _local_part(full: Tensor, record: ShardRecord, spec: ShardSpec | None) -> Tensor:
-    """The part of a full tensor that this rank stores, 1-D; without a `spec`, what `record` describes."""
+def _local_part(full: Tensor, spec: ShardSpec | None) -> Tensor:
+    """The part of a full tensor that this rank stores, 1-D; without a `spec`, all of it."""
     plain = full.full_tensor() if isinstance(full, ShardedTensor) else full  # an UnshardedTensor: nothing is gathered
-    return spec.local_of(plain.detach()) if spec else plain.detach().reshape(-1)[record.first : record.last + 1]
+    return spec.local_of(plain.detach()) if spec else plain.detach().reshape(-1)
 
 
-def _write_changed(flat: FlatParam, values: Sequence[Tensor | None]) -> None:
+def _write_changed(flat: FlatParam, values: Sequence[Tensor]) -> None:
     """Write those of `values` that differ into the shard; what was gathered before is out of date then."""
     changed = {}
     for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
-        if stored is not None and value is not None and not torch.equal(stored.view(-1), value.to(stored.device)):
+        if stored is not None and not torch.equal(stored.view(-1), value.to(stored.device)):
             changed[index] = value
     write_to_shard(flat, changed, flat.shard)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])

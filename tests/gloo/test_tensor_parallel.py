@@ -116,6 +116,20 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
+def _step_equally(whole: nn.Module, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Clip and step both, whose norms, gradients and parameters must be equal."""
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (whole, model)]
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=1e-5)
+    for optimizer in optimizers:
+        optimizer.step()
+    for (name, mine), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert mine.shape == reference.shape == mine.grad.shape
+        torch.testing.assert_close(mine.grad.full_tensor(), reference.grad, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(mine.full_tensor(), reference.detach(), rtol=1e-5, atol=1e-5, msg=name)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def _train_llama(rank: int, how: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -137,16 +151,7 @@ def _train_llama(rank: int, how: str) -> None:
         total = loss.full_tensor().detach()
         dist.all_reduce(total, group=mesh["dp"].get_group())
         torch.testing.assert_close(total / 2, mean.detach(), rtol=1e-5, atol=1e-5)
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (whole, model)]
-        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=1e-5)
-        for mine, reference in zip(model.parameters(), whole.parameters(), strict=True):
-            assert mine.shape == reference.shape == mine.grad.shape
-            torch.testing.assert_close(mine.grad.full_tensor(), reference.grad, rtol=1e-5, atol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, mine), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), reference.detach(), rtol=1e-5, atol=1e-5, msg=name)
+        _step_equally(whole, model, optimizers)
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
@@ -223,13 +228,7 @@ def _train_experts(rank: int, how: str) -> None:
         loss.backward()
         dist.all_reduce(total := loss.detach().clone())
         torch.testing.assert_close(total / 4, mean.detach(), rtol=1e-5, atol=1e-5)
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (whole, model)]
-        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, mine), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), reference.detach(), rtol=1e-5, atol=1e-5, msg=name)
+        _step_equally(whole, model, optimizers)
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
