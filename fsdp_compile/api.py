@@ -49,7 +49,7 @@ from fsdp_compile.core.tensor_parallel import with_local_parameters
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
-from fsdp_compile.eager.forward import buffer_dtypes, cast_buffers, exempt_classes
+from fsdp_compile.eager.casting import buffer_dtypes, cast_buffers, exempt_classes
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters, gather_around_compiled
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 

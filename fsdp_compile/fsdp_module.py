@@ -16,8 +16,9 @@ from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
 from fsdp_compile.core.unit import Unit, check_idle, unit_of
 from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager._torch import norms
+from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.convert import convert
-from fsdp_compile.eager.forward import Prologue, cast_buffers, computes_in_full_precision, gathering, hooked_call
+from fsdp_compile.eager.forward import Prologue, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard

@@ -1,18 +1,21 @@
 """The eager runtime: everything that runs outside of a compiled graph, in the order of a step.
 
 Each step
-    forward.py       the forward of a sharded module, eager and traced; what is checked before a compiled one
-    runtime.py       what units below one root share: order, prefetching, streams, reduces in flight, checks
-    unshard.py       manual prefetching and resharding
-    unsharded.py     the unsharded parameters of one forward: gathered, freed, gathered again in backward, freed
-    streams.py       streams and events behind one interface
-    reduce.py        gradients packed and reduced, by collectives or communication hooks, and waited for late
-    accumulate.py    gradient accumulation without communication
+    forward.py            the forward of a sharded module, eager and traced; what is checked before a compiled one
+    casting.py            inputs, outputs and buffers in mixed precision
+    runtime.py            what units below one root share: order, prefetching, streams, reduces in flight
+    checks.py             what is checked of a root, and the order of its units on all ranks
+    unshard.py            manual prefetching and resharding
+    unsharded.py          the unsharded parameters of one forward: gathered, freed, gathered again in backward, freed
+    unsharded_buffer.py   the memory of these
+    streams.py            streams and events behind one interface
+    reduce.py             gradients packed and reduced, by collectives or communication hooks, and waited for late
+    accumulate.py         gradient accumulation without communication
 Between steps
-    writeback.py     what users did to parameters
-    convert.py       `.to()` and the like
-    summon.py        full parameters in the place of the sharded ones
-_torch.py            the private names of torch that this folder uses
+    writeback.py          what users did to parameters
+    convert.py            `.to()` and the like
+    summon.py             full parameters in the place of the sharded ones
+_torch.py                 the private names of torch that this folder uses
 
 Notes: [Graph breaks in the forward of a sharded module], [Freeing buffers that autograd has saved], [Streams], [Reduces
 in flight], [Communication hooks].

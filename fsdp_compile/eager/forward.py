@@ -10,16 +10,13 @@ as for its neighbours, and the graph in between reads unsharded flat parameters 
 """
 
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
-from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_compile.core.sharding import ModuleSharding
 from fsdp_compile.core.unit import Unit
@@ -30,8 +27,8 @@ from fsdp_compile.eager._torch import (
     dynamo_is_active,
     has_global_hooks,
     never_trace,
-    tree_map,
 )
+from fsdp_compile.eager.casting import cast_outputs, casting_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
 from fsdp_compile.eager.unshard import free_kept_unsharded, free_prefetched
@@ -58,7 +55,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
         args, kwargs = prepare_inputs(module, args, kwargs)
         if torch.compiler.is_compiling():
             return cast_outputs(module, _traced(module, forward, args, kwargs))
-        run = partial(forward, module) if module._fsdp.output_dtype is None else _casting_outputs(module, forward)
+        run = partial(forward, module) if module._fsdp.output_dtype is None else casting_outputs(module, forward)
         if _has_unsharded_flats(module):
             return _run_with_flats(module, run, args, kwargs)
         return _unsharded(module, run, args, kwargs)
@@ -341,104 +338,3 @@ def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:
     This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
     """
     unit.unsharded_params = params
-
-
-# --- inputs and buffers -----------------------------------------------------------------------------------------------
-
-
-def computes_in_full_precision(module: Any) -> bool:
-    """Whether mixed precision is ignored: in eval mode, with the switch on at `fully_shard` (E-MP-7)."""
-    return module._fsdp.full_precision_in_eval and not module.training
-
-
-def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Cast and move the tensors among the arguments, also in dataclasses, sets and packed sequences.
-
-    Floating ones are cast to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14). At the root, all go to
-    the accelerator that it computes on, if it does (E-FWD-2).
-    """
-    dtype = _input_dtype(module)
-    device = module._fsdp.device if module._fsdp.is_root and module._fsdp.device.type != "cpu" else None
-    if dtype is None and device is None:
-        return args, kwargs
-
-    def prepare(value: Any) -> Any:
-        if isinstance(value, (Tensor, PackedSequence)):
-            floating = (value.data if isinstance(value, PackedSequence) else value).is_floating_point()
-            to: Any = value.to
-            return to(device=device, dtype=dtype if floating else None)
-        if isinstance(value, (set, frozenset)):
-            return type(value)(map(prepare_all, value))
-        if is_dataclass(value) and not isinstance(value, type):
-            given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-            return replace(value, **{name: prepare_all(each) for name, each in given.items()})
-        return value
-
-    def prepare_all(values: Any) -> Any:
-        return tree_map(prepare, values, is_leaf=_is_packed)
-
-    return prepare_all((args, kwargs))
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)  # a named tuple, of which one part stays on the CPU
-
-
-def cast_outputs(module: Any, output: Any) -> Any:
-    """Cast the floating tensors in `output` to the `output_dtype` of the module's `mp_policy`, if it has one."""
-    dtype = module._fsdp.output_dtype
-    if dtype is None or computes_in_full_precision(module):
-        return output
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return tree_map(cast, output)
-
-
-def _casting_outputs(module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of `module` with its outputs cast: before hooks on outputs are placed, for these see what users see."""
-    return lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))
-
-
-def _input_dtype(module: Any) -> torch.dtype | None:
-    policy = module._fsdp.precision
-    if policy is None or computes_in_full_precision(module):
-        return None
-    own = policy.cast_forward_inputs and module._fsdp.units
-    return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
-
-
-def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
-    """Classes that auto-wrapping leaves out of mixed precision (E-INIT-6); none if the settings change no dtype."""
-    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) if policy else ()
-    return tuple(policy._module_classes_to_ignore) if policy and any(dtypes) else ()
-
-
-def buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:
-    """The dtypes of the floating buffers that the modules `own`, at or below `module`, have; by name in `module`."""
-    return {
-        f"{path}.{name}" if path else name: buffer.dtype
-        for path, owner in module.named_modules()
-        if owner in own
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    }
-
-
-def cast_buffers(module: Any) -> None:
-    """Give the module's buffers the dtype that it computes in now: `buffer_dtype`, or their own (E-MP-16, E-MP-17).
-
-    Buffers are found by name, whatever was put in their place since (E-MP-18); one that has two names stays one.
-    """
-    policy = module._fsdp.precision
-    if policy is None or policy.buffer_dtype is None:
-        return
-    full_precision = computes_in_full_precision(module)
-    cast_to: dict[Tensor, Tensor] = {}
-    for name, dtype in module._fsdp.buffer_dtypes.items():
-        path, _, attribute = name.rpartition(".")
-        buffers = module.get_submodule(path)._buffers
-        buffer = buffers.get(attribute)
-        if buffer is not None:
-            buffers[attribute] = cast_to.setdefault(buffer, buffer.to(dtype if full_precision else policy.buffer_dtype))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.eager.forward import prepare_inputs
+from fsdp_compile.eager.casting import prepare_inputs
 
 
 class _Nested(nn.Module):

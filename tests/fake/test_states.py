@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
 from fsdp_compile.core.unit import describe_state, unit_of
-from fsdp_compile.eager.unsharded import UnshardedBuffer, UnshardedUnit
+from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
