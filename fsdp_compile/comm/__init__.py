@@ -4,6 +4,7 @@ groups.py        from the arguments of `fully_shard` to the process groups of it
 collectives.py   the collectives as operators for graphs and as functions for eager code; what stands in for gloo's
 flat.py          a flat parameter gathered and averaged, over one group or two; bodies of the marker operators
 direct.py        the collectives that generated code calls
+comparison.py    ranks compare, through the store, what they are about to run
 
 Importing any of it registers the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads`.
 """

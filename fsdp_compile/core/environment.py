@@ -40,6 +40,21 @@ class Switches:
         )
 
 
+def check_ranks_timeout() -> float | None:
+    """Seconds that a rank waits for others to compare with; None: `FSDP_COMPILE_DISABLE` names `check_ranks`.
+
+    Raises:
+        ValueError: `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` is no number.
+    """
+    if "check_ranks" in map(str.strip, os.environ.get("FSDP_COMPILE_DISABLE", "").split(",")):
+        return None
+    given = os.environ.get("FSDP_COMPILE_CHECK_RANKS_TIMEOUT") or "600"
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT: expected a number, found {given!r}") from None
+
+
 def _is_on(name: str, harm: str | None = None) -> bool:
     variable = next((prefix + name for prefix in _PREFIXES if os.environ.get(prefix + name) == "1"), None)
     if variable and harm and variable not in _warned:

@@ -5,6 +5,7 @@ Each step
     casting.py            inputs, outputs and buffers in mixed precision
     runtime.py            what units below one root share: order, prefetching, streams, reduces in flight
     checks.py             what is checked of a root, and the order of its units on all ranks
+    description.py        what ranks compare before the first forward of a root
     unshard.py            manual prefetching and resharding
     unsharded.py          the unsharded parameters of one forward: gathered, freed, gathered again in backward, freed
     unsharded_buffer.py   the memory of these

@@ -165,6 +165,7 @@ def _prepare(module: Any) -> None:
         return
     if module._fsdp.is_root:
         module._fsdp_runtime.check(module)
+        module._fsdp_runtime.compare(module, compiled=True)
     for unit in module._fsdp.units_below:
         if not unit.is_unsharded:
             refresh(unit)
@@ -236,7 +237,7 @@ def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) ->
     runtime: Runtime = module._fsdp_runtime
     try:
         if completed and module._fsdp.is_root:
-            runtime.complete_iteration()
+            runtime.complete_iteration(module)
     finally:
         if module._fsdp.is_root:
             opened += runtime.shared_in_forward

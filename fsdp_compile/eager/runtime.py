@@ -29,6 +29,7 @@ from fsdp_compile.eager.checks import (
     check_not_replicated,
     check_settings,
 )
+from fsdp_compile.eager.description import compare_order, compare_units
 from fsdp_compile.eager.reduce import discard_gradients
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
@@ -74,7 +75,7 @@ class Runtime:
         self.post_optim_event: Any = None
         self.shard_as_one: Callable[[], Any] | None = None
         self.converting = False
-        self._order_is_known = self._is_checked = False
+        self._order_is_known = self._is_checked = self._is_compared = False
         self._streams: dict[torch.device, Streams] = {}
         self._order_check: OrderCheck | None = None
         self._checks_order = False  # in the iteration under way
@@ -112,11 +113,18 @@ class Runtime:
             check_not_replicated(module)
             self._is_checked = True
 
+    def compare(self, module: nn.Module, compiled: bool) -> None:
+        """Before the first forward of the root `module` that communicates: RuntimeError if ranks differ."""
+        if not self._is_compared:
+            settings = f"backward_prefetch {self.backward_prefetch}, forward_prefetch {self.forward_prefetch}"
+            self._is_compared = compare_units(module, settings, compiled)
+
     # --- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self, module: nn.Module) -> None:
-        """A forward of the root `module` starts. ValueError as `check` raises it."""
+        """A forward of the root `module` starts. Raises as `check` and `compare` do."""
         self.check(module)
+        self.compare(module, compiled=False)
         self._drop_prefetched()
         self._drop_unread()
         self._last_forward, self.iteration = None, object()
@@ -130,11 +138,13 @@ class Runtime:
             self._order_check = self._order_check or OrderCheck(module)
             self._order_check.begin()
 
-    def complete_iteration(self) -> None:
-        """The forward of the root module has run to its end."""
+    def complete_iteration(self, module: nn.Module) -> None:
+        """The forward of the root `module` has run to its end. RuntimeError if it was the first and ranks differ."""
         if self._checks_order and self._order_check is not None:
             self._order_check.end()
-        self._order_is_known = True
+        if not self._order_is_known:
+            compare_order(module, filter(None, (unit() for unit in self.order)))
+        self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
 
     def end_iteration(self) -> None:
         """The forward of the root module has ended, or failed."""

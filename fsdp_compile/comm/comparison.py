@@ -1,0 +1,173 @@
+"""Ranks compare, through the store of a process group, what they are about to run; no collective takes part.
+
+Of the n-th comparison in a group its store has, under the keys `fsdp_flat/<n>/...`:
+
+    came/<rank>      that this rank takes part
+    same/<digest>    how many ranks are about to run the same
+    came             how many ranks take part so far; the last of them knows all digests
+    outcome          that all ranks agree, that texts are needed, or the error of a rank whose time was up
+    text/<rank>      only if digests differ: what this rank is about to run
+    texts            how many ranks have written theirs; the last of them finds the difference
+    verdict          the error that all of them raise
+
+Ranks that agree need five operations of the store, whatever the length of their texts. The first who writes an outcome
+or a verdict decides it.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fsdp_compile.comm._torch import store_of
+
+_AGREED, _DIFFERENT = "all ranks agree", "digests differ"
+
+
+class Subject(NamedTuple):
+    """What ranks are about to run, in the words of errors.
+
+    Attributes:
+        name: such as "compiled graph"; ranks that come with another name are about to run something else.
+        expected: what the lines of a text are, such as "the same collectives".
+        end: what stands for a line that a shorter text does not have.
+        advice: what to do about a difference.
+    """
+
+    name: str
+    expected: str
+    end: str
+    advice: str
+
+
+class GroupCheck:
+    """The comparisons of one process group.
+
+    Attributes:
+        agreed: the texts of graphs on which all ranks agreed.
+        rounds: how many comparisons were begun, the same number on all ranks.
+    """
+
+    by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, GroupCheck]"] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.agreed: set[str] = set()
+        self.rounds = 0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "GroupCheck":
+        """The one of `group`, which lives as long as the group."""
+        return cls.by_group.setdefault(group, cls())
+
+    def compare(self, text: str, group: dist.ProcessGroup, timeout: float, subject: Subject) -> None:
+        """Wait until every rank of `group` has come with its text, `timeout` seconds at most.
+
+        Raises:
+            RuntimeError: on all ranks that come: their texts or subjects differ, or a rank did not come.
+        """
+        error = self.begin(group).verdict(text, timeout, subject)
+        if error is not None:
+            raise RuntimeError(error)
+
+    def begin(self, group: dist.ProcessGroup) -> "_Round":
+        """The next comparison in `group`."""
+        self.rounds += 1
+        return _Round(group, f"fsdp_flat/{self.rounds}")
+
+
+def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float, subject: Subject) -> None:
+    """Compare in each group, in order, this rank's text for it; RuntimeError as `GroupCheck.compare` raises it.
+
+    Where ranks of one group differ, those of the groups after it learn that, and raise the same error: under hybrid
+    sharding, all ranks.
+    """
+    rest = [(group, text) for group, text in pairs if exists(group)]
+    while rest:
+        group, text = rest.pop(0)
+        try:
+            GroupCheck.of(group).compare(text, group, timeout, subject)
+        except RuntimeError as error:
+            for following, _ in rest:
+                GroupCheck.of(following).begin(following).decide("outcome", str(error))
+            raise
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether there are other ranks in `group` to compare with; those of the fake backend do not exist."""
+    return group.size() > 1 and dist.get_backend(group) != "fake"
+
+
+class _Round:
+    """One comparison in one group, under `key` of its store."""
+
+    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
+        self.key, self.store, self.rank, self.size = key, store_of(group), group.rank(), group.size()
+        self.global_ranks = dist.get_process_group_ranks(group)
+
+    def verdict(self, text: str, timeout: float, subject: Subject) -> str | None:
+        """None if all ranks agree, else the error of the first rank that knows it."""
+        digest = hashlib.sha256(f"{subject.name}\n{text}".encode()).hexdigest()
+        same = f"{self.key}/same/{digest}"
+        self.store.set(f"{self.key}/came/{self.rank}", "yes")
+        self.store.add(same, 1)
+        if self.store.add(f"{self.key}/came", 1) == self.size:
+            outcome = self.decide("outcome", _AGREED if self.store.add(same, 0) == self.size else _DIFFERENT)
+        else:
+            outcome = self._wait("outcome", timeout) or self.decide("outcome", self._missing(text, timeout, subject))
+        if outcome == _DIFFERENT:
+            return self._difference(text, timeout, subject)
+        return None if outcome == _AGREED else outcome
+
+    def decide(self, name: str, said: str) -> str:
+        """Write `said` under `name` unless another rank has written there; what it says now."""
+        return self.store.compare_set(f"{self.key}/{name}", "", said).decode()
+
+    def _wait(self, name: str, timeout: float) -> str | None:
+        try:
+            self.store.wait([f"{self.key}/{name}"], timedelta(seconds=timeout))
+        except RuntimeError:  # stores differ in what they raise when time is up
+            return None
+        return self.store.get(f"{self.key}/{name}").decode()
+
+    def _difference(self, text: str, timeout: float, subject: Subject) -> str:
+        self.store.set(f"{self.key}/text/{self.rank}", f"{subject.name}\n{text}")
+        if self.store.add(f"{self.key}/texts", 1) == self.size:
+            texts = [self.store.get(f"{self.key}/text/{rank}").decode().split("\n") for rank in range(self.size)]
+            return self.decide("verdict", self._first_difference(texts, subject))
+        gone = f"{subject.name}: expected {subject.expected} on all ranks, found others; {subject.advice}"
+        return self._wait("verdict", timeout) or self.decide("verdict", gone)
+
+    def _first_difference(self, texts: list[list[str]], subject: Subject) -> str:
+        equal = next(i for i in range(max(map(len, texts))) if len({tuple(text[i : i + 1]) for text in texts}) > 1)
+        ranks_by_line: dict[str, list[int]] = defaultdict(list)
+        for rank, text in zip(self.global_ranks, texts, strict=True):
+            line = text[equal] if equal < len(text) else subject.end
+            ranks_by_line[line if equal else f"{line} ({text[1]}, ...)"].append(rank)
+        lines = "; ".join(f"{_name(ranks)}: {line}" for line, ranks in ranks_by_line.items())
+        if equal:
+            return (
+                f"{subject.name}: expected {subject.expected} on all ranks, found after {equal - 1} equal ones "
+                f"{lines}; {subject.advice}"
+            )
+        return (
+            f"ranks: expected all of them to run the same program, found {lines}; run the same model, eager "
+            f"or compiled, on all ranks"
+        )
+
+    def _missing(self, text: str, timeout: float, subject: Subject) -> str:
+        absent = [rank for rank in range(self.size) if not self.store.check([f"{self.key}/came/{rank}"])]
+        first, *others = text.split("\n")
+        return (
+            f"{subject.name}: expected all ranks to run it, found no sign of "
+            f"{_name([self.global_ranks[rank] for rank in absent])} for {timeout:g} s, while rank "
+            f"{self.global_ranks[self.rank]} was about to run {first} and {len(others)} more; run the same model on "
+            f"all ranks, or raise FSDP_COMPILE_CHECK_RANKS_TIMEOUT if some of them come later"
+        )
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

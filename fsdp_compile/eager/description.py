@@ -1,0 +1,135 @@
+"""What ranks compare once for each root, through the store (comm/comparison.py): its units, and the order of these.
+
+compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
+compare_order    after the first complete eager forward: the order in which sharded units were gathered
+
+Neither costs anything later. Texts hold no ranks and no names of groups, which differ from rank to rank under hybrid
+sharding. Values are compared where ranks replicate them and train them: under NO_SHARD, and between the replicas of
+hybrid sharding, each rank would go on with values of its own for ever. What FULL_SHARD cuts is not compared, since each
+rank may well initialize its own slice.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.core.environment import check_ranks_timeout
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.sharding import sharding_of
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.eager.writeback import refresh
+
+_ADVICE = "build and shard the same model with the same arguments on all ranks"
+_ORDER = Subject(
+    "order of units",
+    "the same order in the first forward",
+    "the end of forward",
+    "let forward call the same modules in the same order on all ranks",
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
+
+
+def compare_units(module: nn.Module, settings: str, compiled: bool) -> bool:
+    """Compare the units of the root `module`, and its `settings`, if its forward, eager or compiled, communicates.
+
+    Returns:
+        Whether they were compared, or never need be.
+
+    Raises:
+        RuntimeError: on all ranks: they differ, or ranks did not come in `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` seconds.
+    """
+    timeout = check_ranks_timeout()
+    units = _units_by_path(module)
+    groups = _groups(units)
+    if timeout is None or not groups:
+        return True
+    if not any(map(_communicates, units)):  # such as evaluation on one rank under NO_SHARD
+        return False
+    for unit in units:
+        if unit.summoned is None:
+            refresh(unit)
+    subject = Subject(
+        f"{'compiled' if compiled else 'eager'} forward", "the same units and settings", "the end of the model", _ADVICE
+    )
+    first = f"{_class_name(module)} with {settings}"
+    texts = [(group, "\n".join([first, *_lines(units, group)])) for group in groups]
+    compare_in_groups(texts, timeout, subject)
+    return True
+
+
+def compare_order(module: nn.Module, order: Iterable[Unit]) -> None:
+    """Compare the order in which the first complete forward of the root `module` gathered units, as above."""
+    timeout = check_ranks_timeout()
+    paths = _units_by_path(module)
+    gathered = {unit: paths[unit] for unit in order if unit in paths and unit.is_sharded}
+    if timeout is not None:
+        texts = [(g, "\n".join(p for u, p in gathered.items() if g in _groups([u]))) for g in _groups(gathered)]
+        compare_in_groups(texts, timeout, _ORDER)
+
+
+def _units_by_path(module: nn.Module) -> dict[Unit, str]:
+    """The units that `module` and modules below gather, each with the path and class of the first that does."""
+    paths: dict[Unit, str] = {}
+    for path, each in module.named_modules():
+        sharding = sharding_of(each)
+        for unit in sharding.units if sharding else ():
+            paths.setdefault(unit, f"{path or 'root'} ({_class_name(each)}, {sharding.strategy.name})")  # type: ignore[union-attr]  # it has units
+    return paths
+
+
+def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
+    """The groups of `units` with other ranks in them; those that they are sharded over come first."""
+    replicas = [unit.replicas for unit in units if unit.replicas is not None]
+    return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group)]
+
+
+def _communicates(unit: Unit) -> bool:
+    if unit.summoned is not None:
+        return False
+    return unit.is_sharded or (torch.is_grad_enabled() and unit.trains and unit.syncs)
+
+
+def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
+    for unit, path in units.items():
+        if group is not unit.group and group is not unit.replicas:
+            continue
+        replicas = unit.replicas.size() if unit.replicas is not None else 1
+        options = unit.options
+        yield (
+            f"{path}: over {unit.group_size} ranks and {replicas} replicas, "
+            f"reshard_after_forward {unit.reshard_after_forward}, offload {unit.offload}, "
+            f"communication hook {unit.comm_hook is not None}, divided by {options.divide_factor or 'all ranks'}"
+        )
+        for flat in unit.flats:
+            yield (
+                f"{path}: {flat.layout.numel} elements with padding, {_name(flat.shard.dtype)} gathered as "
+                f"{_name(unit.compute_dtype(flat))}, "
+                + (f"reduced as {_name(unit.reduce_dtype(flat))}" if flat.trains else "not trained")
+            )
+            for name, shape in zip(flat.layout.names, flat.full_shapes, strict=True):
+                yield f"{path}: {name} {shape}"
+        replicates = group is unit.replicas or not unit.is_sharded
+        if replicates and unit.summoned is None and unit.trains:
+            names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
+            yield f"{path}: replicated values of {names} with checksum {_checksum(unit.flats)}"
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # as the class was called before it was sharded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _checksum(flats: Sequence[FlatParam]) -> int:
+    """The sum of the bits of what this rank stores and trains: reads it once, and waits for the device once."""
+    sums = []
+    for flat in flats:
+        if flat.trains and flat.shard.numel():
+            bits = flat.shard.detach().view(_BITS.get(flat.shard.element_size(), torch.int64))
+            sums.append(bits.sum(dtype=torch.int64))
+    return int(torch.stack(sums).sum().item()) if sums else 0

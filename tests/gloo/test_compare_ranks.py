@@ -1,0 +1,162 @@
+"""Ranks that shard different models, or the same one with other options or values, learn that at the first forward."""
+
+import copy
+import re
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
+from fsdp_compile.comm.comparison import GroupCheck
+
+from .ranks import Ranks
+from .training import executor
+
+X = torch.ones(2, 8)
+Kind = ShardingStrategy
+
+
+def _model(seed: int = 0, width: int = 4, turned: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)]
+    return nn.Sequential(*(reversed(layers) if turned else layers))
+
+
+def _sharded(seed: int = 0, width: int = 4, turned: bool = False, **options: object) -> nn.Module:
+    return fully_shard(_model(seed, width, turned), auto_wrap_policy={nn.Linear}, **options)  # type: ignore[arg-type]  # options of a row
+
+
+class _Chosen(nn.Module):
+    """Equal blocks, run in a given order."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.order = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+Make = Callable[[], nn.Module]
+DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have, and the text of both
+    "shapes": (
+        lambda: _sharded(width=4),
+        lambda: _sharded(turned=True),
+        r"eager forward: expected the same units .* rank 0: 0 \(Linear.*\): weight \(4, 8\); rank 1: .*\(8, 4\); build",
+    ),
+    "units": (
+        lambda: _sharded(),
+        lambda: fully_shard(_model(), auto_wrap_policy=None),
+        r"rank 0: 0 \(Linear, FULL_SHARD\): over 2 .*; rank 1: root \(Sequential, FULL_SHARD\): over 2",
+    ),
+    "strategy": (
+        lambda: _sharded(),
+        lambda: _sharded(sharding_strategy=Kind.NO_SHARD),
+        r"rank 0: 0 \(Linear, FULL_SHARD\).*; rank 1: 0 \(Linear, NO_SHARD\)",
+    ),
+    "precision": (
+        lambda: _sharded(),
+        lambda: _sharded(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)),
+        r"rank 0: .*reduced as float32; rank 1: .*reduced as bfloat16",
+    ),
+    "values": (
+        lambda: _sharded(seed=0, sharding_strategy=Kind.NO_SHARD),
+        lambda: _sharded(seed=1, sharding_strategy=Kind.NO_SHARD),
+        r"rank 0: 0 \(Linear, NO_SHARD\): replicated values of .*weight, .*bias with checksum -?\d+; rank 1",
+    ),
+    "executor": (
+        lambda: _sharded(),
+        lambda: torch.compile(_sharded(), backend="aot_eager"),  # type: ignore[return-value]  # a module
+        r"ranks: expected all of them to run the same program, found rank 0: eager forward \(Seq.*; rank 1: compiled ",
+    ),
+    "order": (
+        lambda: fully_shard(_Chosen((0, 1)), auto_wrap_policy={nn.Linear}),
+        lambda: fully_shard(_Chosen((1, 0)), auto_wrap_policy={nn.Linear}),
+        r"order of units: .* rank 0: layers.0 \(Linear, FULL_SHARD\); rank 1: layers.1 \(Linear, FULL_SHARD\); let",
+    ),
+}
+
+
+def _differ(rank: int) -> None:
+    for name, (*makes, said) in DIFFERENT.items():
+        run = makes[rank]()
+        dist.barrier()
+        before = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            run(X)
+        assert re.search(said, str(caught.value), re.DOTALL), f"{name}: {caught.value}"
+        assert time.monotonic() - before < 3, name
+    function = torch.compile(lambda model: model(X))  # whose graph alone is compared
+    model = fully_shard(nn.Linear(8, 8))
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"rank 0: eager forward .*; rank 1: compiled graph \(gather"),
+    ):
+        model(X) if rank == 0 else function(model)
+    _sharded()(X).sum().backward()  # the group is as it was
+
+
+def _agree(rank: int) -> None:
+    with mock.patch.object(GroupCheck, "compare", autospec=True, side_effect=GroupCheck.compare) as compare:
+        torch.manual_seed(rank)
+        model = fully_shard(nn.Linear(8, 8))  # each rank initializes its own slice
+        with summon_full_params(model), torch.no_grad():
+            if rank == 0:
+                model(X)
+        assert not compare.call_count
+        for _ in range(3):
+            model(X).sum().backward()
+        assert compare.call_count == 2, "expected one comparison of units and one of their order"
+        copy.deepcopy(model)(X)
+        assert compare.call_count == 4
+
+        compare.reset_mock()
+        model = _sharded(sharding_strategy=Kind.NO_SHARD)
+        if rank == 0:
+            with torch.no_grad():
+                model(X)
+                executor(model, "aot_eager")(X)
+        assert not compare.call_count, "expected evaluation on one rank to wait for nobody"
+        with torch.no_grad():
+            model[0].weight.data = torch.full((4, 8), 2.0)
+        model(X).sum().backward()
+        assert compare.call_count == 1
+
+
+def test_ranks_that_differ(two: Ranks) -> None:
+    """Both raise within a second, with the first unit or setting that differs and which rank has what; ranks that agree
+    compare once for each root, and a forward that communicates nothing compares nothing.
+    """
+    two.run(_differ)
+    two.run(_agree)
+
+
+def _in_a_hybrid(rank: int, seeds: tuple[int, ...], width: tuple[int, ...]) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    both = (groups[rank // 2], replicas[rank % 2])
+    model = _sharded(seeds[rank], width[rank], process_group=both, sharding_strategy=Kind.HYBRID_SHARD)
+    before = time.monotonic()
+    try:
+        model(X)
+    except RuntimeError as error:
+        assert time.monotonic() - before < 3
+        return str(error)
+    return ""
+
+
+def test_replicas_that_differ(four: Ranks) -> None:
+    """Another model on one rank, other values in one replica: all four ranks raise. Equal ones agree."""
+    assert four.run(_in_a_hybrid, (0, 0, 0, 0), (4, 4, 4, 4)) == [""] * 4
+    one = four.run(_in_a_hybrid, (0, 0, 0, 0), (4, 4, 4, 5))
+    assert all("rank 2: 0 (Linear" in text and "rank 3: 0 (Linear" in text for text in one), one
+    other = four.run(_in_a_hybrid, (0, 0, 1, 1), (4, 4, 4, 4))
+    assert all("replicated values" in text for text in other), other
