@@ -81,11 +81,23 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.name.startswith("tangents_")  # as AOTAutograd names them
 
 
+_UNBOUNDED = 8192  # stands for a size that depends on data and has no bound, as it does in Inductor
+
+
 def size_hint(size: Any) -> int:
-    """The number that a size has, or had when it was traced."""
+    """The number that a size has, or had when it was traced; for one that depends on data, the most that it may be.
+
+    It is equal on all ranks where the sizes of their inputs are.
+    """
     if isinstance(size, int):
         return size
     context = TracingContext.try_get()
     shapes: Any = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
     expression = size.node.expr
-    return int(expression.xreplace({symbol: shapes.backed_var_to_val[symbol] for symbol in expression.free_symbols}))
+    values = {}
+    for symbol in expression.free_symbols:
+        values[symbol] = shapes.backed_var_to_val.get(symbol)
+        if values[symbol] is None:
+            most = shapes.var_to_range[symbol].upper
+            values[symbol] = most if most < 2**31 else _UNBOUNDED
+    return int(expression.xreplace(values))

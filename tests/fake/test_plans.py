@@ -5,12 +5,14 @@ import operator
 import pathlib
 import re
 from collections import Counter
+from contextlib import suppress
 from itertools import chain, pairwise
 
 import pytest
 import torch
 from compiling import BUILD, CASES, compiled, printed_graphs
 from generated import launches, programs
+from models import routed
 from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain, fully_shard
@@ -44,6 +46,15 @@ def test_generated_code_follows_the_plan(plans: dict[str, Plan], name: str, opti
     for direction, program in zip(("forward", "backward"), programs, strict=True):
         planned = [step.kind for step in plans[direction].steps if step.kind != "free" for _ in step.units]
         assert launches(program) == planned
+
+
+def test_sizes_that_depend_on_data(plans: dict[str, Plan]) -> None:
+    """One graph whose sizes data decides has a plan, which counts the most that they may be."""
+    model = torch.compile(fully_shard(routed()), backend=fsdp_compile_backend, fullgraph=True)
+    settings = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+    with settings, suppress(TypeError):  # kernels are not built here, so that nothing tells how many rows there are
+        model(torch.randn(5, 8)).sum()
+    assert set(plans) == {"forward", "backward"}
 
 
 def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:

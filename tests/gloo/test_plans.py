@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, MODULES
+from models import MODELS, MODULES, routed
+from torch import nn
 
+from fsdp_compile import fully_shard
 from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
 
 from .ranks import Ranks
@@ -66,3 +68,28 @@ def _measure(rank: int, folder: str) -> None:
 def test_times_are_measured_and_used(two: Ranks, tmp_path: pathlib.Path) -> None:
     """Graphs record when each task begins and ends; plans are made by that file; without the graph in it, refused."""
     two.run(_measure, str(tmp_path))
+
+
+def _route(rank: int) -> None:
+    eager, model = (fully_shard(routed(), auto_wrap_policy={nn.Linear}) for _ in range(2))
+    run = torch.compile(model, fullgraph=True, backend="fsdp_compile")
+    for step in range(4):
+        torch.manual_seed(2 * step + rank)
+        x = torch.randn(6, 8)
+        with torch._dynamo.config.patch(
+            capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True, error_on_recompile=step > 0
+        ):
+            losses = [each(x).square().sum() for each in (eager, run)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+@LATE
+def test_sizes_that_depend_on_data(two: Ranks) -> None:
+    """Experts that compute as many rows as each rank's router gives them: one graph, planned once, computes what eager
+    does.
+    """
+    two.run(_route)
