@@ -1,5 +1,5 @@
 # run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
-# size: lines of code   spec: which statements of the specification have a test   features: the table of docs/features.md
+# fuzz: random cases beside one process   size: lines of code   spec: which statements of the specification have a test   features: the table of docs/features.md
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 TIERS := $(foreach tier,gloo fake unit gpu,$(wildcard tests/$(tier)))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test bench size spec features format clean compiler
+.PHONY: run test fuzz bench size spec features format clean compiler
 
 run: compiler .venv/run
 	@echo "starting 2 processes"
@@ -26,6 +26,9 @@ endif
 
 %.tier:
 	$(PY) -m pytest $*
+
+fuzz: compiler .venv/test
+	PYTHONPATH=tests $(PY) -m fuzz $(ARGS)
 
 bench: compiler .venv/bench
 	$(PY) -m bench $(ARGS)

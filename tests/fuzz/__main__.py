@@ -1,0 +1,84 @@
+"""`make fuzz ARGS="--cases 200 --seed 1 --world 2 --how eager"`: draws cases, runs them, shrinks what fails."""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from gloo.ranks import Ranks, RanksFailed
+
+from .cases import Case, draw
+from .shrink import shrink
+
+LIMITS = {"eager": 20.0, "aot_eager": 90.0, "inductor": 240.0}  # seconds of one case
+
+
+class Fuzzer:
+    """Runs cases on a pool of ranks, which it starts again after a failure.
+
+    Args:
+        folder: for files of the ranks.
+        world_size: how many ranks.
+        how: "eager", "aot_eager" or "inductor".
+    """
+
+    def __init__(self, folder: Path, world_size: int, how: str) -> None:
+        self.how, self.ranks = how, Ranks(world_size, folder, limit=LIMITS[how])
+        self.invalid = 0
+
+    def failure(self, case: Case, fsdp2: bool = False) -> str | None:
+        """What goes wrong, or None."""
+        from .run import compare
+
+        try:
+            found = self.ranks.run(compare, case, "eager" if fsdp2 else self.how, fsdp2)
+        except RanksFailed as error:
+            if "fuzz.run.InvalidCase" in str(error):
+                self.invalid += 1
+                return None
+            return str(error)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), None)
+
+    def shrunk(self, case: Case, failure: str) -> Case:
+        """The smallest case that fails in the same way."""
+        return shrink(case, lambda smaller: kind_of(self.failure(smaller)) == kind_of(failure))
+
+
+def kind_of(failure: str | None) -> str:
+    """Failures of one kind are taken for one defect: the last line of an error, without numbers, or the fact."""
+    if failure is None or ": differs by" in failure or "did not finish on [0, 1" in failure:
+        return "" if failure is None else "differs" if ": differs by" in failure else "hangs"
+    errors = [line for line in failure.splitlines() if line[:1].isalpha() and "Error" in line.split(":")[0]]
+    return "".join(each for each in (errors or [failure])[0][:60] if not each.isdigit())
+
+
+def main() -> int:
+    """Run what the arguments ask for; 1 if anything failed."""
+    parser = argparse.ArgumentParser(prog="make fuzz")
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones follow")
+    parser.add_argument("--world", type=int, default=2, choices=(1, 2, 3, 4))
+    parser.add_argument("--how", default="eager", choices=sorted(LIMITS))
+    parser.add_argument("--no-shrink", action="store_true")
+    asked = parser.parse_args()
+    failures, begin = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        fuzzer = Fuzzer(Path(folder), asked.world, asked.how)
+        for seed in range(asked.seed, asked.seed + asked.cases):
+            case = draw(seed, asked.how, asked.world)
+            failure = fuzzer.failure(case)
+            if failure is not None:
+                failures += 1
+                print(f"seed {seed} fails: {failure}", flush=True)
+                if not asked.no_shrink:
+                    case = fuzzer.shrunk(case, failure)
+                    print(f"smaller:\n    {case}\n{fuzzer.failure(case)}\nFSDP2: {fuzzer.failure(case, True)}", flush=True)
+        fuzzer.ranks.stop()
+    seconds = time.monotonic() - begin
+    print(f"{asked.cases} cases {asked.how} on {asked.world} ranks: {failures} fail, {fuzzer.invalid} invalid, {seconds:.0f} s")
+    return failures > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

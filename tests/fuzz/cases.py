@@ -1,0 +1,162 @@
+"""What a case is, and how one is drawn from a seed. This module imports no torch.
+
+    case = draw(seed=7, how="eager")     a model (a tree of nodes), options of fully_shard, and steps of training
+
+Every field has a default that asks for nothing, so that a case is shrunk by setting fields back, and prints in one line.
+"""
+
+import random
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+
+class Printed:
+    """A dataclass that prints as the call that makes it, without defaults."""
+
+    def __repr__(self) -> str:
+        values = [(field, getattr(self, field.name)) for field in fields(self)]
+        changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Node(Printed):
+    """A module that maps `[batch, width]` to the same shape, and how the module around it runs it.
+
+    Attributes:
+        kind: a key of `models.KINDS`, or "nest", which runs its children one after the other.
+        size: width of the hidden layer.
+        unit: whether `fully_shard` is called on it.
+        frozen: which of its parameters do not train: "", "first" or "all".
+        checkpoint: "", "reentrant" or "non-reentrant".
+        times: how often it is run in a row.
+        gate: "step": only in steps with `gates`; "rank": only on even ranks; "no_grad": without gradients.
+        out: what it returns: "" a tensor, else a "tuple", "dict" or "dataclass" with a second tensor.
+        dtype: of its parameters, where it is not the model's.
+        tie: gives it the first weight of the node of this index among those of its kind and size.
+        same: makes it the very module that the node of this index is.
+    """
+
+    kind: str = "linear"
+    children: tuple["Node", ...] = ()
+    size: int = 5
+    unit: bool = False
+    frozen: str = ""
+    checkpoint: str = ""
+    times: int = 1
+    gate: str = ""
+    out: str = ""
+    dtype: str = ""
+    tie: int = -1
+    same: int = -1
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Printed):
+    """One step of training, and what the script does before it.
+
+    Attributes:
+        syncs: for each backward pass whether it reduces; the last one does.
+        forwards: how a backward pass is made: "one" forward; the loss of "two" forwards; the losses of two forwards,
+            each backward "apart", or the first one last ("crossed"); "eval": another one under no_grad before backward.
+        gates: whether modules with the gate "step" run.
+        before: what happens before the step, a key of `run.EDITS`.
+        clip: whether gradients are clipped.
+        keeps_grads: whether the gradients stay for the next step.
+    """
+
+    syncs: tuple[bool, ...] = (True,)
+    forwards: str = "one"
+    gates: bool = True
+    before: str = ""
+    clip: bool = False
+    keeps_grads: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Case(Printed):
+    """A model, how it is sharded, and how it is trained; see `fully_shard` for the options."""
+
+    nodes: tuple[Node, ...] = ()
+    width: int = 3
+    out: str = ""  # what the model returns, as `Node.out`
+    dtype: str = "float64"
+    strategy: str = "FULL_SHARD"
+    replicas: int = 1  # with 2: a mesh of (replicas, shards)
+    reshard: int = 0  # reshard_after_forward=n
+    wrap: str = "units"  # "units": one by one; "policy": those nodes by a policy; "auto"; "none"
+    param_dtype: str = ""  # mixed precision
+    reduce_dtype: str = ""
+    offload: bool = False
+    forward_prefetch: bool = False
+    backward_prefetch: str = "BACKWARD_PRE"
+    limit_all_gathers: bool = True
+    no_sync: bool = False  # as the context manager, instead of set_requires_gradient_sync
+    uneven: bool = False  # batches of another size on each rank
+    input_grads: bool = False
+    optimizer: str = "sgd"
+    steps: tuple[Step, ...] = (Step(),)
+    seed: int = 0
+
+
+def size_of(value: Any) -> int:
+    """How many fields of `value` and of what it holds are not the defaults."""
+    if isinstance(value, tuple):
+        return sum(1 + size_of(each) for each in value)
+    if is_dataclass(value):
+        changed = (getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default)
+        return sum(1 + size_of(each) for each in changed)
+    return 0
+
+
+def nodes_of(nodes: tuple[Node, ...]) -> list[Node]:
+    """All nodes of a tree, in the order in which their modules are made."""
+    return [each for node in nodes for each in (node, *nodes_of(node.children))]
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+LEAVES = ("linear", "mlp", "scale", "norm", "inplace")
+EDITS = ("mul", "data", "eval")
+
+
+def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
+    """The case of this seed."""
+    rng = random.Random(seed)
+    nodes = tuple(_node(rng, how, depth=0) for _ in range(rng.randint(1, 4)))
+    strategy = rng.choice(("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    return Case(
+        nodes=nodes,
+        width=rng.choice((1, 3, 5, 8)),
+        strategy=strategy,
+        wrap=rng.choice(("units", "units", "policy", "auto", "none")),
+        forward_prefetch=rng.random() < 0.3,
+        backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", "None")),
+        limit_all_gathers=rng.random() < 0.8,
+        no_sync=rng.random() < 0.5,
+        uneven=how == "eager" and rng.random() < 0.2,
+        input_grads=rng.random() < 0.3,
+        optimizer=rng.choice(("sgd", "adamw")),
+        steps=tuple(_step(rng) for _ in range(rng.randint(1, 3))),
+        seed=seed,
+    )
+
+
+def _node(rng: random.Random, how: str, depth: int) -> Node:
+    nests = depth < 2 and rng.random() < 0.35
+    children = tuple(_node(rng, how, depth + 1) for _ in range(rng.randint(1, 3))) if nests else ()
+    return Node(
+        kind="nest" if nests else rng.choice(LEAVES),
+        children=children,
+        size=rng.choice((1, 5, 7, 16)),
+        unit=rng.random() < 0.4,
+    )
+
+
+def _step(rng: random.Random) -> Step:
+    return Step(
+        syncs=rng.choice(((True,), (True,), (False, True), (False, False, True), (True, True))),
+        before=rng.choice(EDITS) if rng.random() < 0.3 else "",
+        clip=rng.random() < 0.3,
+        keeps_grads=rng.random() < 0.15,
+    )

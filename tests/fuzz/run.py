@@ -1,0 +1,305 @@
+"""Runs a case on ranks: the sharded model beside an unsharded one that plays all ranks in turn.
+
+    mismatch = compare(rank, case, how)      None, or the first difference; a mismatch does not end the steps, so that
+                                             ranks stay together and the pool lives on
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from fsdp_compile import ModuleWrapPolicy, fully_shard, summon_full_params
+
+from .cases import Case, Step, nodes_of
+from .models import Model, Nest, build, loss_of
+
+# Relative to the largest value: rounding differs only in the order in which ranks are summed, but grows from step to step.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
+CLIP = 0.05
+
+
+class InvalidCase(Exception):
+    """The unsharded model cannot run the case either."""
+
+
+def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
+    """The first difference from the unsharded model, or None. Raises what the sharded model raises."""
+    reference, model = build(case), build(case)
+    run = _shard_by_fsdp2(case, model) if fsdp2 else _shard(case, model)
+    if how != "eager":
+        run = torch.compile(model, backend=how)
+    return Comparison(case, reference, model, run, rank).train()
+
+
+# --- sharding ---------------------------------------------------------------------------------------------------------
+
+
+def _shard(case: Case, model: Model) -> nn.Module:
+    options: dict[str, Any] = {
+        "backward_prefetch": getattr(BackwardPrefetch, case.backward_prefetch, None),
+        "forward_prefetch": case.forward_prefetch,
+        "limit_all_gathers": case.limit_all_gathers,
+        "cpu_offload": CPUOffload(offload_params=True) if case.offload else None,
+        "mixed_precision": _precision(case),
+        "sharding_strategy": ShardingStrategy[case.strategy],
+    }
+    if case.reshard:
+        options |= {"reshard_after_forward": case.reshard, "sharding_strategy": None}
+    if case.replicas > 1:
+        options["mesh"] = init_device_mesh("cpu", (case.replicas, dist.get_world_size() // case.replicas))
+    policies: dict[str, Any] = {"units": None, "none": None, "auto": "auto"}
+    if case.wrap == "policy":
+        policies["policy"] = ModuleWrapPolicy({type(module) for module in model.to_shard})
+    for module in model.to_shard if case.wrap == "units" else ():
+        fully_shard(module, auto_wrap_policy=None, **options)
+    return fully_shard(model, auto_wrap_policy=policies[case.wrap], **options)
+
+
+def _precision(case: Case) -> MixedPrecision | None:
+    dtypes = [getattr(torch, name) if name else None for name in (case.param_dtype, case.reduce_dtype)]
+    return MixedPrecision(param_dtype=dtypes[0], reduce_dtype=dtypes[1]) if any(dtypes) else None
+
+
+def _shard_by_fsdp2(case: Case, model: Model) -> nn.Module:
+    """The same by torch's `fully_shard`, where it can be expressed."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    options: dict[str, Any] = {"reshard_after_forward": case.strategy == "FULL_SHARD"}
+    precision = _precision(case)
+    if precision is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
+    for module in model.to_shard if case.wrap != "none" else ():
+        torch_fully_shard(module, **options)
+    return torch_fully_shard(model, **options)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Comparison:
+    """Trains `model`, run as `run`, beside `reference`, and keeps the first difference."""
+
+    def __init__(self, case: Case, reference: Model, model: Model, run: nn.Module, rank: int) -> None:
+        self.case, self.reference, self.model, self.run, self.rank = case, reference, model, run, rank
+        self.world_size = dist.get_world_size()
+        self.mismatch: str | None = None
+        used = {getattr(torch, name) for name in (case.dtype, case.param_dtype, case.reduce_dtype) if name}
+        used |= {getattr(torch, node.dtype) for node in nodes_of(case.nodes) if node.dtype}
+        self.tolerance = max(TOLERANCES[dtype] for dtype in used)
+        self.optimizers = [_optimizer(case, each) for each in (reference, model)]
+
+    def train(self) -> str | None:
+        """Run all steps."""
+        for number, step in enumerate(self.case.steps):
+            self._step(step, number)
+        return self.mismatch
+
+    def _step(self, step: Step, number: int) -> None:
+        for each in (self.reference, self.model):
+            for module in each.modules():
+                if isinstance(module, Nest):
+                    module.gates = step.gates
+        when = f"step {number}"
+        if step.before:
+            EDITS[step.before](self, f"{when}, {step.before}")
+        before = [param.grad for param in self.reference.parameters()]
+        expected_losses, grads = [], []
+        for rank in range(self.world_size):
+            try:
+                expected, of_rank = self._play(step, number, rank)
+            except Exception as error:
+                raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
+            expected_losses.append(expected)
+            grads.append(of_rank)
+        losses = self._passes(step, number, self.rank, self.run, self._sync)
+        for found, expected in zip(losses, expected_losses[self.rank], strict=True):
+            self.check(f"{when}: loss or gradient of inputs", found, expected)
+        self._average(before, grads)
+        self._check_gradients(when)
+        if step.clip:
+            norms = [nn.utils.clip_grad_norm_(_parameters_of(m), CLIP) for m in (self.model, self.reference)]
+            self.check(f"{when}: norm of gradients", _full(norms[0]), norms[1])
+        for optimizer in self.optimizers:
+            optimizer.step()
+            if not step.keeps_grads:
+                optimizer.zero_grad()
+        self.check_parameters(f"{when}: after the optimizer's step")
+
+    def _play(self, step: Step, number: int, rank: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Losses and gradients of one rank, by the unsharded model."""
+        precision, model = _precision(self.case), self.reference
+        if precision is not None and precision.param_dtype is not None:
+            model = copy.deepcopy(model).to(precision.param_dtype)
+        for param in model.parameters():
+            param.grad = None
+        losses = self._passes(step, number, rank, model, lambda _: nullcontext())
+        return losses, [param.grad for param in model.parameters()]
+
+    def _average(self, before: list[Tensor | None], of_ranks: list[list[Tensor | None]]) -> None:
+        """Gradients of the reference: what was there, and the mean over ranks; None where no rank has one."""
+        for index, param in enumerate(self.reference.parameters()):
+            grads = [grads[index] for grads in of_ranks if grads[index] is not None]
+            param.grad = before[index]
+            if grads:
+                mean = sum(grad.to(param.dtype) for grad in grads if grad is not None) / self.world_size
+                param.grad = mean if param.grad is None else param.grad + mean
+
+    def _passes(
+        self, step: Step, number: int, rank: int, model: nn.Module, sync: Callable[[bool], Any]
+    ) -> list[Tensor]:
+        """Forwards and backwards of one rank's microbatches; losses and the gradients of inputs."""
+        for module in model.modules():
+            if isinstance(module, Nest):
+                module.rank = rank
+        seen: list[Tensor] = []
+        for index, syncs in enumerate(step.syncs):
+            batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
+            with sync(syncs):
+                seen += _backward(step.forwards, model, *batches)
+            seen += [x.grad.double() for x in batches if x.grad is not None]
+        return seen
+
+    def _batch(self, step: int, index: int, rank: int, model: nn.Module) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
+        size = 2 + rank if self.case.uneven else 2
+        x = torch.randn(size, 4, generator=generator, dtype=getattr(torch, self.case.dtype))
+        if model is not self.run and self.case.param_dtype:
+            x = x.to(getattr(torch, self.case.param_dtype))
+        return x.requires_grad_(self.case.input_grads)
+
+    @contextmanager
+    def _sync(self, syncs: bool) -> Iterator[None]:
+        model: Any = self.model
+        if self.case.no_sync and hasattr(model, "no_sync"):
+            with nullcontext() if syncs else model.no_sync():
+                yield
+        else:
+            model.set_requires_gradient_sync(syncs)
+            yield
+
+    # --- comparing ----------------------------------------------------------------------------------------------------
+
+    def check(self, what: str, found: Tensor, expected: Tensor) -> None:
+        """Note the first difference."""
+        if self.mismatch is not None:
+            return
+        found, expected = found.detach().double(), expected.detach().double()
+        if found.shape != expected.shape:
+            self.mismatch = f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}"
+        elif found.numel():
+            apart = (found - expected).abs().max().item()
+            if not apart <= self.tolerance * (1 + expected.abs().max().item()):
+                self.mismatch = f"{what}: differs by {apart:.3g}, expected {expected.flatten()[:4].tolist()}"
+
+    def check_parameters(self, when: str) -> None:
+        """Parameters of both models are equal."""
+        for name, mine, expected in self._pairs():
+            self.check(f"{when}: {name}", _full(mine), expected)
+
+    def _check_gradients(self, when: str) -> None:
+        """Gradients are equal. None and zeros may stand for each other; the reference is then given what we have."""
+        for name, mine, expected in self._pairs():
+            if mine.grad is not None and expected.grad is None:
+                expected.grad = torch.zeros_like(expected)
+            zeros = torch.zeros_like(expected)
+            grad = zeros if mine.grad is None else _full(mine.grad)
+            self.check(f"{when}: gradient of {name}", grad, zeros if expected.grad is None else expected.grad)
+            if mine.grad is None:
+                expected.grad = None
+
+    def _pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        ours, theirs = _parameters(self.model), _parameters(self.reference)
+        if ours.keys() != theirs.keys():
+            self.mismatch = self.mismatch or f"parameters {list(ours)}, expected {list(theirs)}"
+        return [(name, ours[name], theirs[name]) for name in theirs]
+
+
+def _backward(forwards: str, model: nn.Module, a: Tensor, b: Tensor) -> list[Tensor]:
+    first = loss_of(model(a))
+    if forwards == "eval":
+        with torch.no_grad():
+            model(b)
+    losses = [first, loss_of(model(b))] if forwards in ("two", "apart", "crossed") else [first]
+    if forwards == "two":
+        (losses[0] * losses[1] + losses[1]).backward()
+    else:
+        for loss in reversed(losses) if forwards == "crossed" else losses:
+            loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+# --- what a script does between steps ---------------------------------------------------------------------------------
+
+
+def _multiply(comparison: Comparison, when: str) -> None:
+    with torch.no_grad():
+        for model in (comparison.model, comparison.reference):
+            for param in model.parameters():
+                param.mul_(0.9)
+
+
+def _replace(comparison: Comparison, when: str) -> None:
+    for model in (comparison.model, comparison.reference):
+        for param in model.parameters():
+            param.data = 0.9 * param.data
+
+
+def _summon(comparison: Comparison, when: str) -> None:
+    with summon_full_params(comparison.model), torch.no_grad():
+        for param in comparison.model.parameters():
+            param.mul_(0.9)
+    with torch.no_grad():
+        for param in comparison.reference.parameters():
+            param.mul_(0.9)
+
+
+def _evaluate(comparison: Comparison, when: str) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(getattr(torch, comparison.case.dtype))
+    losses = []
+    for model in (comparison.run, comparison.reference):
+        model.eval()
+        with torch.no_grad():
+            losses.append(loss_of(model(x)))
+        model.train()
+    comparison.check(when, losses[0], losses[1])
+
+
+def _plant(comparison: Comparison, when: str) -> None:
+    """A defect on purpose: no case that is drawn has it, and the fuzzer must see it."""
+    with torch.no_grad():
+        next(comparison.reference.parameters()).mul_(1.0001)
+
+
+EDITS: dict[str, Callable[[Comparison, str], None]] = {
+    "planted": _plant,
+    "mul": _multiply,
+    "data": _replace,
+    "summon": _summon,
+    "eval": _evaluate,
+}
