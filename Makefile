@@ -1,5 +1,6 @@
 # run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
-# fuzz: random cases beside one process   size: lines of code   spec: which statements of the specification have a test   features: the table of docs/features.md
+# fuzz: random cases against one process   size: lines of code   features: the table of docs/features.md
+# spec: which statements of the specification have a test
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
 PYTHON ?= python3

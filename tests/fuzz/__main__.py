@@ -73,10 +73,13 @@ def main() -> int:
                 print(f"seed {seed} fails: {failure}", flush=True)
                 if not asked.no_shrink:
                     case = fuzzer.shrunk(case, failure)
-                    print(f"smaller:\n    {case}\n{fuzzer.failure(case)}\nFSDP2: {fuzzer.failure(case, True)}", flush=True)
+                    print(
+                        f"smaller:\n    {case}\n{fuzzer.failure(case)}\nFSDP2: {fuzzer.failure(case, True)}", flush=True
+                    )
         fuzzer.ranks.stop()
     seconds = time.monotonic() - begin
-    print(f"{asked.cases} cases {asked.how} on {asked.world} ranks: {failures} fail, {fuzzer.invalid} invalid, {seconds:.0f} s")
+    counts = f"{failures} fail, {fuzzer.invalid} invalid, {seconds:.0f} s"
+    print(f"{asked.cases} cases {asked.how} on {asked.world} ranks: {counts}")
     return failures > 0
 
 

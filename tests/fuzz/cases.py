@@ -2,7 +2,7 @@
 
     case = draw(seed=7, how="eager")     a model (a tree of nodes), options of fully_shard, and steps of training
 
-Every field has a default that asks for nothing, so that a case is shrunk by setting fields back, and prints in one line.
+Every field has a default that asks for nothing, so that a case is shrunk by setting fields back.
 """
 
 import random

@@ -8,7 +8,10 @@ CORPUS: tuple[tuple[str, Case], ...] = (
         Case(
             nodes=(
                 Node(
-                    kind="nest", checkpoint="non-reentrant", unit=True, children=(Node(unit=True, checkpoint="reentrant"),)
+                    kind="nest",
+                    checkpoint="non-reentrant",
+                    unit=True,
+                    children=(Node(unit=True, checkpoint="reentrant"),),
                 ),
             ),
             steps=(Step(), Step()),

@@ -23,7 +23,9 @@ class Record:
 def structured(kind: str, x: Tensor) -> Any:
     """`x`, and what a caller may leave unused, in the structure of this name."""
     other = 2 * x
-    return {"": x, "tuple": (x, other), "dict": {"first": x, "deep": [other, None]}, "dataclass": Record(x, other)}[kind]
+    return {"": x, "tuple": (x, other), "dict": {"first": x, "deep": [other, None]}, "dataclass": Record(x, other)}[
+        kind
+    ]
 
 
 def first_of(output: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Runs a case on ranks: the sharded model beside an unsharded one that plays all ranks in turn.
 
-    mismatch = compare(rank, case, how)      None, or the first difference; a mismatch does not end the steps, so that
-                                             ranks stay together and the pool lives on
+mismatch = compare(rank, case, how)      None, or the first difference; a mismatch does not end the steps, so that
+                                         ranks stay together and the pool lives on
 """
 
 import copy
@@ -20,7 +20,7 @@ from fsdp_compile import ModuleWrapPolicy, fully_shard, summon_full_params
 from .cases import Case, Step, nodes_of
 from .models import Model, Nest, build, loss_of
 
-# Relative to the largest value: rounding differs only in the order in which ranks are summed, but grows from step to step.
+# Relative to the largest value. Rounding differs only in the order in which ranks are summed, but grows with the steps.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
 CLIP = 0.05
 
