@@ -167,7 +167,8 @@ class ShardedTensor(Tensor):
         if value.shape != self.shape:
             raise ValueError(
                 f"data: expected a tensor of the full shape {tuple(self.shape)}, found {tuple(value.shape)}; to change "
-                f"this rank's elements alone, copy into to_local()"
+                f"this rank's elements alone, copy into to_local(); to change the shape, as resize_token_embeddings "
+                f"does, do that before fully_shard"
             )
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
             value.spec.ranks.check_here()
@@ -315,7 +316,10 @@ class UnshardedTensor(ShardedTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape:
-            raise ValueError(f"data: expected a tensor of shape {tuple(self.shape)}, found {tuple(value.shape)}")
+            raise ValueError(
+                f"data: expected a tensor of the full shape {tuple(self.shape)}, found {tuple(value.shape)}; to change "
+                f"the shape, as resize_token_embeddings does, do that before fully_shard"
+            )
         set_local(self, value.detach().contiguous().view(-1), self.spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types

@@ -131,8 +131,14 @@ def check_distribution(name: str, param: DTensor, peers: list[int]) -> None:
     """Check that `param` can be sharded over the ranks `peers` as well.
 
     Raises:
-        ValueError: it is distributed over these ranks already, or by a placement other than `Shard` and `Replicate`.
+        ValueError: it is distributed over these ranks already, or by a placement other than `Shard` and `Replicate`, or
+            has hooks, which the object that takes its place would not have.
     """
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter {name}: expected a DTensor without hooks, because another object takes its place, found one "
+            f"with hooks; register them after fully_shard"
+        )
     unknown = [placement for placement in param.placements if type(placement) not in (Shard, Replicate)]
     if unknown:
         raise ValueError(

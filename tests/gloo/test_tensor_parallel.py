@@ -305,15 +305,26 @@ def test_around_a_step(four: Ranks, tmp_path: Path) -> None:
 
 def _refuse(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    linear = nn.Linear(4, 4, device="cpu")
+    linear = nn.Linear(4, 4, bias=False, device="cpu")
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match=r"parameter weight: expected a DTensor that is distributed over other ranks"):
         fully_shard(linear)
     with pytest.raises(ValueError, match=r"parameter weight: expected ranks to split it between"):
         fully_shard(linear, mesh=mesh["dp"], sharding_strategy=ShardingStrategy.NO_SHARD)
+    handle = linear.weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match=r"parameter weight: expected a DTensor without hooks"):
+        fully_shard(linear, mesh=mesh["dp"])
+    handle.remove()
     assert isinstance(linear.weight, DTensor)
+    calls = []
+    fully_shard(linear, mesh=mesh["dp"])
+    linear.weight.register_post_accumulate_grad_hook(calls.append)
+    linear(distribute_tensor(torch.ones(2, 4), mesh["tp"], [Replicate()])).sum().backward()
+    assert calls == [linear.weight]
 
 
 def test_refused(four: Ranks) -> None:
-    """A DTensor over ranks that parameters are sharded over too, or one that no ranks split, is refused by name."""
+    """A DTensor over ranks that parameters are sharded over too, one that no ranks split, or one with hooks, is refused
+    by name; hooks that are registered afterwards are called.
+    """
     four.run(_refuse)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import MODELS
 from torch import nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import fully_shard, summon_full_params
 
 from .ranks import Ranks
 from .training import (
@@ -112,6 +112,8 @@ def _data_of_another_shape(rank: int) -> None:
             ValueError, match=rf"data: expected a tensor of the full shape \(5, 11\), found \({shape},?\)"
         ):
             weight.data = data
+    with summon_full_params(model), pytest.raises(ValueError, match=r"found \(7, 11\); .* before fully_shard"):
+        weight.data = torch.zeros(7, 11)  # as resize_token_embeddings of transformers does
     follow(model, reference, MLP)
 
 
