@@ -194,11 +194,13 @@ def fully_shard(
     Raises:
         RuntimeError: no process group is initialized, or a unit's parameters are spread over devices.
         TypeError: an argument has the wrong type.
-        ValueError: an argument or a parameter cannot be sharded; the message says which and what to do.
+        ValueError: an argument or a parameter cannot be sharded, or a variable in the environment has a value that
+            `CompileConfig` cannot have; the message says which and what to do.
 
     Nothing has been changed when one of these is raised. An error that `param_init_fn` or `reset_parameters` raises,
     or a ValueError about what they left, comes while units are made, and leaves a model that is sharded in part.
     """
+    _check_environment()
     modules: Sequence[Any] = module if isinstance(module, Sequence) and not isinstance(module, nn.Module) else (module,)
     is_list = modules is module
     for each in modules:
@@ -297,6 +299,15 @@ def explain(
 
     config = CompileConfig(link=link, device=device, budget=budget)
     return predict(sharded, example_inputs, config, world_size, without_memory=not isinstance(model, nn.Module))
+
+
+def _check_environment() -> None:
+    """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
+    config = CompileConfig.from_environment()
+    if config.disable:
+        from fsdp_compile.passes.inductor import pipelines  # imports Inductor
+
+        pipelines(config)
 
 
 def _install_passes() -> None:

@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.lookup import original_class
 from fsdp_compile.core.sharding import ModuleSharding
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import (
@@ -253,6 +255,13 @@ def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> 
     _close(module, opened, completed=True)
     for gathered in opened:
         gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
+        if gathered.opaque and gathered.unit.reshard_after_forward and not module._fsdp.is_root:
+            warn_caller(
+                f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ...: "
+                f"expected outputs of tensors in tuples, lists, dicts, sets and dataclasses, found a "
+                f"{gathered.opaque.__name__}; as tensors inside of it cannot be seen, these parameters stay unsharded "
+                f"until backward; return a dataclass"
+            )
         module._fsdp_runtime.end_forward(gathered)
 
 

@@ -9,8 +9,9 @@ UnshardedUnit      what one forward of a unit gathered, and when it is freed and
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from enum import Flag, auto
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum, Flag, auto
 from typing import Any, Protocol, cast
 
 import torch
@@ -39,7 +40,7 @@ from fsdp_compile.eager.writeback import refresh
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
 # nodes and hooks on inputs refer to it weakly. Hooks on the outputs own it: it goes when the graph goes.
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)  # without tensors
 
 
 class UnshardParams(torch.autograd.Function):
@@ -129,6 +130,7 @@ class UnshardedUnit:
         if refresh(unit):
             streams.begin_iteration()
         self.params, self.versions = tuple(unit.params), unit.version_counters()
+        self.opaque: type | None = None  # of an output that may have tensors inside
         self.as_flats = self.can_free = self.prefetched = self.is_differentiated = False
         self.backward_pass, self.readers = -1, Reader.NOBODY
         reused = self._take_kept_unsharded()
@@ -223,11 +225,12 @@ class UnshardedUnit:
 
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
-        leaves = tree_leaves(output)
+        leaves = list(_leaves(output))
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
                 leaf.register_hook(self._before_backward)
-        return all(isinstance(leaf, (Tensor, *_PLAIN)) and not self._lies_in_buffer(leaf) for leaf in leaves)
+        self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
+        return self.opaque is None and not any(map(self._lies_in_buffer, leaves))
 
     def _lies_in_buffer(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
@@ -237,7 +240,7 @@ class UnshardedUnit:
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
-        needed = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        needed = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
             self.readers |= Reader.FROZEN_PARAMETERS
             hook = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
@@ -369,3 +372,14 @@ def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
             target()
 
     return hook
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in `value`, through containers that torch's pytrees know, sets and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, (set, frozenset)):
+            yield from _leaves(list(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
+        else:
+            yield leaf

@@ -109,8 +109,11 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> Any | None:
         """The caches' key. See Note [What the compile caches key on].
 
-        None, which switches the caches off, if the previous pass cannot be told apart from another.
+        None, which switches the caches off, if the previous pass cannot be told apart from another, or if one of ours
+        is no function of this package.
         """
+        if any(not _has_known_source(each) for each in self.passes):
+            return None
         others = []
         for before in _as_tuple(self.previous):
             key = before.uuid() if isinstance(before, CustomGraphPass) else None
@@ -132,6 +135,12 @@ class Pipeline(CustomGraphPass):
 # neither), torch's version, the backends of the process group (gloo's collectives are lowered in a way of their own),
 # the configuration, and the contents of the files that it names. It must not hold the rank: ranks that share a cache
 # directory share entries, see Note [Graphs without a rank].
+
+
+def _has_known_source(step: Pass) -> bool:
+    """Whether `_hash_of_sources` covers the function of `step`: one inside of another depends on what is around it."""
+    name, module = getattr(step.run, "__qualname__", ""), getattr(step.run, "__module__", None) or ""
+    return module.startswith(f"{__name__.partition('.')[0]}.") and bool(name) and "<locals>" not in name
 
 
 @cache

@@ -77,7 +77,9 @@ def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
     known = [each.name for each in passes]
     unknown = [name for name in config.disable if name not in known]
     if unknown:
-        raise ValueError(f"disable: expected names among {', '.join(known)}, found {', '.join(unknown)}")
+        raise ValueError(
+            f"disable, or FSDP_COMPILE_DISABLE: expected names among {', '.join(known)}, found {', '.join(unknown)}"
+        )
     disabled = set(config.disable)
     for each in passes:  # what a pass needs comes before it
         missing = [name for name in each.needs if name in disabled]

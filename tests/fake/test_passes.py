@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
+from fsdp_compile.passes.graph.memory import live_bytes
 from fsdp_compile.passes.graph.node_kinds import is_view
 from fsdp_compile.passes.graph.tags import tagged
-from fsdp_compile.passes.inductor import CompileNotice, Pipeline, fsdp_compile_backend, install, pipelines
-from fsdp_compile.passes.pipeline import enabled
+from fsdp_compile.passes.inductor import CompileNotice, Pipeline, compile_with, fsdp_compile_backend, install, pipelines
+from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
 
 X = torch.ones(4, 3)
 
@@ -52,7 +54,9 @@ def test_the_backend_is_found_by_name() -> None:
 def test_unknown_names_are_refused() -> None:
     """An unknown option or pass name is a ValueError that lists the known ones."""
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reordr",)})
-    with pytest.raises(Exception, match=r"disable: expected names among insert_collectives.*found reordr"):
+    with pytest.raises(
+        Exception, match=r"disable, or FSDP_COMPILE_DISABLE: expected names among insert_collectives.*found reordr"
+    ):
         model(X)
     torch._dynamo.reset()
     model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"in_flight": 1})
@@ -71,6 +75,49 @@ def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FSDP_COMPILE_DISABLE", "pin_order, order")
     monkeypatch.setenv("FSDP_COMPILE_CHECK_RANKS_TIMEOUT", "2.5")
     assert CompileConfig.from_environment() == CompileConfig(disable=("pin_order", "order"), check_ranks_timeout=2.5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET: expected a number, found 'much'"),
+        ("FSDP_COMPILE_DEVICE", "h100", "device: expected a link beside it"),
+        ("FSDP_COMPILE_DISABLE", "reordr", "FSDP_COMPILE_DISABLE: expected names among insert_collectives"),
+    ],
+)
+def test_an_impossible_environment(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str) -> None:
+    """`fully_shard` refuses it and leaves the model as it was, instead of the first compiled step."""
+    monkeypatch.setenv(variable, value)
+    model = small()
+    with pytest.raises(ValueError, match=text):
+        fully_shard(model)
+    assert {type(param) for param in model.parameters()} == {nn.Parameter} and type(model) is type(small())
+
+
+def test_markers_without_a_sequence_number() -> None:
+    """Reduces whose unit cannot be told are refused, not given to another unit."""
+
+    def forget(context: GraphContext) -> None:
+        for node in context.graph.nodes:
+            if node.target is UNSHARD:
+                node.meta["seq_nr"] = -1
+
+    passes = (Pass("forget", "joint", forget), *PASSES)
+    run = torch.compile(fully_shard(small()), backend=partial(compile_with, passes=passes, config=CompileConfig()))
+    with pytest.raises(Exception, match="expected the autograd sequence number of an unshard before it, found"):
+        run(X)
+
+
+def test_memory_of_a_deep_graph() -> None:
+    """What is alive in a graph of thousands of layers is computed without recursion."""
+    graph = fx.Graph()
+    node = start = graph.placeholder("x")
+    layers = [node := graph.call_function(torch.ops.aten.relu.default, (node,)) for _ in range(3000)]
+    graph.output((node,))
+    for each in (start, *layers):
+        each.meta["val"] = torch.empty(4, device="meta")
+    live = live_bytes(graph, {layer: index for index, layer in enumerate(layers)}, {}, [])
+    assert live == [16] * 2999 + [32]  # the input, and at last the output
 
 
 def test_install_chains_to_a_pass_that_is_there() -> None:
@@ -186,6 +233,7 @@ def test_the_key_changes_with_all_that_decides_code() -> None:
     assert Pipeline(PASSES, "joint", CompileConfig()).uuid() == Pipeline(PASSES, "joint", CompileConfig()).uuid()
     assert Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, None)).uuid() is None
     assert Pipeline(PASSES, "joint", CompileConfig(), nothing).uuid() is None
+    assert Pipeline((*PASSES, Pass("mine", "joint", nothing)), "joint", CompileConfig()).uuid() is None
 
 
 def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx.Node], fx.Graph]:

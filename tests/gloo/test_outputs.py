@@ -1,5 +1,7 @@
 """What units return, what is used of it, and units in unusual roles: empty, a former root, called twice."""
 
+import re
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +40,14 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 @dataclass
 class _Record:
+    x: Tensor
+
+
+class _Object:
     """An output that no one can look into."""
 
-    x: Tensor
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
 
 
 class _Returns(nn.Module):
@@ -56,6 +63,7 @@ class _Returns(nn.Module):
             "dict": {"left": left, "deep": [{"right": right}, None, 3, "text"]},
             "namedtuple": Pair(left, right),
             "dataclass": [_Record(left), _Record(right)],
+            "object": [_Object(left), _Object(right)],
             "detached": (left, right.detach()),
         }[self.kind]
 
@@ -65,7 +73,7 @@ def _left(out: Any) -> Tensor:
         assert list(out) == ["left", "deep"] and out["deep"][1:] == [None, 3, "text"]
         return out["left"]
     if isinstance(out, list):
-        assert [type(each) for each in out] == [_Record, _Record]
+        assert [type(each) for each in out] == [type(out[0])] * 2 and isinstance(out[0], (_Record, _Object))
         return out[0].x
     assert type(out) in (Pair, tuple)
     return out[0]
@@ -110,6 +118,27 @@ def test_outputs(two: Ranks, kind: str, strategy: str) -> None:
     E-FWD-1, 3, 9, 10, E-BWD-1, 2, E-FIN-3.
     """
     two.run(_return, kind, strategy)
+
+
+def _count_gathers(rank: int, kind: str) -> None:
+    model = fully_shard(_Outer(kind), auto_wrap_policy={_Returns})
+    with _spied() as calls, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model(vectors(rank, 4)[0]).sum().backward()
+    is_seen = kind != "object"
+    assert len([call for call in calls if call.kind == "gather"]) == (5 if is_seen else 3)
+    texts = [str(warning.message) for warning in warned]
+    assert len(texts) == (0 if is_seen else 2), texts
+    assert is_seen or re.match(r"_Returns with parameters left.weight, .* found a _Object; as tensors", texts[0])
+
+
+def test_what_outputs_show(two: Ranks) -> None:
+    """Tensors in a dataclass are seen and let a unit be gathered again for backward; of a plain object a warning says
+    that its unit stays unsharded.
+    """
+    two.run(_count_gathers, "dataclass")
+    two.run(_return, "object", "FULL_SHARD")
+    two.run(_count_gathers, "object")
 
 
 class _TwoHeads(nn.Module):

@@ -9,7 +9,6 @@ buffers; otherwise Inductor decides, and both count, so that the sum is an upper
 
 import operator
 from collections.abc import Iterable, Mapping, Set
-from functools import cache
 
 from torch import Tensor, fx
 
@@ -43,19 +42,8 @@ def live_bytes(
     """
     end = len(position)
     changes = [0] * (end + 1)
-    latest, inlined = {**position, **packed}, _inlined(graph, joint)
-
-    @cache
-    def last_use(node: fx.Node) -> int:
-        """Position of the last node that reads what `node` computes, also through what has no memory of its own."""
-        last = 0
-        for user in node.users:
-            if user.op == "output":
-                return len(latest) - 1
-            if user in latest:
-                passes_on = is_view(user) or user in inlined
-                last = max(last, latest[user], last_use(user) if passes_on else 0)
-        return last
+    inlined = _inlined(graph, joint)
+    last_uses = _last_uses(graph, {**position, **packed}, inlined)
 
     for node in graph.nodes:
         size = 0 if node in packed else _own_size(node, position, inlined)
@@ -63,7 +51,7 @@ def live_bytes(
             producer = node.args[0] if node.target is operator.getitem else node  # elements come with their tuple
             begin = position.get(producer, 0)
             owned = node.op == "placeholder" and is_caller_owned(node)
-            until = end - 1 if owned else min(end - 1, max(begin, last_use(node)))
+            until = end - 1 if owned else min(end - 1, max(begin, last_uses[node]))
             changes[begin] += size
             changes[until + 1] -= size
     for begin, size in added:
@@ -73,6 +61,28 @@ def live_bytes(
         total += change
         live.append(total)
     return live
+
+
+def _last_uses(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> dict[fx.Node, int]:
+    """Position of the last node that reads what a node computes, also through what has no memory of its own.
+
+    Args:
+        graph: the graph, whose nodes stand before their users.
+        latest: the last position at which a node may run.
+        inlined: nodes that their readers may compute for themselves.
+    """
+    last_uses: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        last = 0
+        for user in node.users:
+            if user.op == "output":
+                last = len(latest) - 1
+                break
+            if user in latest:
+                passes_on = is_view(user) or user in inlined
+                last = max(last, latest[user], last_uses[user] if passes_on else 0)
+        last_uses[node] = last
+    return last_uses
 
 
 def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> int:

@@ -61,7 +61,11 @@ class _Unit(NamedTuple):
 
 
 def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, _Unit]:
-    """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard."""
+    """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard.
+
+    Raises:
+        RuntimeError: no unshard before a reduce has its sequence number.
+    """
     units: dict[fx.Node, _Unit] = {}
     by_sequence: dict[Any, _Unit] = {}
     for node in graph.nodes:
@@ -70,7 +74,12 @@ def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, _Unit]:
             reshard = UnshardSpec.parse(node.args[3]).reshard_after_forward
             units[node] = by_sequence[sequence] = _Unit(len(units), module_path(node), reshard)
         elif node.target in _REDUCES:
-            units[node] = by_sequence.get(sequence, _Unit(-1, "?", True))
+            if sequence is None or sequence not in by_sequence:
+                raise RuntimeError(
+                    f"{node.name}: expected the autograd sequence number of an unshard before it, found {sequence}; "
+                    f"compile the sharded module with torch.compile, which sets it"
+                )
+            units[node] = by_sequence[sequence]
     return units
 
 
