@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 
 __all__ = [
     "NO_TORCH_FUNCTION",
+    "RNN_WITHOUT_LIST",
     "FakeTensor",
     "call_after_backward",
     "carries_optimizers",
@@ -177,3 +178,15 @@ def mark_as_sharded(module: nn.Module) -> None:
     Around it they leave it alone, as they do with modules that torch's `fully_shard` manages.
     """
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def _flat_weights(module: Any) -> list[Tensor | None]:
+    return [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+# What classes of sharded `nn.RNNBase` modules have: `forward` finds the parameters by their names. The list that torch
+# keeps would keep full parameters until the next forward, and cuDNN would move them to memory of its own.
+RNN_WITHOUT_LIST: dict[str, Any] = {
+    "_flat_weights": property(_flat_weights, lambda _module, _list: None),
+    "flatten_parameters": lambda _module: None,
+}

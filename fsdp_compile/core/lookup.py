@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.core._torch import RNN_WITHOUT_LIST
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 
@@ -73,6 +74,8 @@ def _swapped_class(
     original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any, constants: tuple[str, ...]
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
+    if lookups and issubclass(original, nn.RNNBase):
+        namespace |= RNN_WITHOUT_LIST
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
     namespace |= {"_fsdp_traced_constants": constants, "__new__": staticmethod(functools.partial(_new, original))}
     namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}

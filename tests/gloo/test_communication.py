@@ -1,5 +1,6 @@
 """What goes over the wire, how long full parameters live, and what activation checkpointing changes: nothing."""
 
+import copy
 import gc
 import time
 import weakref
@@ -13,13 +14,24 @@ from unittest import mock
 import pytest
 import torch
 from models import MODELS, Case, checkpointed, squared_error, vectors
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile.comm import collectives
 
 from .ranks import Ranks
-from .training import OPTIMIZERS, assert_bitwise, backward, executor, local, mine, shard, units
+from .training import (
+    OPTIMIZERS,
+    assert_bitwise,
+    backward,
+    executor,
+    follow,
+    local,
+    mine,
+    reference_and_model,
+    shard,
+    units,
+)
 
 MLP = MODELS["mlp"]
 both_ways = pytest.mark.parametrize("how", ["eager", "aot_eager"])
@@ -174,6 +186,32 @@ def test_gathered_memory(two: Ranks, how: str, strategy: str) -> None:
     E-STRAT-4, E-TEST-5.
     """
     two.run(_watch_memory, strategy, how)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(7, 5, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x[:, None])[0][:, 0]
+
+
+def _recurrent(rank: int, strategy: str) -> None:
+    case = Case(_Recurrent, vectors, squared_error)
+    reference, model = reference_and_model(case, strategy)
+    for _ in range(2):
+        with _spied() as calls, torch.no_grad():
+            model(mine(case, 1)[0])
+        _assert_freed(calls, "after a forward without gradients")
+        follow(model, reference, case)
+    follow(copy.deepcopy(model), copy.deepcopy(reference), case)
+
+
+@sharded
+def test_recurrent_modules_keep_nothing(two: Ranks, strategy: str) -> None:
+    """The list of weights that an LSTM has of its own keeps no full parameter; it trains as unsharded."""
+    two.run(_recurrent, strategy)
 
 
 def _watch_gradients(rank: int, how: str) -> None:
