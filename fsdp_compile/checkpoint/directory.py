@@ -16,8 +16,10 @@ checkpoints/
 # its own checksum, and lists the bytes of every other file, so a reader recognizes a file that was truncated, altered
 # or lost by any other means. A staged folder is locked by the process that writes it, so that the leftovers of killed
 # saves can be told from saves under way; making and locking it happens under a lock on the folder of checkpoints.
-# Nothing in a committed folder is ever changed: to remove it, it is first renamed to a hidden name. On several ranks
-# the first one stages and commits, and DCP's exchange of plans and results are the barriers (see storage.py).
+# Nothing in a committed folder is ever changed: to remove it, it is first renamed to a hidden name, under the same lock
+# that is held while the newest checkpoint is looked for, so that two jobs in one folder leave each other one to load.
+# On several ranks the first one stages and commits, and DCP's exchange of plans and results are the barriers (see
+# storage.py).
 
 import fcntl
 import json
@@ -28,7 +30,7 @@ import shutil
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -77,16 +79,17 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tu
     Raises:
         CheckpointError: the checkpoint of `step`, or the one that `root` is, is not complete.
     """
-    if step is not None:
-        same = [path for path in committed(root) if step_of(path) == step]
-        return (same[-1], Manifest.read(same[-1])) if same else None
-    if (Path(root) / MANIFEST).is_file():
+    if (Path(root) / MANIFEST).is_file() and step is None:
         return Path(root), Manifest.read(Path(root))
-    for path in reversed(committed(root)):
-        try:
-            return path, Manifest.read(path)
-        except CheckpointError as error:
-            warn_caller(f"passed over a damaged checkpoint: {error}")
+    with _one_at_a_time(Path(root)):  # nobody removes the newest while it is looked for
+        same = [path for path in committed(root) if step in (None, step_of(path))]
+        if step is not None:
+            return (same[-1], Manifest.read(same[-1])) if same else None
+        for path in reversed(same):
+            try:
+                return path, Manifest.read(path)
+            except CheckpointError as error:
+                warn_caller(f"passed over a damaged checkpoint: {error}")
     return None
 
 
@@ -101,10 +104,12 @@ def step_of(path: Path) -> int:
 
 
 def prune(root: Path, keep: int, last: Path) -> None:
-    """Remove all but `keep` checkpoints: `last`, whatever its step is, and the newest of the others."""
-    others = [path for path in committed(root) if path != last]
-    for path in others[: max(0, len(others) - keep + 1)]:
-        _remove(path)
+    """Remove all but `keep` checkpoints: `last`, whatever its step is, if it exists, and the newest of the others."""
+    with _one_at_a_time(root):  # or two jobs might each remove the last one of the other
+        existing = committed(root)
+        others = [path for path in existing if path != last]
+        for path in others[: max(0, len(existing) - keep)]:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -145,16 +150,28 @@ def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
     """Let a checkpoint whose files are on the disk be seen, and return its path."""
     sync_folder(staged.path)
     same = [path for path in committed(root) if step_of(path) == step]
+    path = _take_name(staged.path, root, step)
+    sync_folder(root)
+    (path / _LOCK).unlink(missing_ok=True)  # another job may have removed the checkpoint already
+    staged.lock.close()
+    with _one_at_a_time(root):
+        for old in same if path.is_dir() else ():  # unless another job has removed this one to make room
+            _remove(old)
+    return path
+
+
+def _take_name(folder: Path, root: Path, step: int) -> Path:
+    """Rename `folder` to the first free name for a checkpoint of `step`, and return it."""
     names = filter(None, (_COMMITTED.fullmatch(path.name) for path in root.iterdir()))  # of other files too
     take = 1 + max((int(match[2] or 0) for match in names if int(match[1]) == step), default=-1)
-    path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
-    staged.path.rename(path)
-    sync_folder(root)
-    (path / _LOCK).unlink()
-    staged.lock.close()
-    for old in same:
-        _remove(old)
-    return path
+    while True:
+        path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
+        try:
+            return folder.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+            take += 1  # another job has committed the same step meanwhile
 
 
 def discard(staged: StagedCheckpoint) -> None:
@@ -173,14 +190,13 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here with this folder."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
+    """Wait until no other process is in here with this folder, if it exists."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # no such folder, or a file system without locks
+            file = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(file)
 
 
 def _try_lock(file: IO[bytes]) -> bool:
@@ -271,8 +287,11 @@ class Manifest:
                 ends = ((segment.name, segment.start + segment.bytes) for segment in segments)
                 lost = next((tensor for tensor, end in ends if end > (size or 0)), segments[-1].name)
                 raise _damaged(path, lost, f"expected {expected} bytes, found {'no file' if size is None else size}")
-        with open(file_in(folder, METADATA, MANIFEST), "rb") as stream:
-            manifest.check(folder, METADATA, stream, 0)
+        try:
+            with open(file_in(folder, METADATA, MANIFEST), "rb") as stream:
+                manifest.check(folder, METADATA, stream, 0)
+        except OSError as error:  # it was there just now
+            raise _damaged(folder / METADATA, "all tensors", f"could not be read: {error}") from None
         return manifest
 
     @classmethod

@@ -105,13 +105,26 @@ def load(
             raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}; pass one of them")
         return checkpoint
 
-    path, manifest = on_first_rank(find, process_group)  # so that all ranks load the same
     stateful = _as_stateful(state)
-    with _errors_of_ranks(f"loading {path}"):
-        reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
-        dcp.load(stateful, storage_reader=reader, planner=planner, process_group=process_group)
+    manifest = _load_latest(stateful, find, trust, process_group)
     state.update((key, value) for key, value in stateful.items() if not isinstance(value, Stateful))
     return manifest.step or 0
+
+
+def _load_latest(
+    stateful: dict[str, Any], find: Callable[[], tuple[Path, Manifest]], trust: bool, group: dist.ProcessGroup | None
+) -> Manifest:
+    """Load what `find` finds, or what it finds next, if another job removes that meanwhile to make room."""
+    while True:
+        path, manifest = on_first_rank(find, group)  # so that all ranks load the same
+        try:
+            with _errors_of_ranks(f"loading {path}"):
+                reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
+                dcp.load(stateful, storage_reader=reader, planner=planner, process_group=group)
+            return manifest
+        except CheckpointError:  # on all ranks
+            if on_first_rank(path.is_dir, group):
+                raise
 
 
 # --- models and optimizers --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,54 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path: Path, monkeypatch: p
     with pytest.warns(UserWarning, match="could not remove an old checkpoint: .*Permission denied"):
         checkpoint.save(state(2), tmp_path, 2, keep=1)
     assert_loads(tmp_path, 2)
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    """Both save, with few to keep, while a third loads the newest again and again: all succeed, nothing is mixed."""
+    checkpoint.save(state(100), tmp_path, 100)
+
+    def save(job: int) -> None:
+        for step in range(101, 113):
+            checkpoint.save(state(step), tmp_path, step, keep=1)
+
+    with ThreadPoolExecutor() as threads, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an old checkpoint that the other job has removed first
+        jobs = [threads.submit(save, job) for job in range(2)]
+        while not all(job.done() for job in jobs):
+            found = blank()
+            assert found["steps"][0] is None and checkpoint.load(found, tmp_path) == found["steps"][0]
+        for job in jobs:
+            job.result()
+
+
+def test_the_same_step_is_committed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later of two jobs takes the next name; one whose checkpoint is removed at once has saved nevertheless."""
+    staged = [directory.stage(tmp_path, 3) for _ in range(2)]
+    for each in staged:
+        (each.path / "file").write_text("content")
+    monkeypatch.setattr(directory, "committed", lambda root: [])
+    rename, names_taken = Path.rename, []
+
+    def rename_later(path: Path, target: Path) -> Path:
+        names_taken.append(target.name)
+        if len(names_taken) == 1:
+            directory.commit(staged[1], tmp_path, 3)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_later)
+    directory.commit(staged[0], tmp_path, 3)
+    assert names_taken == ["step-00000003", "step-00000003", "step-00000003.1"]
+    monkeypatch.undo()
+    staged_last, sync = directory.stage(tmp_path, 4), directory.sync_folder
+
+    def remove_at_once(path: Path) -> None:
+        sync(path)
+        if path == tmp_path:
+            directory._remove(tmp_path / "step-00000004")
+
+    monkeypatch.setattr(directory, "sync_folder", remove_at_once)
+    directory.commit(staged_last, tmp_path, 4)
+    assert not (tmp_path / "step-00000004").exists()
 
 
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:
