@@ -99,8 +99,9 @@ class GradientReduction:
     Attributes:
         finish: waits for the reduce in flight and completes its result; None: none is in flight.
         wait_for_copy: lets the host wait for the result's copy into host memory; None: there is nothing to wait for.
-        backward: the backward pass that last reduced gradients, including all that were accumulated under no_sync.
-        full_precision: whether that one computed in the parameters' own dtype, without mixed precision.
+        backwards: the backward passes under way that have reduced gradients, including all that were accumulated under
+            no_sync. A reentrant checkpoint runs one within another.
+        full_precision: whether the last one computed in the parameters' own dtype, without mixed precision.
         grad_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
         reduce_accumulated: reduces the gradients that were accumulated under no_sync, zeros if there are none, and
             returns this rank's slice; None until no_sync has been in force for the first time.
@@ -110,12 +111,22 @@ class GradientReduction:
     def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
         self.finish: Callable[[], None] | None = None
         self.wait_for_copy: Callable[[], None] | None = None
-        self.backward = -1
+        self.backwards: set[int] = set()
         self.full_precision = False
         self.grad_dtype = grad_dtype
         self.reduce_accumulated: Callable[[], Tensor] | None = None
         self.results: list[tuple[int, Tensor]] = []
         self._lock = threading.RLock()
+
+    def begin_in_backward(self) -> bool:
+        """Note that the running backward pass reduces gradients; whether it has done so before."""
+        now = current_backward()
+        if now in self.backwards:
+            return True
+        self.backwards.add(now)
+        forget = partial(self.backwards.discard, now)
+        call_after_backward(forget, if_failed=forget)
+        return False
 
     def wait(self) -> None:
         """Order the current stream after the reduce in flight."""
@@ -266,7 +277,7 @@ class ScatterGradients(torch.autograd.Function):
         check_first_order(binding.names[0], grad)
         reduction = binding.reduction
         reduction.wait_on_host()
-        if reduction.reduce_accumulated is not None and reduction.backward != current_backward():
+        if reduction.reduce_accumulated is not None and current_backward() not in reduction.backwards:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()
         if any(param.grad is not None for param in binding.params):

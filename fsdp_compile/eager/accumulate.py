@@ -47,8 +47,8 @@ class AccumulatedGradient:
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
                 shown = UnreducedGradient(view.view(-1), flat.specs[index]) if flat.specs else view
-                self.shown[index] = shown = set_grad(param, shown)
-                self.versions[index] = shown._version
+                self.shown[index] = set_grad(param, shown)
+        self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
 
     def shows(self, grad: Tensor) -> bool:
         """Whether `grad` is one of the shown views."""

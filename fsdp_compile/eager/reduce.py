@@ -129,10 +129,10 @@ def reduce_or_accumulate(
     accumulated = take_accumulated(flat)
     if accumulated is not None:
         packed.add_(accumulated)
-    reduction, offload, options, now = flat.reduction, unit.offload, unit.options, current_backward()
-    added_by_autograd = reduction.backward == now  # a second forward of the unit: autograd adds the two at once
+    reduction, offload, options = flat.reduction, unit.offload, unit.options
+    added_by_autograd = reduction.begin_in_backward()  # a second forward of the unit: autograd adds the two at once
     reduction.wait()
-    reduction.backward, reduction.full_precision = now, full_precision
+    reduction.full_precision = full_precision
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
         streams.use_in_post_backward(packed)
     with streams.reducing():
@@ -327,5 +327,5 @@ def _take_accumulated_by_id(flat_param_id: Tensor) -> Tensor | None:
     flat = FLAT_PARAMS.find(flat_param_id)
     if flat is None:  # the model was deleted, and its accumulated gradients with it
         return None
-    flat.reduction.backward = current_backward()
+    flat.reduction.begin_in_backward()
     return take_accumulated(flat)

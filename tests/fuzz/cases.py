@@ -6,7 +6,7 @@ Every field has a default that asks for nothing, so that a case is shrunk by set
 """
 
 import random
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 
@@ -31,7 +31,8 @@ class Node(Printed):
         checkpoint: "", "reentrant" or "non-reentrant".
         times: how often it is run in a row.
         gate: "step": only in steps with `gates`; "rank": only on even ranks; "no_grad": without gradients.
-        out: what it returns: "" a tensor, else a "tuple", "dict" or "dataclass" with a second tensor.
+        then: "in place": the module around it changes its output in place.
+        out: what it returns: "" a tensor, a "view", else a "tuple", "dict" or "dataclass" with a second tensor.
         dtype: of its parameters, where it is not the model's.
         tie: gives it the first weight of the node of this index among those of its kind and size.
         same: makes it the very module that the node of this index is.
@@ -45,6 +46,7 @@ class Node(Printed):
     checkpoint: str = ""
     times: int = 1
     gate: str = ""
+    then: str = ""
     out: str = ""
     dtype: str = ""
     tie: int = -1
@@ -116,8 +118,10 @@ def nodes_of(nodes: tuple[Node, ...]) -> list[Node]:
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
-LEAVES = ("linear", "mlp", "scale", "norm", "inplace")
-EDITS = ("mul", "data", "eval")
+LEAVES = ("linear", "mlp", "scale", "norm", "inplace", "experts", "attention", "conv", "table", "listed", "custom")
+LEAVES += ("recurrent",)
+EDITS = ("mul", "data", "eval", "summon", "state", "full state", "optimizer state", "freeze", "abandon", "copy")
+FAILURES = ("failed forward", "failed backward")
 
 
 def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
@@ -125,11 +129,22 @@ def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
     rng = random.Random(seed)
     nodes = tuple(_node(rng, how, depth=0) for _ in range(rng.randint(1, 4)))
     strategy = rng.choice(("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    divides = world_size == 4 and strategy == "FULL_SHARD"
+    replicas = 2 if divides and rng.random() < 0.3 else 1
+    lowers = rng.random() < 0.2
+    wrap = rng.choice(("units", "units", "policy", "auto", "none"))
     return Case(
-        nodes=nodes,
+        nodes=_supported(nodes, wrap),
         width=rng.choice((1, 3, 5, 8)),
+        out=rng.choice(("", "", "tuple", "dict", "dataclass")),
+        dtype=rng.choice(("float64", "float64", "float64", "float32")),
         strategy=strategy,
-        wrap=rng.choice(("units", "units", "policy", "auto", "none")),
+        replicas=replicas,
+        reshard=2 if divides and replicas == 1 and rng.random() < 0.3 else 0,
+        wrap=wrap,
+        param_dtype=rng.choice(("float32", "float32", "bfloat16", "")) if lowers else "",
+        reduce_dtype=rng.choice(("float32", "", "bfloat16")) if lowers else "",
+        offload=rng.random() < 0.1,
         forward_prefetch=rng.random() < 0.3,
         backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", "None")),
         limit_all_gathers=rng.random() < 0.8,
@@ -143,20 +158,61 @@ def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
 
 
 def _node(rng: random.Random, how: str, depth: int) -> Node:
-    nests = depth < 2 and rng.random() < 0.35
+    nests = depth < 3 and rng.random() < 0.3
     children = tuple(_node(rng, how, depth + 1) for _ in range(rng.randint(1, 3))) if nests else ()
+    unit = rng.random() < 0.4
+    gates = ["step", "no_grad"]
+    # Compiled, all ranks have the same graphs (docs/limits.md, Compilation).
+    if how == "eager" and not unit and not any(each.unit for each in nodes_of(children)):
+        gates.append("rank")
     return Node(
         kind="nest" if nests else rng.choice(LEAVES),
         children=children,
         size=rng.choice((1, 5, 7, 16)),
-        unit=rng.random() < 0.4,
+        unit=unit,
+        frozen=rng.choice(("first", "all")) if rng.random() < 0.15 else "",
+        checkpoint=rng.choice(("reentrant", "non-reentrant", "non-reentrant")) if rng.random() < 0.25 else "",
+        times=2 if rng.random() < 0.1 else 1,
+        gate=rng.choice(gates) if rng.random() < 0.15 else "",
+        then="in place" if rng.random() < 0.1 else "",
+        out=rng.choice(("tuple", "dict", "dataclass", "view")) if rng.random() < 0.2 else "",
+        dtype="float32" if rng.random() < 0.1 else "",
+        tie=rng.randrange(6) if rng.random() < 0.1 else -1,
+        same=rng.randrange(6) if rng.random() < 0.1 else -1,
     )
 
 
+def _supported(nodes: tuple[Node, ...], wrap: str) -> tuple[Node, ...]:
+    """The nodes without what is refused, or outside of docs/limits.md.
+
+    A module that is run in several places runs within the forward of its unit; which units other policies than "units"
+    choose is not known here. A rank may leave out parts of units, but not in a checkpoint ("Smaller ones").
+    """
+    units: list[int | None] = []  # for each node the innermost unit around it; None: it is one
+    known = wrap in ("units", "none")
+
+    def visit(node: Node, unit: int, checkpointed: bool) -> Node:
+        index, is_unit = len(units), node.unit and wrap != "none"
+        shares = known and not is_unit and 0 <= node.same < index and units[node.same] == unit
+        units.append(None if is_unit else unit)
+        checkpointed |= node.checkpoint != ""
+        return replace(
+            node,
+            children=tuple(visit(child, index if is_unit else unit, checkpointed) for child in node.children),
+            same=node.same if shares else -1,
+            gate="" if node.gate == "rank" and (checkpointed or not known) else node.gate,
+        )
+
+    return tuple(visit(node, -1, False) for node in nodes)
+
+
 def _step(rng: random.Random) -> Step:
+    before = rng.choice(EDITS) if rng.random() < 0.4 else rng.choice(FAILURES) if rng.random() < 0.1 else ""
     return Step(
         syncs=rng.choice(((True,), (True,), (False, True), (False, False, True), (True, True))),
-        before=rng.choice(EDITS) if rng.random() < 0.3 else "",
+        forwards=rng.choice(("one", "one", "one", "two", "apart", "crossed", "eval")),
+        gates=rng.random() < 0.8,
+        before=before,
         clip=rng.random() < 0.3,
         keeps_grads=rng.random() < 0.15,
     )

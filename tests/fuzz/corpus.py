@@ -17,4 +17,31 @@ CORPUS: tuple[tuple[str, Case], ...] = (
             steps=(Step(), Step()),
         ),
     ),
+    (
+        "two forwards, a reentrant checkpoint in a unit: a reduce was added to before it had ended",
+        Case(
+            nodes=(Node(kind="nest", children=(Node(checkpoint="reentrant"),), unit=True),),
+            steps=(Step(forwards="two"),),
+        ),
+    ),
+    (
+        "a module that is run in and outside of a reentrant checkpoint, two forwards: wrong with FSDP2 too",
+        Case(
+            nodes=(Node(), Node(unit=True, checkpoint="reentrant"), Node(same=1)),
+            wrap="policy",
+            steps=(Step(forwards="two"),),
+        ),
+    ),
+    (
+        "a dataclass as output of the root kept a checkpoint within from finding its parameters",
+        Case(nodes=(Node(checkpoint="non-reentrant"),), out="dataclass"),
+    ),
+    (
+        "under NO_SHARD accumulation dropped reduced gradients that were kept, where the sum was zero so far",
+        Case(
+            nodes=(Node(checkpoint="reentrant"), Node(checkpoint="reentrant")),
+            strategy="NO_SHARD",
+            steps=(Step(keeps_grads=True), Step(syncs=(False, True))),
+        ),
+    ),
 )

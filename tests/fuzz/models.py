@@ -23,9 +23,8 @@ class Record:
 def structured(kind: str, x: Tensor) -> Any:
     """`x`, and what a caller may leave unused, in the structure of this name."""
     other = 2 * x
-    return {"": x, "tuple": (x, other), "dict": {"first": x, "deep": [other, None]}, "dataclass": Record(x, other)}[
-        kind
-    ]
+    structures: dict[str, Any] = {"": x, "tuple": (x, other), "dict": {"first": x, "deep": [other, None]}}
+    return x[None][0] if kind == "view" else Record(x, other) if kind == "dataclass" else structures[kind]
 
 
 def first_of(output: Any) -> Tensor:
@@ -88,13 +87,136 @@ class InPlace(nn.Module):
         return x + y.to(x.dtype)
 
 
+class Recurrent(nn.Module):
+    """A GRU or LSTM over the batch, as if it were time."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.rnn = (nn.GRU if size % 2 else nn.LSTM)(width, width, num_layers=1 + size % 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rnn(x.to(self.rnn.weight_ih_l0.dtype))[0].to(x.dtype)
+
+
+class Experts(nn.Module):
+    """Each row goes to one of three experts; in eager mode the others do not run."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.ParameterList(torch.randn(width, width) / width for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.router.weight.dtype)
+        chances = self.router(y).softmax(-1)
+        chosen, out = chances.argmax(-1), torch.zeros_like(y)
+        for index, weight in enumerate(self.experts):
+            rows = chosen == index
+            if torch.compiler.is_compiling():
+                out = out + torch.tanh(y @ weight) * (chances[:, index] * rows)[:, None]
+            elif rows.any():
+                out[rows] = torch.tanh(y[rows] @ weight) * chances[rows, index, None]
+        return x + out.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Reads the parameters of its own child."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[None].to(self.attention.in_proj_weight.dtype)
+        return x + self.attention(y, y, y, need_weights=False)[0][0].to(x.dtype)
+
+
+class Conv(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.conv(x.to(self.conv.weight.dtype)[:, None]).sum(1)).to(x.dtype)
+
+
+class Table(nn.Module):
+    """An embedding, and a buffer."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(size, width, padding_idx=0 if size > 5 else None)
+        self.register_buffer("offset", torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = (x[:, 0] > 0).long() * (self.table.num_embeddings - 1)
+        return x + self.table(indices).to(x.dtype) * self.offset.to(x.dtype)
+
+
+class Listed(nn.Module):
+    """Weights in a list, views of them, and a child whose forward is never called."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width, 2 * width) / (2 * width) for _ in range(2))
+        self.read = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x.to(self.read.weight.dtype), self.read.weight.t(), self.read.bias)
+        for weight in self.weights:
+            left, right = weight.chunk(2, 1)
+            y = y + torch.tanh(y @ left) @ right
+        return x + y.to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Custom(nn.Module):
+    """An operator of the user's own, which saves a parameter."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(_Product.apply(x.to(self.weight.dtype), self.weight)).to(x.dtype)
+
+
 KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "linear": Linear,
     "mlp": MLP,
     "scale": Scale,
     "norm": Norm,
     "inplace": InPlace,
+    "recurrent": Recurrent,
+    "experts": Experts,
+    "attention": Attention,
+    "conv": Conv,
+    "table": Table,
+    "listed": Listed,
+    "custom": Custom,
 }
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("a backward of the user's fails")
+
 
 # --- modules with children --------------------------------------------------------------------------------------------
 
@@ -104,23 +226,30 @@ class Nest(nn.Module):
 
     def __init__(self, nodes: tuple[Node, ...], width: int, made: list[tuple[Node, nn.Module]]) -> None:
         super().__init__()
-        self.nodes, self.gates, self.rank = nodes, True, 0
+        self.nodes, self.gates, self.rank, self.fails = nodes, True, 0, ""
         self.gain = nn.Parameter(torch.randn(width))
         self.inner = nn.ModuleList(build_node(node, width, made) for node in nodes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.sin(self.gain).to(x.dtype)
+        x = torch.tanh(x) + torch.sin(self.gain).to(x.dtype)
         for node, module in zip(self.nodes, self.inner, strict=True):
             for _ in range(node.times):
                 x = self._run(node, module, x)
-        return x
+            if node.then == "in place":
+                x.mul_(0.9)
+        if self.fails == "forward":
+            raise ArithmeticError("a forward of the user's fails")
+        return _Fails.apply(x) if self.fails else x
 
     def _run(self, node: Node, module: nn.Module, x: Tensor) -> Tensor:
-        if (node.gate == "step" and not self.gates) or (node.gate == "rank" and self.rank % 2):
+        if node.gate == "step" and not self.gates:
             return x
+        if node.gate == "rank" and self.rank % 2:
+            return x.clone()  # a unit that returned the very output of a unit within it would gather after that one
         if node.gate == "no_grad":
             with torch.no_grad():
-                return first_of(module(x))
+                features = first_of(module(x))
+            return x + features
         if node.checkpoint:
             return first_of(checkpoint(module, x, use_reentrant=node.checkpoint == "reentrant"))
         return first_of(module(x))
@@ -147,7 +276,7 @@ class Model(nn.Module):
         self.nest = Nest(case.nodes, case.width, made)
         self.head = nn.Linear(case.width, 3)
         # Shared modules occur as often as there are nodes for them: those that are units, each once, inner ones first.
-        self.to_shard = list({id(module): module for node, module in reversed(made) if node.unit}.values())
+        self.to_shard = list({id(module): module for node, module in made if node.unit}.values())[::-1]
 
     def forward(self, x: Tensor) -> Any:  # [batch, 4] -> [batch, 3]
         return structured(self.out, self.head(self.nest(self.stem(x))))
@@ -195,5 +324,5 @@ def build(case: Case) -> Model:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Mean over what the model returns, in fp64."""
-    return F.mse_loss(first_of(output).double(), torch.full((), 0.3, dtype=torch.float64).expand_as(first_of(output)))
+    """A mean over the first tensor that the model returns, in fp64, with bounded gradients."""
+    return (torch.tanh(first_of(output).double()) - 0.3).square().mean()

@@ -5,14 +5,16 @@ mismatch = compare(rank, case, how)      None, or the first difference; a mismat
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_compile import ModuleWrapPolicy, fully_shard, summon_full_params
@@ -23,6 +25,7 @@ from .models import Model, Nest, build, loss_of
 # Relative to the largest value. Rounding differs only in the order in which ranks are summed, but grows with the steps.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
 CLIP = 0.05
+INVALID = "the unsharded model raises too"
 
 
 class InvalidCase(Exception):
@@ -30,12 +33,15 @@ class InvalidCase(Exception):
 
 
 def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
-    """The first difference from the unsharded model, or None. Raises what the sharded model raises."""
+    """The first difference from the unsharded model, or None, or INVALID. Raises what the sharded model raises."""
     reference, model = build(case), build(case)
     run = _shard_by_fsdp2(case, model) if fsdp2 else _shard(case, model)
     if how != "eager":
         run = torch.compile(model, backend=how)
-    return Comparison(case, reference, model, run, rank).train()
+    try:
+        return Comparison(case, reference, model, run, rank).train()
+    except InvalidCase:  # on all ranks, before the step communicates
+        return INVALID
 
 
 # --- sharding ---------------------------------------------------------------------------------------------------------
@@ -53,13 +59,18 @@ def _shard(case: Case, model: Model) -> nn.Module:
     if case.reshard:
         options |= {"reshard_after_forward": case.reshard, "sharding_strategy": None}
     if case.replicas > 1:
-        options["mesh"] = init_device_mesh("cpu", (case.replicas, dist.get_world_size() // case.replicas))
+        options |= {"mesh": _mesh(case.replicas), "sharding_strategy": None}
     policies: dict[str, Any] = {"units": None, "none": None, "auto": "auto"}
     if case.wrap == "policy":
         policies["policy"] = ModuleWrapPolicy({type(module) for module in model.to_shard})
     for module in model.to_shard if case.wrap == "units" else ():
         fully_shard(module, auto_wrap_policy=None, **options)
     return fully_shard(model, auto_wrap_policy=policies[case.wrap], **options)
+
+
+@functools.cache
+def _mesh(replicas: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
 
 
 def _precision(case: Case) -> MixedPrecision | None:
@@ -72,7 +83,9 @@ def _shard_by_fsdp2(case: Case, model: Model) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-    options: dict[str, Any] = {"reshard_after_forward": case.strategy == "FULL_SHARD"}
+    options: dict[str, Any] = {"reshard_after_forward": case.reshard or case.strategy == "FULL_SHARD"}
+    if case.replicas > 1:
+        options["mesh"] = _mesh(case.replicas)
     precision = _precision(case)
     if precision is not None:
         options["mp_policy"] = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
@@ -156,9 +169,7 @@ class Comparison:
         self, step: Step, number: int, rank: int, model: nn.Module, sync: Callable[[bool], Any]
     ) -> list[Tensor]:
         """Forwards and backwards of one rank's microbatches; losses and the gradients of inputs."""
-        for module in model.modules():
-            if isinstance(module, Nest):
-                module.rank = rank
+        _play_rank(model, rank)
         seen: list[Tensor] = []
         for index, syncs in enumerate(step.syncs):
             batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
@@ -184,6 +195,15 @@ class Comparison:
         else:
             model.set_requires_gradient_sync(syncs)
             yield
+
+    def example(self) -> Tensor:
+        """A batch for evaluation, equal on all ranks."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(3, 4, generator=generator, dtype=getattr(torch, self.case.dtype))
+
+    def all_parameters(self) -> list[nn.Parameter]:
+        """Those of the sharded model, then those of the other."""
+        return [*self.model.parameters(), *self.reference.parameters()]
 
     # --- comparing ----------------------------------------------------------------------------------------------------
 
@@ -236,6 +256,12 @@ def _backward(forwards: str, model: nn.Module, a: Tensor, b: Tensor) -> list[Ten
     return [loss.detach() for loss in losses]
 
 
+def _play_rank(model: nn.Module, rank: int) -> None:
+    for module in model.modules():
+        if isinstance(module, Nest):
+            module.rank = rank
+
+
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -259,35 +285,83 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 def _multiply(comparison: Comparison, when: str) -> None:
     with torch.no_grad():
-        for model in (comparison.model, comparison.reference):
-            for param in model.parameters():
-                param.mul_(0.9)
+        for param in comparison.all_parameters():
+            param.mul_(0.9)
 
 
 def _replace(comparison: Comparison, when: str) -> None:
-    for model in (comparison.model, comparison.reference):
-        for param in model.parameters():
-            param.data = 0.9 * param.data
+    for param in comparison.all_parameters():
+        param.data = 0.9 * param.data
+
+
+def _copy_values(comparison: Comparison, when: str) -> None:
+    with torch.no_grad():
+        for param in comparison.all_parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
 
 
 def _summon(comparison: Comparison, when: str) -> None:
     with summon_full_params(comparison.model), torch.no_grad():
-        for param in comparison.model.parameters():
-            param.mul_(0.9)
-    with torch.no_grad():
-        for param in comparison.reference.parameters():
-            param.mul_(0.9)
+        _multiply(comparison, when)
+
+
+def _state(comparison: Comparison, when: str) -> None:
+    """What is loaded back replaces what was changed in between."""
+    for model in (comparison.model, comparison.reference):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        model.load_state_dict(state)
+
+
+def _full_state(comparison: Comparison, when: str) -> None:
+    options = StateDictOptions(full_state_dict=True)
+    state, expected = (get_model_state_dict(m, options=options) for m in (comparison.model, comparison.reference))
+    for name, value in expected.items():
+        comparison.check(f"{when}: {name}", state[name], value)
+    for model in (comparison.model, comparison.reference):
+        set_model_state_dict(model, {name: 0.9 * value for name, value in expected.items()}, options=options)
+
+
+def _optimizer_state(comparison: Comparison, when: str) -> None:
+    for optimizer in comparison.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _freeze(comparison: Comparison, when: str) -> None:
+    """Parameters of the first node that train no longer do, and the reverse."""
+    for model in (comparison.model, comparison.reference):
+        for param in (*model.nest.inner[:1].parameters(), model.head.bias):
+            param.requires_grad_(not param.requires_grad)
 
 
 def _evaluate(comparison: Comparison, when: str) -> None:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(getattr(torch, comparison.case.dtype))
     losses = []
     for model in (comparison.run, comparison.reference):
+        _play_rank(model, comparison.rank)
         model.eval()
         with torch.no_grad():
-            losses.append(loss_of(model(x)))
+            losses.append(loss_of(model(comparison.example())))
         model.train()
-    comparison.check(when, losses[0], losses[1])
+    if not comparison.case.param_dtype:
+        comparison.check(when, losses[0], losses[1])
+
+
+def _abandon(comparison: Comparison, when: str) -> None:
+    """A forward without a backward."""
+    comparison.run(comparison.example())
+
+
+def _fail(comparison: Comparison, when: str) -> None:
+    """A pass that raises on all ranks, and is caught."""
+    nest = comparison.model.nest
+    nest.fails = "forward" if "forward" in when else "backward"
+    with suppress(ArithmeticError):
+        loss_of(comparison.run(comparison.example())).backward()
+    nest.fails = ""
+    for optimizer in comparison.optimizers:
+        optimizer.zero_grad()
 
 
 def _plant(comparison: Comparison, when: str) -> None:
@@ -297,9 +371,17 @@ def _plant(comparison: Comparison, when: str) -> None:
 
 
 EDITS: dict[str, Callable[[Comparison, str], None]] = {
-    "planted": _plant,
     "mul": _multiply,
     "data": _replace,
+    "copy": _copy_values,
     "summon": _summon,
+    "state": _state,
+    "full state": _full_state,
+    "optimizer state": _optimizer_state,
+    "freeze": _freeze,
     "eval": _evaluate,
+    "abandon": _abandon,
+    "failed forward": _fail,
+    "failed backward": _fail,
+    "planted": _plant,
 }

@@ -1,5 +1,6 @@
 """Makes a failing case smaller while it fails: drops elements of tuples, sets fields back to their defaults."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 from .cases import Case, Node, Step, size_of
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], limit: int = 150) -> Case:
-    """The smallest case that was found to fail, after at most `limit` trials."""
-    trials, smaller = 0, True
-    while smaller and trials < limit:
+def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 120.0) -> Case:
+    """The smallest case that was found to fail within so many seconds."""
+    deadline, smaller = time.monotonic() + seconds, True
+    while smaller:
         smaller = False
         for candidate in sorted(set(_smaller(case)), key=size_of):
-            if trials >= limit:
-                break
-            trials += 1
+            if time.monotonic() > deadline:
+                return case
+            if not all(step.syncs[-1] for step in candidate.steps):
+                continue
             if fails(candidate):
                 case, smaller = candidate, True
                 break
