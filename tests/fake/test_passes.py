@@ -29,6 +29,7 @@ from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
 X = torch.ones(4, 3)
 
 
+@pytest.mark.nightly
 def test_every_pass_can_be_left_out_by_name() -> None:
     """With `disable`, a pass and those that need it do not run, the others do; the model still compiles and runs."""
     for left_out in PASSES:
@@ -259,7 +260,7 @@ def is_gathered(node: fx.Node) -> bool:
 
 
 @pytest.mark.parametrize(  # "tied" is "gpt" and more
-    "name", [name if name != "gpt" else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
+    "name", [name if name not in ("gpt", "conv") else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 )
 def test_forward_saves_only_shards_and_activations(name: str) -> None:
     """Under FULL_SHARD nothing saved for backward is a gathered buffer or shares its storage (I4)."""

@@ -8,6 +8,7 @@ import pytest
 from bench import parts, pictures, report
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_two_systems_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 and ours take turns on an emulated link; figures, table, pictures and traces come out."""

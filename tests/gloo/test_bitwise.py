@@ -53,7 +53,7 @@ def test_switching_in_mid_training(two: Ranks, name: str, to_none: bool) -> None
     two.run(_compare, name, "FULL_SHARD", (("eager",) * len(switching), switching), to_none)
 
 
-@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=LATE) for name in MODELS if name != "mlp")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATE) for name in MODELS])
 def test_four_ranks(four: Ranks, name: str) -> None:
     """Four ranks, whose shards cut parameters in other places, agree as well."""
     four.run(_compare, name, "FULL_SHARD", (("eager",) * STEPS, ("aot_eager",) * STEPS), True)

@@ -83,7 +83,9 @@ def start(folder: pathlib.Path, backends: tuple[str, ...]) -> list[list[Report]]
             process.kill()
 
 
-@pytest.mark.parametrize("backends", [BACKENDS[:1], pytest.param(BACKENDS, marks=LATE)], ids=len)
+@pytest.mark.parametrize(
+    "backends", [pytest.param(BACKENDS[:1], marks=LATE), pytest.param(BACKENDS, marks=LATE)], ids=len
+)
 def test_second_start_reuses_compiled_code(tmp_path: pathlib.Path, backends: tuple[str, ...]) -> None:
     """Cold, ranks compile; warm, every rank loads both graphs from AOTAutograd's cache; the numbers are the same.
 

@@ -124,7 +124,7 @@ def _kinds(rank: int, how: str) -> set[str]:
     return {event.name for event in profiler.events() if event.name.startswith("gloo:")}
 
 
-@pytest.mark.parametrize("how", ["eager", "inductor"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_nothing_that_gloo_copies(two: Ranks, how: str) -> None:
     """Gathers are broadcasts of slices and reduces exchanges, eagerly and in generated code: gloo copies the others."""
     assert two.run(_kinds, how) == [{"gloo:broadcast", "gloo:all_to_all"}] * 2

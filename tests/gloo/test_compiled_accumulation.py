@@ -140,6 +140,7 @@ def _inductor(rank: int) -> None:
         both.accumulate("nss", 20)
 
 
+@pytest.mark.nightly
 def test_inductor(two: Ranks) -> None:
     """Generated code leaves what it has handed over alone, and a hook finds it until it has reduced it (E-HOOK-2).
 

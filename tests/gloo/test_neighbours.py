@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import torch
 from models import MODELS, MODULES
 from torch import nn
@@ -119,6 +120,7 @@ def _compare(rank: int) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.nightly
 def test_compiled_as_eager(four: Ranks) -> None:
     """Bit for bit, with frozen and tied parameters, low precision and float16 sums, under no_sync and after it."""
     four.run(_compare)

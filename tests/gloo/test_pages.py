@@ -24,7 +24,9 @@ def script_of(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("page", ["quick_start", "from_fsdp2", "sharded_tensors"])
+@pytest.mark.parametrize(
+    "page", ["quick_start", "sharded_tensors", pytest.param("from_fsdp2", marks=pytest.mark.nightly)]
+)
 def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> None:
     """As its reader would run it: with torchrun, on two ranks."""
     script = tmp_path / f"{page}.py"

@@ -54,7 +54,9 @@ def test_eager_on_four(four: Ranks, name: str) -> None:
     _check(four, name, "eager")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LATE if name in ("gpt", "mlp") else ()) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=LATE if name in ("gpt", "mlp", "tied") else ()) for name in MODELS]
+)
 def test_inductor_on_two(two: Ranks, name: str) -> None:
     """Two ranks that run plain `torch.compile` end where one unsharded process does."""
     _check(two, name, "inductor")

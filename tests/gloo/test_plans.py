@@ -30,7 +30,7 @@ def _train(rank: int, how: Any, options: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("how", "options"),
     [
-        ("auto", {"link": SLOW}),
+        pytest.param("auto", {"link": SLOW}, marks=LATE),
         (True, {"link": FAR}),
         pytest.param("auto", {"link": FAR}, marks=LATE),
         pytest.param(True, {"link": SLOW}, marks=LATE),

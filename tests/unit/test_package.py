@@ -16,6 +16,9 @@ from fsdp_compile.cli import FORMATS
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1])}
 
 
+LATE = pytest.mark.nightly  # each starts a Python that imports torch
+
+
 def run(*arguments: str) -> str:
     done = subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -49,8 +52,8 @@ def test_names_load_no_passes() -> None:
     "statements",
     [
         "import fsdp_compile.explain",
-        "from fsdp_compile import fully_shard; import fsdp_compile.explain.prediction",
-        "import fsdp_compile; fsdp_compile.explain; from fsdp_compile.explain import report",
+        pytest.param("from fsdp_compile import fully_shard; import fsdp_compile.explain.prediction", marks=LATE),
+        pytest.param("import fsdp_compile; fsdp_compile.explain; from fsdp_compile.explain import report", marks=LATE),
     ],
 )
 def test_explain_is_the_function(statements: str) -> None:

@@ -40,6 +40,7 @@ def test_shortest(seed):
         _check_shortest(workload, None if over is None else least + over, merge=2)
 
 
+@pytest.mark.nightly
 def test_shortest_of_more_units():
     """Also of 5 to 8 units, within the smallest budget."""
     for seed in LARGE:
