@@ -10,7 +10,7 @@ as for its neighbours, and the graph in between reads unsharded flat parameters 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -268,6 +268,10 @@ def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> 
 def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, as_flats: bool) -> Any:
     """Run the forward again within backward, with the units unsharded that are not yet."""
     sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
+    for unit in module._fsdp.units:
+        for gathered in cast(Iterable[UnshardedUnit], unit.awaiting_backward):
+            if gathered.views is unit.unsharded_params or gathered.views is unit.unsharded_flats:
+                gathered.recompute()
     full_precision, streams_for = computes_in_full_precision(module), module._fsdp_runtime.streams_for
     opened = [_open_for_recomputation(unit, full_precision, streams_for(unit.device), as_flats) for unit in sharded]
     gathered_here = [gathered for gathered in opened if gathered is not None]

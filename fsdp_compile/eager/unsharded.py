@@ -110,6 +110,7 @@ class UnshardedUnit:
         reused: whether the buffers were left by an earlier backward pass.
         can_free: whether backward can gather again what is freed after the forward.
         backward_pass: the backward pass that has last read the parameters; -1: none.
+        recomputed_in: the backward pass in which a recomputed forward has last read the open parameters; -1: none.
         prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
         is_differentiated: whether a backward pass made a graph of its own (`create_graph`), which has saved the
             parameters: their buffers go with that graph.
@@ -132,7 +133,7 @@ class UnshardedUnit:
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.opaque: type | None = None  # of an output that may have tensors inside
         self.as_flats = self.can_free = self.prefetched = self.is_differentiated = False
-        self.backward_pass, self.readers = -1, Reader.NOBODY
+        self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
         reused = self._take_kept_unsharded()
         self.reused = reused is not None
         if reused is not None:
@@ -270,6 +271,12 @@ class UnshardedUnit:
         self.wait()
         self.unit.show_unsharded(self.views, self.as_flats)
         self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
+
+    def recompute(self) -> None:
+        """A recomputed forward reads the open parameters. The second in a backward pass is of another forward."""
+        if self.recomputed_in == current_backward():
+            self.readers |= Reader.RECOMPUTED_FORWARD
+        self.recomputed_in = current_backward()
 
     def prefetch(self) -> bool:
         """Begin to gather again what was freed; whether anything was."""

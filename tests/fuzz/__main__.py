@@ -30,16 +30,19 @@ class Fuzzer:
 
     def failure(self, case: Case, fsdp2: bool = False) -> str | None:
         """What goes wrong, or None."""
-        from .run import INVALID, compare
+        from .run import INVALID, attempt
 
         if not self.ranks.workers:
             self.ranks.limit = START
-            self.ranks.run(compare, Case(), "eager")
+            self.ranks.run(attempt, Case(), "eager")
             self.ranks.limit = LIMITS[self.how]
         try:
-            found = self.ranks.run(compare, case, "eager" if fsdp2 else self.how, fsdp2)
+            found = self.ranks.run(attempt, case, "eager" if fsdp2 else self.how, fsdp2)
         except RanksFailed as error:
             return str(error)
+        raised = ["Traceback" in str(text) for text in found]
+        if any(raised) and not all(raised):
+            self.ranks.stop()  # they may no longer be together
         if INVALID in found:
             self.invalid += 1
             return None
@@ -78,9 +81,9 @@ def main() -> int:
                 print(f"seed {seed} fails: {failure}", flush=True)
                 if not asked.no_shrink:
                     case = fuzzer.shrunk(case, failure)
-                    print(
-                        f"smaller:\n    {case}\n{fuzzer.failure(case)}\nFSDP2: {fuzzer.failure(case, True)}", flush=True
-                    )
+                    print(f"smaller:\n    {case}\n{fuzzer.failure(case)}", flush=True)
+                    print(f"FSDP2: {fuzzer.failure(case, True)}", flush=True)
+                fuzzer.ranks.stop()
         fuzzer.ranks.stop()
     seconds = time.monotonic() - begin
     counts = f"{failures} fail, {fuzzer.invalid} invalid, {seconds:.0f} s"

@@ -44,4 +44,8 @@ CORPUS: tuple[tuple[str, Case], ...] = (
             steps=(Step(keeps_grads=True), Step(syncs=(False, True))),
         ),
     ),
+    (
+        "a unit that runs twice in one non-reentrant checkpoint was freed between the backwards of the two: setStorage",
+        Case(nodes=(Node(kind="nest", checkpoint="non-reentrant", children=(Node(kind="mlp", unit=True, times=2),)),)),
+    ),
 )

@@ -6,6 +6,7 @@ mismatch = compare(rank, case, how)      None, or the first difference; a mismat
 
 import copy
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -42,6 +43,14 @@ def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
         return Comparison(case, reference, model, run, rank).train()
     except InvalidCase:  # on all ranks, before the step communicates
         return INVALID
+
+
+def attempt(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
+    """As `compare`; what it raises, as text."""
+    try:
+        return compare(rank, case, how, fsdp2)
+    except Exception:
+        return traceback.format_exc()
 
 
 # --- sharding ---------------------------------------------------------------------------------------------------------
