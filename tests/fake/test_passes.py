@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -288,6 +289,54 @@ def test_autocast_saves_no_cast_of_gathered_parameters() -> None:
     weights = {tuple(p.shape) for p in MODELS["mlp"].build().parameters() if p.dim() == 2}
     shapes = {tuple(node.meta["val"].shape) for node in saved}
     assert tagged(graph, "wait") and not shapes & (weights | {shape[::-1] for shape in weights})
+
+
+class _Transformed(nn.Module):
+    """A layer that computes with a function of its weight, here `[40, 36]`."""
+
+    def __init__(self, function: Callable[["_Transformed"], Tensor], trains: bool) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(40, 36) / 6, requires_grad=trains)
+        self.other, self.bias = nn.Parameter(torch.randn(40, 36) / 6), nn.Parameter(torch.zeros(40))
+        self.a, self.b = nn.Parameter(torch.randn(2, 36)), nn.Parameter(torch.randn(40, 2))
+        self.register_buffer("scale", torch.rand(36) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.function(self), self.bias)
+
+
+TRANSFORMED: dict[str, Callable[[Any], Tensor]] = {
+    "scaled by its maximum": lambda m: m.weight / m.weight.abs().amax(),
+    "standardised": lambda m: (
+        (m.weight - m.weight.mean(1, keepdim=True)) / (m.weight.var(1, keepdim=True) + 1e-5).sqrt()
+    ),
+    "scaled by a buffer": lambda m: m.weight * m.scale,
+    "rounded": lambda m: m.weight + (torch.round(m.weight * m.scale) - m.weight).detach(),
+    "softmax": lambda m: m.weight.softmax(1),
+    "of low rank": lambda m: m.weight + m.b @ m.a,
+    "gated": lambda m: torch.tanh(m.weight) * m.other.sigmoid(),
+    "in bf16": lambda m: (m.weight * 0.5 + 0.1).bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_what_is_computed_from_weights_is_not_saved(name: str, trains: bool) -> None:
+    """Under FULL_SHARD the forward saves nothing of a parameter's size, whatever it computes from parameters (I4)."""
+    model = nn.Sequential(*(_Transformed(TRANSFORMED[name], trains) for _ in range(2)), nn.Linear(40, 4))
+    model[1].weight, model[1].other = (nn.Parameter(torch.randn(40, 40), trains) for _ in range(2))
+    model[1].a, model[1].scale = nn.Parameter(torch.randn(2, 40)), torch.rand(40) + 0.5
+    saved, graph = saved_nodes(model, (torch.randn(3, 36), None), lambda run, inputs: run(inputs[0]).square().sum())
+    assert tagged(graph, "wait")
+    assert not [node for node in saved if node.op != "placeholder" and node.meta["val"].numel() >= 36 * 40]
+
+
+def test_random_functions_of_weights_are_saved() -> None:
+    """What a random operator makes of a weight is not computed again: it would be another."""
+    model = nn.Sequential(_Transformed(lambda m: F.dropout(m.weight, 0.5), True), nn.Linear(40, 4))
+    saved, _ = saved_nodes(model, (torch.randn(3, 36), None), lambda run, inputs: run(inputs[0]).square().sum())
+    assert [node for node in saved if node.meta["val"].numel() == 36 * 40]
 
 
 def test_shard_grad_op_saves_the_gathered_buffer_and_gathers_once() -> None:

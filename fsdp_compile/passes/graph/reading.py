@@ -278,12 +278,15 @@ def _spans(nodes: Iterable[fx.Node], position: Mapping[fx.Node, int], split: int
 
 
 def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position: Mapping[fx.Node, int]) -> list[Span]:
-    """From the first to the last gradient. In the gathered buffer: from its last read on, as if it were a new one."""
+    """From the first to the last gradient. In the gathered buffer: from its last read on, as if it were a new one.
+
+    The last gradient may read the buffer itself, as one factor of a product of two parameters does.
+    """
     spans = _spans(reduce.gradients, position, 0)
     if not reduce.reused:
         return spans
     free = reads[name][-1][1] + 1
-    return [(free, last) for _, last in spans]
+    return [(min(free, last), last) for _, last in spans]
 
 
 def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:

@@ -5,18 +5,21 @@ reshard          joint       each gather is tagged: computed again in backward, 
 check_saved      post_grad   the forward saves nothing that was to be freed
 """
 
+import operator
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import UNSHARD
-from fsdp_compile.passes._torch import saved_for_backward
+from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
 from fsdp_compile.passes.cost.profile import step_with_profile
-from fsdp_compile.passes.graph.node_kinds import derived, is_view_or_cast
+from fsdp_compile.passes.graph.node_kinds import derived, is_pointwise, is_scalar, is_view_or_cast
 from fsdp_compile.passes.graph.reading import read, stretches_of
-from fsdp_compile.passes.graph.tags import get_tag, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.tags import get_tag, module_path, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
@@ -66,6 +69,10 @@ def _first_in_backward(workload: Workload) -> tuple[str, ...]:
 # activation checkpointing uses. `MUST_RECOMPUTE` on the gather, its wait, and all views and casts of that makes the
 # partitioner copy them into the backward graph, where they read the shard, which is alive anyway. The nodes must carry
 # no `ac_graph_id`. With one, a gather inside a checkpoint region whose result a later region uses would be saved.
+#
+# The same holds for what is computed from gathered parameters: a scaled weight is as large as the weight. It is
+# computed again if that needs only gathered parameters, beside these inputs of the graph, which live anyway, and
+# tensors that are much smaller, such as a maximum or a scale, which the partitioner may save in its place.
 
 
 def reshard(context: GraphContext) -> None:
@@ -79,6 +86,7 @@ def reshard(context: GraphContext) -> None:
             _set_policy((node, *derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
         elif tag.kind != "view":
             _set_policy((node,), CheckpointPolicy.MUST_SAVE)
+    _set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
@@ -87,8 +95,52 @@ def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
         node.meta["recompute"] = policy
 
 
+_SMALL = 16  # how many times smaller than a parameter a tensor is that may be saved to compute from it again
+
+
+def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a joint graph, as large as parameters, that backward can compute from gathered ones again.
+
+    Of units that reshard after forward. See Note [Why gathers are tagged for recomputation].
+    """
+    numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
+    after_tangents: set[fx.Node] = set()
+    for node in graph.nodes:
+        value, tag, needed = node.meta.get("val"), get_tag(node), node.all_input_nodes
+        if is_tangent(node) or not after_tangents.isdisjoint(needed):
+            after_tangents.add(node)
+        elif tag is not None and tag.kind in ("gather", "wait"):
+            if tag.reshard and tag.kind == "wait":
+                numels[node] = 0
+        elif isinstance(value, Tensor) and _is_pure(node) and not numels.keys().isdisjoint(needed):
+            largest = max(numels.get(each, 0) for each in needed) or _numel(node)  # a view of the buffer: a parameter
+            is_cheap = is_pointwise(node) and _numel(node) <= largest
+            if all(each in numels or (is_cheap and _is_at_hand(each, largest)) for each in needed):
+                numels[node] = largest
+    return [node for node, largest in numels.items() if _numel(node) * _SMALL >= largest]
+
+
+def _is_at_hand(node: fx.Node, largest: int) -> bool:
+    """Whether backward may have `node` at no cost beside a parameter of `largest` elements."""
+    return node.op == "placeholder" or is_scalar(node) or _numel(node) * _SMALL <= largest
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether the operator gives the same result whenever it is called, and does nothing else."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return node.target is operator.getitem
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]  # an operator
+    return not is_random and not schema.is_mutable and node.target not in (*STARTS, WAIT)
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return size_hint(value.numel()) if isinstance(value, Tensor) else 0
+
+
 def check_saved(context: GraphContext) -> None:
-    """Raise if the forward saves a gathered buffer, or a view of one, that its unit frees after forward (I4).
+    """Raise if the forward saves what has the size of parameters, and follows from those that a unit frees (I4).
 
     Raises:
         RuntimeError: naming the unit, the node and its size; or the joint passes have not seen the graph.
@@ -103,14 +155,22 @@ def check_saved(context: GraphContext) -> None:
         origin = node
         while is_view_or_cast(origin) and not _is_gathered(origin):  # under autocast, a cast of a gathered buffer
             origin = origin.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-        if _is_gathered(origin) and tag_of(origin).reshard:
+        is_gathered = _is_gathered(origin) and tag_of(origin).reshard
+        if is_gathered or _was_to_be_recomputed(node):
+            path = tag_of(origin).path if is_gathered else module_path(node)
             raise RuntimeError(
-                f"unit {tag_of(origin).path or 'root'}: {node.name}, a view of its gathered parameters of shape "
-                f"{tuple(node.meta['val'].shape)}, would be kept from forward to backward, but the unit reshards after "
-                f"forward. This is a defect of the passes; until it is mended, shard that module with SHARD_GRAD_OP"
+                f"unit {path or 'root'}: {node.name}, {'a view of' if is_gathered else 'computed from'} its gathered "
+                f"parameters of shape {tuple(node.meta['val'].shape)}, would be kept from forward to backward, but the "
+                f"unit reshards after forward. This is a defect of the passes; until it is mended, shard that module "
+                f"with SHARD_GRAD_OP"
             )
 
 
 def _is_gathered(node: fx.Node) -> bool:
     tag = get_tag(node)
     return tag is not None and tag.kind in ("gather", "wait")
+
+
+def _was_to_be_recomputed(node: fx.Node) -> bool:
+    """Whether `reshard` tagged the node; checkpoints do so too, and add a region."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and "ac_graph_id" not in node.meta
