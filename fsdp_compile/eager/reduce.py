@@ -225,6 +225,7 @@ def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced
 def _complete(streams: Streams, complete: Callable[[], None]) -> None:
     with streams.finishing():
         complete()
+    streams.await_reduce()  # compute allocated what was reduced: it is dropped now, and compute may be given its memory
 
 
 def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, streams: Streams, reduced: Tensor) -> None:

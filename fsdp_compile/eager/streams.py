@@ -63,6 +63,11 @@ class Device:
         """An event behind what is queued to `stream`; None if nothing is ever queued."""
         return stream.record_event() if self.module else None
 
+    def await_event(self, event: Any, stream: Any) -> None:
+        """Work queued to `stream` from now on waits for `event`."""
+        if self.module:
+            stream.wait_event(event)
+
     def block(self, event: Any) -> None:
         """Let the host wait for `event`."""
         if self.module:
@@ -88,8 +93,8 @@ class Streams:
 
         With an `event`, recorded behind that step, they do not wait for what compute was given after it.
         """
-        if event is not None and self.device.module:
-            self.unshard.wait_event(event)
+        if event is not None:
+            self.device.await_event(event, self.unshard)
         else:
             self.device.order(self.device.current_stream(), self.unshard)
 
