@@ -47,11 +47,11 @@ class Use(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Writes operators into `record`, under the current stream."""
+    """Writes operators into `record`, under the current stream; `offloads`: whether any unit does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.record, self.stream = Record(), COMPUTE
+        self.record, self.stream, self.offloads = Record(), COMPUTE, False
         self._alive: dict[int, StorageWeakRef] = {}
         self._names: dict[int, str] = {}
         self._in_flight: dict[int, list[InFlight]] = {}
@@ -117,10 +117,10 @@ class Watch(TorchDispatchMode):
             group = next((each for each in reversed(args) if isinstance(each, str)), "default")
             self._collective(use, f"group {group[:8]}", results, func.namespace == "c10d")
         elif not _only_looks(func):
-            self._operator(use, func, results, _non_blocking(func, args, kwargs))
+            self._operator(use, results, self.offloads and _non_blocking(func, args, kwargs))
         return out
 
-    def _operator(self, use: Use, func: Any, results: list[Tensor], non_blocking: bool) -> None:
+    def _operator(self, use: Use, results: list[Tensor], non_blocking: bool) -> None:
         reads, writes = set(self.keys(use.reads, COMPUTE)), set(self.keys(use.writes, COMPUTE))
         if non_blocking and writes and all(self.record.memory[key].owner != HOST for key in reads):
             for key in writes:  # gradients on their way to memory of the host
@@ -213,6 +213,7 @@ def watched(model: Any, limit_gathers: bool = True) -> Iterator[Record]:
     units = units_gathered_below(model)
     scopes = [(name or "root", module) for name, module in model.named_modules() if "_fsdp" in vars(module)]
     names = {flat: name for name, module in scopes for unit in module._fsdp.units for flat in unit.flats}
+    watch.offloads = any(unit.offload for unit in units)
     for unit in units:
         for flat in unit.flats:
             watch.name(flat.shard, f"shard of {names.get(flat)}", unit.offload)

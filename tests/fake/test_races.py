@@ -172,10 +172,11 @@ NO_LIMIT = {"limit_all_gathers": False}
 CASES: list[Case] = [
     *(({"backward_prefetch": when, "forward_prefetch": forward, "limit_all_gathers": limit}, _train)
       for when in (None, *BackwardPrefetch) for forward, limit in ((True, when is None), (False, when is not None))),
-    *((options, trains) for options in ({}, TWO_STAGES | NO_LIMIT, OFFLOAD | HYBRID_SHARD)
+    *((options, trains) for options in ({}, HYBRID_SHARD, TWO_STAGES | NO_LIMIT, OFFLOAD, OFFLOAD | HYBRID_SHARD)
       for trains in (_train, _evaluates, _twice_alive, _accumulates, _fails_in_forward, _fails_in_backward, _unshards)),
-    (OFFLOAD | TWO_STAGES, _train), (OFFLOAD, _evaluates), ({}, _replaces), (HYBRID_SHARD, _defers), (OFFLOAD | HYBRID_SHARD, _defers),
-    ({}, _gives_event), ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, _accumulates), ({}, _hooks),
+    (OFFLOAD | TWO_STAGES, _train), ({}, _replaces), (HYBRID_SHARD, _defers),
+    (OFFLOAD | HYBRID_SHARD, _defers), ({}, _gives_event), ({}, _hooks),
+    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, _accumulates),
     ({"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": LOW}, _accumulates),
 ]  # fmt: skip
 
