@@ -49,6 +49,8 @@ class Log:
 class RecordingDevice(Device):
     """Streams and events by name."""
 
+    has_streams = True
+
     def __init__(self, log: Log) -> None:
         self.log, self.names, self.events = log, iter(["unshard", "post-backward"]), 0
 

@@ -172,6 +172,8 @@ def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
 class WatchedDevice(Device):
     """Streams by name, and their record."""
 
+    has_streams = True
+
     def __init__(self, watch: Watch) -> None:
         self.watch, self.names = watch, iter(["unshard", "post-backward"])
 

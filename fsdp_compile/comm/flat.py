@@ -33,6 +33,7 @@ def start_average(
     replicas: NamedGroup | None = None,
     how: "Averaging | None" = None,
     before_replicas: Callable[[Tensor], bool] | None = None,
+    at_once: bool = False,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to average `packed`, 1-D, over all ranks; where the mean will be, and what completes it.
 
@@ -44,24 +45,34 @@ def start_average(
         how: what to divide by; None: what gives the mean.
         before_replicas: is called with this rank's slice, reduced over `groups`, which it may change in place; where it
             returns False, what follows, the reduce over `replicas` and a division, is left out.
+        at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
+            completed. For streams: a wait holds back the current one, where it would hold back a CPU.
     """
     how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
     if how.before != 1:
         packed.div_(how.before)
     if is_sharded:
-        mean, wait = _start_reduce_scatter(packed, groups, how.op)
+        mean, wait = _start_reduce_scatter(packed, groups, how.op, at_once)
     else:
         mean, wait = packed, partial(collectives.wait, packed)
         for group in groups:
             if group.size > 1:
                 collectives.start_all_reduce(packed, group.name, how.op)
 
-    def finish() -> None:
+    def start_last() -> bool:
         wait()
         if before_replicas is not None and not before_replicas(mean):
-            return
+            return False
         if replicas is not None:  # hybrid: the shard alone crosses the slow links
             collectives.start_all_reduce(mean, replicas.name, how.op)
+        return True
+
+    started = start_last() if at_once and replicas is not None else None
+
+    def finish(_held: Tensor | None = packed if at_once else None) -> None:  # its stream has not waited for the reduce
+        if not (start_last() if started is None else started):
+            return
+        if replicas is not None:
             collectives.wait(mean)
         if how.after != 1:
             mean.div_(how.after)
@@ -69,12 +80,17 @@ def start_average(
     return mean, finish
 
 
-def _start_reduce_scatter(packed: Tensor, groups: Sequence[NamedGroup], op: str) -> tuple[Tensor, Callable[[], None]]:
-    """Of two stages, the second follows when the first is waited for."""
+def _start_reduce_scatter(
+    packed: Tensor, groups: Sequence[NamedGroup], op: str, at_once: bool
+) -> tuple[Tensor, Callable[[], None]]:
+    """Of two stages, the second follows when the first is waited for: `at_once`, or when the mean is completed."""
     *peers, last = groups
     part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op)
     if not peers:
         return part, wait
+    if at_once:
+        wait()
+        return collectives.start_reduce_scatter(part, peers[0].size, peers[0].name, op)
     reduced = part.new_empty(part.numel() // peers[0].size)
 
     def finish() -> None:

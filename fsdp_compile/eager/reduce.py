@@ -38,8 +38,9 @@ from fsdp_compile.eager.streams import NO_STREAMS, Streams
 # the backward of the flat shard (`ScatterGradients`), which the engine runs after everything else. So it runs beside
 # the rest of backward. The input of a reduce-scatter, which is a unit's unsharded gradients, lives until it is waited
 # for; that is why only two may be under way (`UnitOptions.reduces_in_flight`), and the oldest is waited for when one
-# more starts. The queue belongs to the root that the units are in: in a process with several models, each trained by a
-# thread of its own, a wait for another model's reduce would wait for what that model's threads on other ranks do,
+# more starts. Where there are streams, a second stage and the all-reduce over replicas start as soon as the reduce before
+# them is enqueued. The queue belongs to the root that the units are in: in a process with several models, each trained
+# by a thread of its own, a wait for another model's reduce would wait for what that model's threads on other ranks do,
 # perhaps for ever.
 
 # Note [Deferred all-reduces]
@@ -136,7 +137,7 @@ def reduce_or_accumulate(
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
         streams.use_in_post_backward(packed)
     with streams.reducing():
-        reduced, complete = _start_reduce(unit, flat, packed)
+        reduced, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
     if _defers_all_reduce(unit):
         reduction.finish = partial(_complete, streams, complete)
         call_after_backward(reduction.wait)
@@ -189,8 +190,10 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     return reduced.to(flat.shard)
 
 
-def _start_reduce(unit: Unit, flat: FlatParam, packed: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Start to average `packed`; where the average will be, and what waits for it."""
+def _start_reduce(
+    unit: Unit, flat: FlatParam, packed: Tensor, at_once: bool = False
+) -> tuple[Tensor, Callable[[], None]]:
+    """Start to average `packed`; where the average will be, and what waits for it; `at_once`: as in `start_average`."""
     replicas = None if unit.replicas is None else NamedGroup.of(unit.replicas)
     options = unit.options
     how = None
@@ -200,11 +203,11 @@ def _start_reduce(unit: Unit, flat: FlatParam, packed: Tensor) -> tuple[Tensor, 
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
     if unit.comm_hook is not None:
         reduced = _call_comm_hook(unit, *unit.comm_hook, packed)
-        return start_average(reduced, (), False, replicas, None, before_replicas)  # over replicas (E-HOOK-7)
+        return start_average(reduced, (), False, replicas, None, before_replicas, at_once)  # over replicas (E-HOOK-7)
     if unit.is_sharded and unit.switches.fake_reduce:
-        return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas)
+        return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas, at_once=at_once)
     groups = options.reduce_groups or unit.stages
-    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas)
+    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once)
 
 
 def _defers_all_reduce(unit: Unit) -> bool:

@@ -37,6 +37,11 @@ class Device:
         self.device = device
         self.module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether a wait holds back a stream, and not the host."""
+        return self.module is not None
+
     def new_stream(self) -> Any:
         """A stream beside the current one."""
         return self.module.Stream(device=self.device) if self.module else None

@@ -253,10 +253,16 @@ def _pack_into_one(*args: Any) -> Tensor:
     return _packed.setdefault(packed.numel(), packed).copy_(packed)
 
 
+def _start_without_hold(*args: Any, **kwargs: Any) -> Any:
+    mean, finish = start_average(*args, **kwargs)
+    finish.__defaults__ = (None,)  # type: ignore[attr-defined]
+    return mean, finish
+
+
 _running: list[Streams] = []
 _packed: dict[int, Tensor] = {}
 refresh, pack, cast_shard = writeback.refresh, reduce.pack, UnshardedBuffer._shard
-start_reduce_scatter = collectives.start_reduce_scatter
+start_reduce_scatter, start_average = collectives.start_reduce_scatter, reduce.start_average
 on = mock.patch.object
 
 Fault = tuple[str, dict[str, Any], Callable[[nn.Module], None], Callable[[], Any], tuple[str, str]]
@@ -300,6 +306,10 @@ FAULTS: list[Fault] = [
      lambda: on(unsharded, "refresh", _refresh_unseen), (GATHER, "copy_")),
     ("the second stage does not wait for the first", TWO_STAGES, _train,
      lambda: on(collectives, "wait", lambda t: WAIT(t) if t.numel() > 300 else None), (GATHER, GATHER)),
+    ("gradients are dropped when the second reduce starts", HYBRID_SHARD, _train,
+     lambda: on(reduce, "start_average", _start_without_hold), (REDUCE, "given to")),
+    ("gradients are dropped when the second stage starts", TWO_STAGES, _train,
+     lambda: on(reduce, "start_average", _start_without_hold), (REDUCE, "given to")),
     ("shards are cast in another stream", {"mixed_precision": LOW}, _train,
      lambda: on(UnshardedBuffer, "_shard", _cast_in_compute), (GATHER, "_to_copy")),
 ]  # fmt: skip

@@ -195,7 +195,7 @@ class _Casts(TorchDispatchMode):
 
 
 def test_replicas_are_averaged_behind_the_reduce() -> None:
-    """Hybrid: the all-reduce of the reduced shard, then what follows it, in the stream of the reduce.
+    """Hybrid: the all-reduce of the reduced shard starts as soon as its reduce-scatter is enqueued, in that stream.
 
     With that, two side streams are all there are. E-RED-6, E-STREAM-1: torch has one more for the all-reduce.
     """
@@ -205,11 +205,12 @@ def test_replicas_are_averaged_behind_the_reduce() -> None:
     )  # fmt: skip
     log = _step(model, limit_gathers=False)
     for name in NAMES:
-        reduced = log.place(f"wait for reduced {name} in post-backward")
-        *tail, copied = log.lines[reduced + 1 : reduced + 5]
-        assert tail == [f"all-reduce {name} in post-backward", "compute waits for post-backward",
-                        "keep a shard for compute"]  # fmt: skip
-        assert copied.startswith("event") and copied.endswith("in post-backward")
+        reduced = log.place(f"reduce {name} in post-backward")
+        started = [f"wait for reduced {name} in post-backward", f"all-reduce {name} in post-backward"]
+        assert log.lines[reduced + 1 : reduced + 3] == started
+        copied = log.place("keep a shard for compute", reduced)
+        assert log.lines[copied - 1] == "compute waits for post-backward"
+        assert log.lines[copied + 1].startswith("event") and log.lines[copied + 1].endswith("in post-backward")
     assert {line.split(" in ")[1] for line in log.lines if " in " in line} == {"unshard", "post-backward"}
 
 
