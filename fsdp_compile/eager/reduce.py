@@ -38,8 +38,8 @@ from fsdp_compile.eager.streams import NO_STREAMS, Streams
 # the backward of the flat shard (`ScatterGradients`), which the engine runs after everything else. So it runs beside
 # the rest of backward. The input of a reduce-scatter, which is a unit's unsharded gradients, lives until it is waited
 # for; that is why only two may be under way (`UnitOptions.reduces_in_flight`), and the oldest is waited for when one
-# more starts. Where there are streams, a second stage and the all-reduce over replicas start as soon as the reduce before
-# them is enqueued. The queue belongs to the root that the units are in: in a process with several models, each trained
+# more starts. With streams, a second stage and the all-reduce over replicas start as soon as the reduce before them is
+# enqueued. The queue belongs to the root that the units are in: in a process with several models, each trained
 # by a thread of its own, a wait for another model's reduce would wait for what that model's threads on other ranks do,
 # perhaps for ever.
 
