@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from fsdp_compile.comm import watchdog
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.construct.arguments import (
@@ -303,6 +304,7 @@ def explain(
 
 def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
+    watchdog.set_up()
     config = CompileConfig.from_environment()
     if config.disable:
         from fsdp_compile.passes.inductor import pipelines  # imports Inductor

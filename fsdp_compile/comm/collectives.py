@@ -4,7 +4,8 @@ Eager code calls the functions; graph passes use the operators, which are torch'
 Inductor generates calls the process group itself (direct.py) and puts on the wire what an eager step does.
 """
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm._torch import OPERATORS, group_named
+from fsdp_compile.comm import watchdog
+from fsdp_compile.comm._torch import OPERATORS, group_named, start_broadcast
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -38,6 +40,8 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
 STARTS = tuple(GROUP_ARGUMENT)
 COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_COALESCED}  # one launch of several
 
+_OPERATIONS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_watched: dict[int, list[watchdog.WatchedCollective]] = {}  # under way, by the address of the storage they fill
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
 
 # Note [What gloo copies]
@@ -76,20 +80,35 @@ def sendable(tensor: Tensor, group: str) -> Tensor:
     return tensor if tensor.device.type != "cpu" or "cpu" in devices else tensor.to(next(iter(devices)))
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
+def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, unit: str | None = None) -> None:
+    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
+
+    `unit`, here and below, is what the watchdog calls it.
+    """
     if not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
     slices = full.view(group_size, -1)
-    slices[group_named(group).rank()].copy_(shard)
+    ranks = group_named(group)
+    slices[ranks.rank()].copy_(shard)
+    if watchdog.is_on():
+        _watch(full, [start_broadcast(ranks, each, i) for i, each in enumerate(slices)], "all-gather", ranks, unit)
+        return
     for source in range(group_size):
         BROADCAST(slices[source], source, group)
 
 
 def wait(tensor: Tensor) -> None:
     """Order what comes after the collectives that write `tensor`; nothing if there are none."""
+    if _watched:
+        for collective in _watched.pop(tensor.untyped_storage().data_ptr(), ()):
+            collective.wait()
     WAIT(tensor)
+
+
+def _watch(full: Tensor, works: Sequence[dist.Work], kind: str, ranks: dist.ProcessGroup, unit: str | None) -> None:
+    collective = watchdog.WatchedCollective(works, kind, ranks, full.numel(), unit)
+    _watched.setdefault(full.untyped_storage().data_ptr(), []).append(collective)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
@@ -106,18 +125,23 @@ def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 
 
 def start_reduce_scatter(
-    full: Tensor, group_size: int, group: str, op: str = "avg"
+    full: Tensor, group_size: int, group: str, op: str = "avg", unit: str | None = None
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that."""
     if not copies(full, group):
         reduced = REDUCE_SCATTER(full, op, group_size, group)
         return reduced, partial(wait, reduced)
     slices = [full.numel() // group_size] * group_size
-    received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
+    if watchdog.is_on():
+        received, ranks = torch.empty_like(full), group_named(group)
+        _watch(received, [ranks.alltoall_base(received, full, slices, slices)], "reduce", ranks, unit)
+    else:
+        received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
     reduced = full.new_empty(slices[0])
 
     def finish() -> None:
-        rows = WAIT(received).view(group_size, -1)
+        wait(received)
+        rows = received.view(group_size, -1)
         _REDUCTIONS[op](rows, 0, out=reduced)
 
     return reduced, finish
@@ -140,13 +164,23 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
     return WAIT(ALL_TO_ALL(sendable(sent, group), receive, send, group)).to(sent.device)
 
 
-def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
+def start_all_reduce(full: Tensor, group: str, op: str = "avg", unit: str | None = None) -> None:
     """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
+    if watchdog.is_on() and copies(full, group) and full.is_contiguous():
+        ranks, options = group_named(group), dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]  # is converted
+        _watch(full, [ranks.allreduce([full], options)], "all-reduce", ranks, unit)
+        return
     ALL_REDUCE_IN_PLACE(full, op, group)
 
 
 def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
     """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device."""
+    if watchdog.is_on() and type(full) is Tensor and not torch.compiler.is_compiling():
+        reduced = full.detach().clone()
+        start_all_reduce(reduced, group, op)
+        wait(reduced)
+        return reduced
     return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)
 
 
@@ -159,15 +193,38 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """What every rank of `group` (None: every rank) has for `mine`, anything that can be pickled, in order of ranks."""
     if not dist.is_initialized():
         return [mine]
+    if watchdog.is_on() and backends(group or _world()).get("cpu") == "gloo":
+        return _gather_pickled(pickle.dumps(mine), group or _world())
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return gathered
+
+
+def _gather_pickled(mine: bytes, group: dist.ProcessGroup) -> list[Any]:
+    """As `gather_objects`, by collectives that the watchdog sees."""
+
+    def gather(tensor: Tensor) -> Tensor:
+        full = tensor.new_empty(tensor.numel() * group.size())
+        start_all_gather(full, tensor, group.size(), group.group_name, watchdog.OBJECTS)
+        wait(full)
+        return full.view(group.size(), -1)
+
+    sizes = gather(torch.tensor([len(mine)])).flatten().tolist()
+    padded = torch.frombuffer(bytearray(mine.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(gather(padded), sizes, strict=True)]
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None  # the default group is initialized
+    return dist.group.WORLD
 
 
 def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
     """What the first rank of `group` (None: of all) has for `mine`, anything that can be pickled."""
     if not dist.is_initialized():
         return mine
+    if watchdog.is_on():
+        return gather_objects(mine if is_first(group) else None, group)[0]
     message = [mine]
     dist.broadcast_object_list(message, group=group, group_src=0)
     return message[0]

@@ -12,8 +12,11 @@ so that Inductor knows what it deals with; `passes/post_grad/lower_collectives.p
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_compile.comm import watchdog
 from fsdp_compile.comm._torch import group_named, start_all_gather, start_broadcast
 from fsdp_compile.comm.collectives import copies
+
+Awaitable = dist.Work | watchdog.WatchedCollective
 
 
 class DirectCollectives:
@@ -24,7 +27,7 @@ class DirectCollectives:
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, tuple[dist.Work, ...]] = {}
+        self._in_flight: dict[int, tuple[Awaitable, ...]] = {}
 
     def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
         """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`."""
@@ -32,10 +35,15 @@ class DirectCollectives:
         if copies(out, group):  # Note [What gloo copies]
             slices = out.view(group_size, -1).unbind()
             slices[ranks.rank()].copy_(shard)
-            works = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
+            works: tuple[dist.Work, ...] = tuple(
+                start_broadcast(ranks, each, source) for source, each in enumerate(slices)
+            )
         else:
             works = (start_all_gather(ranks, out, shard),)
-        self._in_flight[out.data_ptr()] = works
+        if watchdog.is_on() and out.device.type == "cpu":
+            self._in_flight[out.data_ptr()] = (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel()),)
+        else:
+            self._in_flight[out.data_ptr()] = works
 
     def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
         """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
@@ -43,7 +51,11 @@ class DirectCollectives:
         All slices have one size; the lists of sizes are those of torch's operator.
         """
         received = packed.new_empty(packed.numel())
-        self._in_flight[received.data_ptr()] = (group_named(group).alltoall_base(received, packed, [], []),)
+        ranks = group_named(group)
+        sent = ranks.alltoall_base(received, packed, [], [])
+        watched = watchdog.is_on() and packed.device.type == "cpu"
+        work = watchdog.WatchedCollective([sent], "reduce", ranks, packed.numel()) if watched else sent
+        self._in_flight[received.data_ptr()] = (work,)
         return received
 
     def wait(self, full: Tensor) -> None:

@@ -34,6 +34,7 @@ def start_average(
     how: "Averaging | None" = None,
     before_replicas: Callable[[Tensor], bool] | None = None,
     at_once: bool = False,
+    unit: str | None = None,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to average `packed`, 1-D, over all ranks; where the mean will be, and what completes it.
 
@@ -47,24 +48,25 @@ def start_average(
             returns False, what follows, the reduce over `replicas` and a division, is left out.
         at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
             completed. For streams: a wait holds back the current one, where it would hold back a CPU.
+        unit: what the watchdog calls it.
     """
     how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
     if how.before != 1:
         packed.div_(how.before)
     if is_sharded:
-        mean, wait = _start_reduce_scatter(packed, groups, how.op, at_once)
+        mean, wait = _start_reduce_scatter(packed, groups, how.op, at_once, unit)
     else:
         mean, wait = packed, partial(collectives.wait, packed)
         for group in groups:
             if group.size > 1:
-                collectives.start_all_reduce(packed, group.name, how.op)
+                collectives.start_all_reduce(packed, group.name, how.op, unit)
 
     def start_last() -> bool:
         wait()
         if before_replicas is not None and not before_replicas(mean):
             return False
         if replicas is not None:  # hybrid: the shard alone crosses the slow links
-            collectives.start_all_reduce(mean, replicas.name, how.op)
+            collectives.start_all_reduce(mean, replicas.name, how.op, unit)
         return True
 
     started = start_last() if at_once and replicas is not None else None
@@ -81,11 +83,11 @@ def start_average(
 
 
 def _start_reduce_scatter(
-    packed: Tensor, groups: Sequence[NamedGroup], op: str, at_once: bool
+    packed: Tensor, groups: Sequence[NamedGroup], op: str, at_once: bool, unit: str | None
 ) -> tuple[Tensor, Callable[[], None]]:
     """Of two stages, the second follows when the first is waited for: `at_once`, or when the mean is completed."""
     *peers, last = groups
-    part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op)
+    part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op, unit)
     if not peers:
         return part, wait
     if at_once:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compile.comm import watchdog
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.core.environment import check_ranks_timeout
 from fsdp_compile.core.flat_param import FlatParam
@@ -44,6 +45,10 @@ def compare_units(module: nn.Module, settings: str, compiled: bool) -> bool:
     timeout = check_ranks_timeout()
     units = _units_by_path(module)
     groups = _groups(units)
+    for unit, path in units.items():
+        for flat in unit.flats:
+            flat.unit_path = path
+            watchdog.name_unit(flat.layout.numel, path)
     if timeout is None or not groups:
         return True
     if not any(map(_communicates, units)):  # such as evaluation on one rank under NO_SHARD

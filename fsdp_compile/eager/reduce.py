@@ -207,7 +207,7 @@ def _start_reduce(
     if unit.is_sharded and unit.switches.fake_reduce:
         return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas, at_once=at_once)
     groups = options.reduce_groups or unit.stages
-    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once)
+    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once, flat.unit_path)
 
 
 def _defers_all_reduce(unit: Unit) -> bool:

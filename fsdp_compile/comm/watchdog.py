@@ -1,0 +1,152 @@
+"""A wait for other ranks that takes too long raises, and says who is missing: `FSDP_COMPILE_WATCHDOG=20` (seconds).
+
+Collectives of tensors on the CPU are waited for by the host, which then waits with a time limit. After half of it a
+rank writes what it waits for into the store of the process group, under `fsdp_flat/waits/<rank>`; when the time is up
+it reads what the others have written, and raises. No other step touches the store. Collectives on CUDA are not waited
+for by the host: NCCL has a watchdog of its own.
+"""
+
+import atexit
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fsdp_compile.comm._torch import store_of
+from fsdp_compile.core._torch import current_backward
+from fsdp_compile.core.environment import watchdog_seconds
+
+OBJECTS = "objects"
+"""What stands for the unit where ranks exchange Python objects: state dicts, checkpoints."""
+
+_STORE_LIMIT = 2.0  # seconds until a store does not answer: the process that hosts it may be the one that is gone
+_seconds: float | None = None
+_half = timedelta()
+_abandoned: list[dist.Work] = []
+_units: dict[int, set[str]] = defaultdict(set)  # by elements of a flat parameter, the units that have one
+
+
+def set_up() -> None:
+    """Read the environment. ValueError if `FSDP_COMPILE_WATCHDOG` is no number above 0."""
+    global _seconds, _half
+    _seconds = watchdog_seconds()
+    _half = timedelta(seconds=(_seconds or 0.0) / 2)
+
+
+def name_unit(numel: int, unit: str) -> None:
+    """A unit with a flat parameter of `numel` elements is at the path `unit`: for collectives in compiled graphs."""
+    _units[numel].add(unit)
+
+
+def is_on() -> bool:
+    """Whether waits have a time limit."""
+    return _seconds is not None
+
+
+class WatchedCollective:
+    """A collective on the CPU under way, to be waited for once.
+
+    Args:
+        works: its parts.
+        kind: "all-gather", "reduce" or another name of it.
+        group: whose ranks take part.
+        numel: elements of the unsharded tensor; of a flat parameter, the unit is looked up by them.
+        unit: path and class of the unit's module, if it is known.
+    """
+
+    def __init__(
+        self, works: Sequence[dist.Work], kind: str, group: dist.ProcessGroup, numel: int, unit: str | None = None
+    ) -> None:
+        self.works, self.kind, self.group, self.numel, self.unit = works, kind, group, numel, unit
+
+    def wait(self) -> None:
+        """Wait until it has ended. RuntimeError if it fails, or the time is up: with what, and who is missing."""
+        for work in self.works:
+            try:
+                work.wait(_half)
+            except RuntimeError as error:
+                if work.is_completed():
+                    error.add_note(f"This was the {self}.")
+                    raise
+                self._wait_with_notice(work)
+
+    def _wait_with_notice(self, work: dist.Work) -> None:
+        self._write(str(self))
+        try:
+            work.wait(_half)
+        except RuntimeError as error:
+            if work.is_completed():
+                error.add_note(f"This was the {self}.")
+                raise
+            _abandoned.append(work)
+            raise RuntimeError(self._late()) from None
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        _in_time(lambda: store_of(self.group).set(f"fsdp_flat/waits/{self.group.rank()}", text))
+
+    def _late(self) -> str:
+        size, ranks = self.group.size(), dist.get_process_group_ranks(self.group)
+        found: dict[int, str] = {}
+
+        def read() -> None:
+            store = store_of(self.group)
+            for rank in range(size):
+                key = f"fsdp_flat/waits/{rank}"
+                found[ranks[rank]] = store.get(key).decode() if store.check([key]) else ""
+
+        if not _in_time(read):
+            said = "no answer of the store, whose process may be the one that is gone"
+        else:
+            missing = [rank for rank, text in found.items() if not text]
+            waiting: dict[str, list[int]] = defaultdict(list)
+            for rank, text in found.items():
+                if text:
+                    waiting[text].append(rank)
+            parts = [f"no sign of {_named(missing)}"] if missing else []
+            said = "; ".join(parts + [f"{_named(them)} in the {text}" for text, them in waiting.items()])
+        return (
+            f"{self}: expected all ranks within {_seconds:g} s (FSDP_COMPILE_WATCHDOG), found {said}; look at what the "
+            f"others print, and run the same steps on all ranks"
+        )
+
+    def __str__(self) -> str:
+        paths = [self.unit] if self.unit else sorted(_units.get(self.numel, ()))
+        unit = f"one of {', '.join(paths)}" if len(paths) > 1 else "".join(paths) or f"{self.numel} elements"
+        if current_backward() != -1 or self.kind == "reduce":
+            return f"{self.kind} of {unit} in backward"
+        return f"{self.kind} of {unit}{' in forward' if paths and self.unit != OBJECTS else ''}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _in_time(action: Callable[[], None]) -> bool:
+    """Whether `action` ended well in `_STORE_LIMIT` seconds; else it is left to itself."""
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            action()
+            ended.set()
+        except RuntimeError:  # the store is gone
+            pass
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_STORE_LIMIT)
+    return ended.is_set()
+
+
+@atexit.register
+def _leave() -> None:
+    """End the process where gloo would hold it until the group's timeout: its threads still wait for the others."""
+    if any(not work.is_completed() for work in _abandoned):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
