@@ -215,21 +215,28 @@ class UnshardedUnit:
                 self._keep()
             return
         self.unit.awaiting_backward[self] = None
-        self.can_free = self._hook_outputs(output)
+        self.can_free = self._hook_outputs(inputs, output)
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
         if self.can_free and self.unit.reshard_after_forward and not keep:
             self.free(keep_slices=True)
 
-    def _hook_outputs(self, output: Any) -> bool:
+    def _hook_outputs(self, inputs: Any, output: Any) -> bool:
         """Gather again when a gradient reaches an output.
+
+        If an output is a view that is then changed in place, autograd drops its node and keeps that of its base.
 
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
         leaves = list(_leaves(output))
+        given = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
+        before = {(leaf if leaf._base is None else leaf._base).grad_fn for leaf in given}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
                 leaf.register_hook(self._before_backward)
+                base = leaf._base.grad_fn if leaf._base is not None else None
+                if base is not None and base not in before:
+                    base.register_prehook(self._before_backward)
         self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
         return self.opaque is None and not any(map(self._lies_in_buffer, leaves))
 
@@ -249,7 +256,7 @@ class UnshardedUnit:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, _grad: Tensor) -> None:
+    def _before_backward(self, _grad: Any) -> None:
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             self.reopen()

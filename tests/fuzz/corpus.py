@@ -48,4 +48,18 @@ CORPUS: tuple[tuple[str, Case], ...] = (
         "a unit that runs twice in one non-reentrant checkpoint was freed between the backwards of the two: setStorage",
         Case(nodes=(Node(kind="nest", checkpoint="non-reentrant", children=(Node(kind="mlp", unit=True, times=2),)),)),
     ),
+    (
+        "an output that is a view, changed in place, lost the hook that gathers for backward; fails with FSDP2 too",
+        Case(
+            nodes=(
+                Node(kind="nest"),
+                Node(
+                    kind="nest",
+                    children=(Node(kind="recurrent", checkpoint="reentrant"), Node(out="view")),
+                    then="in place",
+                ),
+            ),
+            wrap="auto",
+        ),
+    ),
 )

@@ -4,12 +4,14 @@ import re
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from models import MODELS, Case, Residual, mlp, squared_error, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
@@ -139,6 +141,49 @@ def test_what_outputs_show(two: Ranks) -> None:
     two.run(_count_gathers, "dataclass")
     two.run(_return, "object", "FULL_SHARD")
     two.run(_count_gathers, "object")
+
+
+class _View(nn.Module):
+    """A block whose output is a view of what it computes, of which a part may be checkpointed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.left, self.right = how, nn.Linear(7, 7), nn.Linear(7, 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.left(x) if self.how == "no" else checkpoint(self.left, x, use_reentrant=self.how == "reentrant")
+        return self.right(torch.tanh(x)).view(-1, 2, 7)
+
+
+class _InPlace(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(7, 7), nn.Linear(7, 5)
+        self.blocks = nn.ModuleList([_View(how), _View(how)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            out = block(x)
+            out.mul_(0.5)
+            x = out[:, 0] + out[:, 1]
+        return self.head(x)
+
+
+def _change_in_place(rank: int, strategy: str) -> None:
+    for how in ("no", "non-reentrant", "reentrant"):
+        case = Case(partial(_InPlace, how), vectors, squared_error)
+        reference, model = reference_and_model(case, strategy)
+        follow(model, reference, case)
+
+
+@sharded
+def test_views_changed_in_place(two: Ranks, strategy: str) -> None:
+    """A unit's output that is a view may be changed in place, which drops the hooks on it: its backward still gathers.
+
+    FSDP2 fails there.
+    """
+    two.run(_change_in_place, strategy)
 
 
 class _TwoHeads(nn.Module):
