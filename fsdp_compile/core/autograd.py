@@ -119,10 +119,10 @@ class GradientReduction:
         self._lock = threading.RLock()
 
     def begin_in_backward(self) -> bool:
-        """Note that the running backward pass reduces gradients; whether it has done so before."""
+        """Note that the running backward pass reduces gradients; whether it has done so before. False outside of any."""
         now = current_backward()
-        if now in self.backwards:
-            return True
+        if now == -1 or now in self.backwards:  # outside of backward nothing is noted
+            return now != -1
         self.backwards.add(now)
         forget = partial(self.backwards.discard, now)
         call_after_backward(forget, if_failed=forget)
