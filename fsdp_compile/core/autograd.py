@@ -119,7 +119,7 @@ class GradientReduction:
         self._lock = threading.RLock()
 
     def begin_in_backward(self) -> bool:
-        """Note that the running backward pass reduces gradients; whether it has done so before. False outside of any."""
+        """Note that the running backward pass reduces gradients; whether it has done so before. False outside."""
         now = current_backward()
         if now == -1 or now in self.backwards:  # outside of backward nothing is noted
             return now != -1
