@@ -50,6 +50,7 @@ def test_groups_of_nodes_communicate(four: Ranks) -> None:
 
 
 def _hybrid_of_ones(rank: int, how: str) -> None:
+    torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False)
     with pytest.warns(UserWarning, match="HYBRID_SHARD over one rank is NO_SHARD"):
         fully_shard(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, devices_per_node=1)
