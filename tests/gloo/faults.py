@@ -3,8 +3,8 @@
     python faults.py FOLDER SCENARIO STAGE HOW [SCENARIO STAGE HOW ...]
 
 Rank 1 of three takes one good step, and in the second one it fails in STAGE; it does not end, which would tell the
-others at once, but for `kill`. Prints a line of JSON for each row: what the ranks said after how many seconds. This
-process never makes a process group, so its forks can, and torch is imported once.
+others at once, but for `kill`. Prints a line of JSON for each row: what the ranks said after how many seconds, None if
+that was before the second step. This process never makes a process group, so its forks can, and torch is imported once.
 """
 
 import json
@@ -23,7 +23,8 @@ from torch import nn
 
 from fsdp_compile import MixedPrecision, checkpoint, fully_shard
 
-RANKS, STEPS, LIMIT = 3, 3, 60.0
+RANKS, STEPS, LIMIT = 3, 3, 90.0
+WATCHDOG = {"eager": 3, "aot_eager": 10, "inductor": 30}  # seconds, by what runs the model: more than it compiles
 
 
 def fail(scenario: str) -> None:
@@ -105,6 +106,7 @@ def note(folder: Path, rank: int, kind: str, text: str) -> None:
 def live(rank: int, folder: Path, *row: str) -> None:
     """A rank's life, to its end or its error."""
     torch.set_num_threads(1)
+    os.environ["FSDP_COMPILE_WATCHDOG"] = str(WATCHDOG[row[2]])
     if row[0] == "cache":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
             str(folder.parent / "warm") if rank == 1 else str(folder / f"cold_{rank}")
@@ -144,8 +146,8 @@ def run(folder: Path, *row: str) -> dict[str, Any]:
         if (folder / f"end_{rank}").exists():
             when, text = json.loads((folder / f"end_{rank}").read_text())
             armed = folder / f"armed_{rank}"
-            since = when - json.loads(armed.read_text())[0] if armed.exists() else 0.0
-            said[rank] = [round(since, 1), text]
+            since = round(when - json.loads(armed.read_text())[0], 1) if armed.exists() else None
+            said[rank] = [since, text]
     for rank in ranks:
         os.kill(rank, signal.SIGKILL)
         os.waitpid(rank, 0)
