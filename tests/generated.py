@@ -83,7 +83,7 @@ class Program:
     parts: dict[str, list[str]] = field(init=False, default_factory=dict)  # what a call returned -> the tensors in it
 
     def __post_init__(self) -> None:
-        self.kernels = {name: (params, body) for name, params, body in _kernels(self.code)}
+        self.kernels = {name: (params, body) for name, params, body in kernels(self.code)}
         self.steps = list(self._read_steps())
 
     def _read_steps(self) -> Iterator[Step]:
@@ -205,7 +205,7 @@ def launches(program: Program) -> list[str]:
     return found
 
 
-def _kernels(code: str) -> Iterator[tuple[str, list[str], str]]:
+def kernels(code: str) -> Iterator[tuple[str, list[str], str]]:
     """Each kernel: its name, the pointers that it is given, its text."""
     for name, body in re.findall(r"^(\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", code, re.S | re.M):
         params = re.search(r"void\s+kernel\((.*?)\)\s*\{", body, re.S)
