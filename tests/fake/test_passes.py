@@ -321,8 +321,14 @@ TRANSFORMED: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("name", TRANSFORMED)
+FROZEN_DAILY = ("of low rank",)
+
+
+@pytest.mark.parametrize(
+    ("name", "trains"),
+    [(name, True) for name in TRANSFORMED]
+    + [pytest.param(n, False, marks=() if n in FROZEN_DAILY else pytest.mark.nightly) for n in TRANSFORMED],
+)
 def test_what_is_computed_from_weights_is_not_saved(name: str, trains: bool) -> None:
     """Under FULL_SHARD the forward saves nothing of a parameter's size, whatever it computes from parameters (I4)."""
     model = nn.Sequential(*(_Transformed(TRANSFORMED[name], trains) for _ in range(2)), nn.Linear(40, 4))
