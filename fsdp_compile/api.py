@@ -42,7 +42,7 @@ from fsdp_compile.construct.undo import undo
 from fsdp_compile.construct.validate import NamedParams, PreparedUnit, Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
 from fsdp_compile.core._torch import mark_as_sharded
-from fsdp_compile.core.environment import Switches
+from fsdp_compile.core.environment import Switches, watchdog_seconds
 from fsdp_compile.core.lookup import add_lookups, add_mixin
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
@@ -304,7 +304,7 @@ def explain(
 
 def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
-    watchdog.set_up()
+    watchdog.set_up(watchdog_seconds())
     config = CompileConfig.from_environment()
     if config.disable:
         from fsdp_compile.passes.inductor import pipelines  # imports Inductor

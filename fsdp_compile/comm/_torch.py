@@ -1,4 +1,4 @@
-"""Private names of torch about process groups and collectives. Checked on torch 2.11 and 2.13.
+"""Private names of torch about process groups, collectives and the stage of a step. Checked on torch 2.11 and 2.13.
 
 When torch moves:
 - importing `_functional_collectives` registers the operators of `_c10d_functional` and the shapes of their results;
@@ -17,6 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 OPERATORS = torch.ops._c10d_functional
+
+
+def current_backward() -> int:
+    """Number of the backward pass that this thread runs; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def group_named(name: str) -> dist.ProcessGroup:

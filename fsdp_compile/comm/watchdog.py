@@ -16,9 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fsdp_compile.comm._torch import store_of
-from fsdp_compile.core._torch import current_backward
-from fsdp_compile.core.environment import watchdog_seconds
+from fsdp_compile.comm._torch import current_backward, store_of
 
 OBJECTS = "objects"
 """What stands for the unit where ranks exchange Python objects: state dicts, checkpoints."""
@@ -30,11 +28,10 @@ _abandoned: list[dist.Work] = []
 _units: dict[int, set[str]] = defaultdict(set)  # by elements of a flat parameter, the units that have one
 
 
-def set_up() -> None:
-    """Read the environment. ValueError if `FSDP_COMPILE_WATCHDOG` is no number above 0."""
+def set_up(seconds: float | None) -> None:
+    """From now on let waits take `seconds` at most; None: as long as they take."""
     global _seconds, _half
-    _seconds = watchdog_seconds()
-    _half = timedelta(seconds=(_seconds or 0.0) / 2)
+    _seconds, _half = seconds, timedelta(seconds=(seconds or 0.0) / 2)
 
 
 def name_unit(numel: int, unit: str) -> None:
@@ -91,24 +88,24 @@ class WatchedCollective:
 
     def _late(self) -> str:
         size, ranks = self.group.size(), dist.get_process_group_ranks(self.group)
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
 
         def read() -> None:
             store = store_of(self.group)
             for rank in range(size):
                 key = f"fsdp_flat/waits/{rank}"
-                found[ranks[rank]] = store.get(key).decode() if store.check([key]) else ""
+                texts[ranks[rank]] = store.get(key).decode() if store.check([key]) else ""
 
         if not _in_time(read):
             said = "no answer of the store, whose process may be the one that is gone"
         else:
-            missing = [rank for rank, text in found.items() if not text]
+            missing = [rank for rank, text in texts.items() if not text]
             waiting: dict[str, list[int]] = defaultdict(list)
-            for rank, text in found.items():
+            for rank, text in texts.items():
                 if text:
                     waiting[text].append(rank)
-            parts = [f"no sign of {_named(missing)}"] if missing else []
-            said = "; ".join(parts + [f"{_named(them)} in the {text}" for text, them in waiting.items()])
+            absent = [f"no sign of {_named(missing)}"] if missing else []
+            said = "; ".join(absent + [f"{_named(them)} in the {text}" for text, them in waiting.items()])
         return (
             f"{self}: expected all ranks within {_seconds:g} s (FSDP_COMPILE_WATCHDOG), found {said}; look at what the "
             f"others print, and run the same steps on all ranks"

@@ -12,6 +12,8 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
 
+from fsdp_compile.comm._torch import current_backward
+
 __all__ = [
     "NO_TORCH_FUNCTION",
     "RNN_WITHOUT_LIST",
@@ -33,11 +35,6 @@ __all__ = [
     "swap_wrapper",
     "without_dispatch_modes",
 ]
-
-
-def current_backward() -> int:
-    """Number of the backward pass that this thread runs; -1 outside of any."""
-    return torch._C._current_graph_task_id()
 
 
 def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any] | None = None) -> None:
