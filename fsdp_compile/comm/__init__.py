@@ -5,6 +5,7 @@ collectives.py   the collectives as operators for graphs and as functions for ea
 flat.py          a flat parameter gathered and averaged, over one group or two; bodies of the marker operators
 direct.py        the collectives that generated code calls
 comparison.py    ranks compare, through the store, what they are about to run
+watchdog.py      a wait that takes too long raises, and says who is missing
 
 Importing any of it registers the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads`.
 """
