@@ -126,7 +126,6 @@ def _train(rank: int, options: Options, how: str = "eager") -> None:
         assert_same_parameters(model, reference.model, *((2e-2, 5e-3) if low else (1e-4, 1e-5)))
 
 
-@pytest.mark.nightly
 @settings(max_examples=EXAMPLES // 2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=combinations(hybrid=False))
 def test_combinations_on_two(two: Ranks, options: Options) -> None:
@@ -134,6 +133,7 @@ def test_combinations_on_two(two: Ranks, options: Options) -> None:
     two.run(_train, options)
 
 
+@pytest.mark.nightly
 @settings(max_examples=EXAMPLES // 2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=combinations(hybrid=True))
 def test_combinations_on_four(four: Ranks, options: Options) -> None:
