@@ -46,6 +46,7 @@ def as_for_cuda() -> Iterator[None]:
 
 _HARDWARE: list[tuple[Any, str, Any]] = [  # whatever asks for it on the way to the code; torch 2.11 and 2.13
     (CudaInterface, "is_available", staticmethod(lambda: True)),
+    (CudaInterface, "is_bf16_supported", staticmethod(lambda including_emulation=False: True)),
     (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90)),
     (CudaInterface, "get_device_properties", staticmethod(lambda device=None: HOPPER)),
     (CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: HOPPER)),

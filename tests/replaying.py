@@ -27,9 +27,7 @@ COMPUTE = "compute"
 _VIEWS = ("reinterpret_tensor", "copy_if_misaligned")
 _WAITS = ("fsdp_collectives.wait", "torch.ops._c10d_functional.wait_tensor.default")
 _COLLECTIVES = ("fsdp_collectives.", "torch.ops._c10d_functional.")
-_NOTHING = re.compile(
-    r"assert_\w+|args\.clear|torch\.cuda\.set_device|get_raw_stream|torch\.ops\.fsdp_flat\.check_ranks\..*"
-)
+_NOTHING = re.compile(r"assert_\w+|args\.clear|torch\.cuda\.set_device|torch\.ops\.fsdp_flat\.check_ranks\..*")
 _DEFER_REDUCE = "torch.ops.fsdp_flat.defer_reduce.default"
 _OWNED = 3  # where that operator is told that nothing else uses its input from now on
 
@@ -49,6 +47,7 @@ class _Replay:
         self.inputs: set[int] = set()  # what the caller keeps: parameters and their like
         self.handed_over: set[int] = set()  # what the eager runtime holds
         self.in_flight: dict[int, Clock] = {}
+        self.streams: set[str] = set()  # names of the stream of the call
         self.numbers = count()
         functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
         (call,) = [function for function in functions if function.name == "call"]
@@ -61,6 +60,8 @@ class _Replay:
             match statement:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name("args")):
                     self._take([name.id for name in names if isinstance(name, ast.Name)])
+                case ast.Assign(targets=[ast.Name(name)], value=ast.Call(func=ast.Name("get_raw_stream"))):
+                    self.streams.add(name)
                 case ast.Assign(targets=[ast.Name(name)], value=value):
                     keys = self._memory(value)
                     if not isinstance(value, ast.Call) or ast.unparse(value.func) not in _VIEWS:
@@ -170,7 +171,7 @@ class _Replay:
         uses = [
             [key for pointer in pointers if pointer in chosen for key in memory[pointer]] for chosen in (loads, stores)
         ]
-        self.record.operation(name, COMPUTE if stream == "raw_stream0" else stream, *uses)
+        self.record.operation(name, COMPUTE if stream in self.streams else stream, *uses)
         return []
 
     def _collective(

@@ -147,8 +147,8 @@ def _freed_early(lines: Lines) -> None:
 
 
 def _in_another_stream(lines: Lines) -> None:
-    place = _at(lines, r"\.run\(.*stream=raw_stream0\)")
-    lines[place] = lines[place].replace("raw_stream0", "raw_stream1")
+    place = _at(lines, r"\.run\(.*stream=")
+    lines[place] = re.sub(r"stream=\w+", "stream=side", lines[place])
 
 
 FORWARD, BACKWARD, AFTER = 0, 1, 3
