@@ -2,9 +2,9 @@
 
 record = Record()
 record.allocate("x", "compute")
-record.operation("fill", "compute", writes=["x"])
-record.operation("send", "side", reads=["x"])          # nothing orders `side` after `compute`
-record.races == ["x: send (operation 2, in side) reads what fill (operation 1, in compute) writes ..."]
+record.operation("fill", "compute", writes=["x"], place="a.py:1")
+record.operation("send", "side", reads=["x"], place="a.py:2")  # nothing orders `side` after `compute`
+record.races == ["x: send (operation 2, in side, a.py:2) reads what fill (operation 1, in compute, a.py:1) writes ..."]
 
 Note [Clocks]
 A clock says of each stream how many of its operations are over. Every stream has one, and so has the host: an operation
@@ -29,15 +29,19 @@ Clock = dict[str, int]
 
 
 class Operation(NamedTuple):
-    """One thing that a stream, or the host, was given to do; `position` counts within the stream."""
+    """One thing that a stream, or the host, was given to do; `position` counts within the stream.
+
+    `place` is the line of code that gave it, such as "reduce.py:160".
+    """
 
     number: int
     name: str
     stream: str
     position: int
+    place: str
 
     def __str__(self) -> str:
-        return f"{self.name} (operation {self.number}, in {self.stream})"
+        return f"{self.name} (operation {self.number}, in {self.stream}, {self.place})"
 
 
 @dataclass
@@ -119,6 +123,7 @@ class Record:
         reads: Iterable[Hashable] = (),
         writes: Iterable[Hashable] = (),
         allocates: bool = False,
+        place: str = "",
     ) -> Operation:
         """Give `stream` an operation.
 
@@ -127,11 +132,12 @@ class Record:
             stream: the stream that is given it; HOST: the host runs it before it goes on.
             reads, writes: the memory that it uses, allocated before.
             allocates: whether memory of `stream` was allocated just before, or by it.
+            place: where it comes from, for reports.
         """
         self.wait(stream, self.clocks[HOST])
         self.operations += 1
         clock = self.clocks[stream]
-        mine = Operation(self.operations, name, stream, clock.get(stream, 0) + 1)
+        mine = Operation(self.operations, name, stream, clock.get(stream, 0) + 1, place)
         if allocates:
             for what, earlier, how in self._given_back.pop(stream, []):
                 if not self._is_over(earlier, clock):

@@ -48,7 +48,7 @@ class _Replay:
         self.handed_over: set[int] = set()  # what the eager runtime holds
         self.in_flight: dict[int, Clock] = {}
         self.streams: set[str] = set()  # names of the stream of the call
-        self.numbers = count()
+        self.numbers, self.place = count(), ""
         functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
         (call,) = [function for function in functions if function.name == "call"]
         self._run(call.body)
@@ -57,6 +57,7 @@ class _Replay:
 
     def _run(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
+            self.place = f"line {statement.lineno}"
             match statement:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name("args")):
                     self._take([name.id for name in names if isinstance(name, ast.Name)])
@@ -76,7 +77,7 @@ class _Replay:
                 case ast.With(body=body) if "_DeviceGuard" in ast.unparse(statement.items[0]):
                     self._run(body)
                 case ast.Return(value=ast.expr() as value):
-                    self.record.operation("the caller", COMPUTE, self._memory(value), self.inputs)
+                    self._give("the caller", COMPUTE, self._memory(value), self.inputs)
                 case ast.Expr(value=ast.Call() as value):
                     self._call(value)
                 case _:
@@ -88,6 +89,16 @@ class _Replay:
             self.values[name] = [self._new(name)]
             if name.startswith(("primals_", "arg")):
                 self.inputs.update(self.values[name])
+
+    def _give(
+        self,
+        name: str,
+        stream: str,
+        reads: Iterable[int] = (),
+        writes: Iterable[int] = (),
+        allocates: bool = False,
+    ) -> None:
+        self.record.operation(name, stream, reads, writes, allocates, self.place)
 
     def _new(self, name: str) -> int:
         key = next(self.numbers)
@@ -119,7 +130,7 @@ class _Replay:
 
     def _call(self, node: ast.Call) -> list[int]:
         """What a call returns."""
-        function, line = ast.unparse(node.func), f"line {node.lineno}"
+        function = ast.unparse(node.func)
         if _NOTHING.fullmatch(function):
             return []
         named = {each.arg: self._memory(each.value) for each in node.keywords}
@@ -132,10 +143,10 @@ class _Replay:
                 if key in self.in_flight:  # what was launched together is waited for once
                     self.record.wait(COMPUTE, self.in_flight.pop(key))
             return given
-        name = f"{function.removesuffix('.run').removesuffix('.default').rpartition('.')[2]}, {line}"
+        name = function.removesuffix(".run").removesuffix(".default").rpartition(".")[2]
         if function.startswith("empty_strided"):
             key = self._new(name)
-            self.record.operation(f"memory for {line}", COMPUTE, allocates=True)
+            self._give("memory", COMPUTE, allocates=True)
             return [key]
         if function.startswith(_COLLECTIVES):
             return self._collective(name, function, node, args, named)
@@ -147,7 +158,7 @@ class _Replay:
         if written is None:
             raise AssertionError(f"expected a call that is known, found: {ast.unparse(node)}")
         made = [] if "out" in named or written else [self._new(name)]
-        self.record.operation(name, COMPUTE, given, {*written, *made}, allocates=bool(made))
+        self._give(name, COMPUTE, given, {*written, *made}, allocates=bool(made))
         return made
 
     def _written(self, function: str, args: Sequence[list[int]]) -> list[int] | None:
@@ -171,7 +182,7 @@ class _Replay:
         uses = [
             [key for pointer in pointers if pointer in chosen for key in memory[pointer]] for chosen in (loads, stores)
         ]
-        self.record.operation(name, COMPUTE if stream in self.streams else stream, *uses)
+        self._give(name, COMPUTE if stream in self.streams else stream, *uses)
         return []
 
     def _collective(
@@ -185,9 +196,9 @@ class _Replay:
         if not written:
             together = "coalesced" in function
             written = made = [self._new(name) for _ in (sent if together else sent[:1])]
-            self.record.operation(f"memory for {name}", COMPUTE, allocates=True)
+            self._give(f"memory for {name}", COMPUTE, allocates=True)
         self.record.order(COMPUTE, stream)
-        self.record.operation(name, stream, sent, written)
+        self._give(name, stream, sent, written)
         self.in_flight.update(dict.fromkeys(written, self.record.event(stream)))
         return made or written
 
@@ -195,9 +206,9 @@ class _Replay:
         """The eager runtime takes gradients. Those that it owns it may be reducing from now on, and holds."""
         owned = len(node.args) > _OWNED and ast.unparse(node.args[_OWNED]) == "True"
         result = self._new(name)
-        self.record.operation(name, COMPUTE, args[0], [result], allocates=True)
+        self._give(name, COMPUTE, args[0], [result], allocates=True)
         if owned:
             self.handed_over.update(args[0])
             self.record.order(COMPUTE, "the eager runtime")
-            self.record.operation(f"the eager runtime's reduce of {name}", "the eager runtime", args[0], args[0])
+            self._give(f"the eager runtime's reduce of {name}", "the eager runtime", args[0], args[0])
         return [result]

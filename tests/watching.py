@@ -11,6 +11,8 @@ Copies with `non_blocking` have one end in the memory of the host, as have the s
 nothing but memory of the host is run by the host.
 """
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
 
 COMPUTE = "compute"
+_LIBRARIES = os.path.dirname(os.path.dirname(torch.__file__))
 
 
 class InFlight(NamedTuple):
@@ -107,7 +110,7 @@ class Watch(TorchDispatchMode):
         for key, is_new in self.keys(use.reads, COMPUTE).items():
             if is_new and key in self._names:  # it was dropped, and got memory again
                 self.record.memory[key].owner = self.stream
-                self.record.operation(f"memory for {use.name}", self.stream, allocates=True)
+                self.record.operation(f"memory for {use.name}", self.stream, allocates=True, place=_place())
         out = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if use.name.startswith("wait_tensor"):
@@ -132,23 +135,31 @@ class Watch(TorchDispatchMode):
             reads, writes = set(), set()
         else:
             reads, writes = set() if _only_shape(use.name) else reads, writes | made
-        self.record.operation(use.name, stream, reads, writes, allocates=bool(made) and stream != HOST)
+        self.record.operation(use.name, stream, reads, writes, bool(made) and stream != HOST, _place())
         if stream != HOST and ((of_host and not non_blocking) or use.name.startswith("_local_scalar_dense")):
             self.record.order(stream, HOST)
 
     def _collective(self, use: Use, stream: str, results: list[Tensor], is_waited_for: bool) -> None:
         made = self.keys(results, self.stream, use.name)
         if any(made.values()):
-            self.record.operation(f"memory for {use.name}", self.stream, allocates=True)
+            self.record.operation(f"memory for {use.name}", self.stream, allocates=True, place=_place())
         self.record.order(self.stream, stream)
         writes = {*made, *self.keys(use.writes, COMPUTE)}
-        self.record.operation(use.name, stream, self.keys(use.reads, COMPUTE), writes)
+        self.record.operation(use.name, stream, self.keys(use.reads, COMPUTE), writes, place=_place())
         event = self.record.event(stream)
         if is_waited_for:
             self.record.wait(self.stream, event)
             return
         for key in writes:
             self._in_flight.setdefault(key, []).append(InFlight(event, [*use.reads, *results]))
+
+
+def _place() -> str:
+    """The line that calls torch, in the package or in a test; of backward that is the call of it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_LIBRARIES, __file__)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _only_looks(func: Any) -> bool:

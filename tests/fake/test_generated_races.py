@@ -154,25 +154,25 @@ def _in_another_stream(lines: Lines) -> None:
 FORWARD, BACKWARD, AFTER = 0, 1, 3
 ACCUMULATED = r"add_accumulated_\.default\((\w+)"
 FAULTS: list[tuple[str, str, int, Callable[[Lines], None], tuple[str, str]]] = [
-    ("a gather is not waited for", "rule", FORWARD, _drop(WAIT, 1), ("mm", "all_gather")),
-    ("a gather is waited for one kernel late", "rule", FORWARD, _late(WAIT, 2), ("mm", "all_gather")),
+    ("a gather is not waited for", "rule", FORWARD, _drop(WAIT, 1), ("mm (", "all_gather")),
+    ("a gather is waited for one kernel late", "rule", FORWARD, _late(WAIT, 2), ("mm (", "all_gather")),
     ("a reduce is not waited for", "rule", BACKWARD, _drop(WAIT_REDUCE, -1), ("the caller", "reduce_scatter")),
-    ("a coalesced launch is not waited for", "far", BACKWARD, _drop_both, ("mm", "all_gather")),
+    ("a coalesced launch is not waited for", "far", BACKWARD, _drop_both, ("mm (", "all_gather")),
     ("replicas are averaged without that wait", "hybrid", BACKWARD, _drop(WAIT_REDUCE, 0),
      ("triton", "reduce_scatter")),
     ("replicas are not waited for", "hybrid", BACKWARD, _drop(WAIT_REDUCE, -1), ("the caller", "all_reduce_")),
     ("a wait for another reduce", "hybrid", BACKWARD, _wait_for_another, ("reduce_scatter", "triton")),
     ("a reduce before its last gradient", "rule", BACKWARD, _early(REDUCE, 0, r"extern_kernels\.mm\(reint"),
-     ("mm", "reduce_scatter")),
+     ("mm (", "reduce_scatter")),
     ("an all-reduce before its input", "hybrid", BACKWARD, _early(r"all_reduce_\.default", 0, r"triton_poi\w+\.run"),
      ("triton", "all_reduce_")),
     ("gradients in the memory of a reduce in flight", "no_sync", AFTER,
-     _in_memory_of(ACCUMULATED, 1, ACCUMULATED, 0), ("mm", "reduce_scatter")),
+     _in_memory_of(ACCUMULATED, 1, ACCUMULATED, 0), ("mm (", "reduce_scatter")),
     ("gradients in memory that was handed over", "no_sync", BACKWARD,
-     _in_memory_of(r"defer_reduce\.default\((\w+)", 1, r"defer_reduce\.default\((\w+)", 0), ("eager runtime", "line")),
-    ("a gather into memory that is still read", "rule", BACKWARD, _gather_into_read, ("mm", "all_gather")),
+     _in_memory_of(r"defer_reduce\.default\((\w+)", 1, r"defer_reduce\.default\((\w+)", 0), ("eager runtime", "mm (")),
+    ("a gather into memory that is still read", "rule", BACKWARD, _gather_into_read, ("mm (", "all_gather")),
     ("gradients are freed before the wait", "rule", BACKWARD, _freed_early, ("given to", "reduce_scatter")),
-    ("a kernel in another stream", "rule", FORWARD, _in_another_stream, ("triton", "mm")),
+    ("a kernel in another stream", "rule", FORWARD, _in_another_stream, ("triton", "mm (")),
 ]  # fmt: skip
 
 
