@@ -147,7 +147,7 @@ class _Round:
         for rank, text in zip(self.global_ranks, texts, strict=True):
             line = text[equal] if equal < len(text) else subject.end
             ranks_by_line[line if equal else f"{line} ({text[1]}, ...)"].append(rank)
-        lines = "; ".join(f"{_name(ranks)}: {line}" for line, ranks in ranks_by_line.items())
+        lines = "; ".join(f"{in_words(ranks)}: {line}" for line, ranks in ranks_by_line.items())
         if equal:
             return (
                 f"{subject.name}: expected {subject.expected} on all ranks, found after {equal - 1} equal ones "
@@ -163,11 +163,12 @@ class _Round:
         first, *others = text.split("\n")
         return (
             f"{subject.name}: expected all ranks to run it, found no sign of "
-            f"{_name([self.global_ranks[rank] for rank in absent])} for {timeout:g} s, while rank "
+            f"{in_words([self.global_ranks[rank] for rank in absent])} for {timeout:g} s, while rank "
             f"{self.global_ranks[self.rank]} was about to run {first} and {len(others)} more; run the same model on "
             f"all ranks, or raise FSDP_COMPILE_CHECK_RANKS_TIMEOUT if some of them come later"
         )
 
 
-def _name(ranks: list[int]) -> str:
+def in_words(ranks: list[int]) -> str:
+    """Such as "rank 1" or "ranks 0, 2", for errors."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fsdp_compile.comm._torch import current_backward, store_of
+from fsdp_compile.comm.comparison import in_words
 
 OBJECTS = "objects"
 """What stands for the unit where ranks exchange Python objects: state dicts, checkpoints."""
@@ -63,25 +64,24 @@ class WatchedCollective:
     def wait(self) -> None:
         """Wait until it has ended. RuntimeError if it fails, or the time is up: with what, and who is missing."""
         for work in self.works:
-            try:
-                work.wait(_half)
-            except RuntimeError as error:
-                if work.is_completed():
-                    error.add_note(f"This was the {self}.")
-                    raise
-                self._wait_with_notice(work)
+            if self._has_ended(work):
+                continue
+            self._write(str(self))
+            if not self._has_ended(work):
+                _abandoned.append(work)
+                raise RuntimeError(self._late())
+            self._write("")
 
-    def _wait_with_notice(self, work: dist.Work) -> None:
-        self._write(str(self))
+    def _has_ended(self, work: dist.Work) -> bool:
+        """Wait for half of the time; whether `work` has ended then. RuntimeError if it has failed."""
         try:
             work.wait(_half)
         except RuntimeError as error:
             if work.is_completed():
                 error.add_note(f"This was the {self}.")
                 raise
-            _abandoned.append(work)
-            raise RuntimeError(self._late()) from None
-        self._write("")
+            return False
+        return True
 
     def _write(self, text: str) -> None:
         _in_time(lambda: store_of(self.group).set(f"fsdp_flat/waits/{self.group.rank()}", text))
@@ -104,8 +104,8 @@ class WatchedCollective:
             for rank, text in texts.items():
                 if text:
                     waiting[text].append(rank)
-            absent = [f"no sign of {_named(missing)}"] if missing else []
-            said = "; ".join(absent + [f"{_named(them)} in the {text}" for text, them in waiting.items()])
+            absent = [f"no sign of {in_words(missing)}"] if missing else []
+            said = "; ".join(absent + [f"{in_words(them)} in the {text}" for text, them in waiting.items()])
         return (
             f"{self}: expected all ranks within {_seconds:g} s (FSDP_COMPILE_WATCHDOG), found {said}; look at what the "
             f"others print, and run the same steps on all ranks"
@@ -117,10 +117,6 @@ class WatchedCollective:
         if current_backward() != -1 or self.kind == "reduce":
             return f"{self.kind} of {unit} in backward"
         return f"{self.kind} of {unit}{' in forward' if paths and self.unit != OBJECTS else ''}"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _in_time(action: Callable[[], None]) -> bool:

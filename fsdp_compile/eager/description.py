@@ -10,6 +10,7 @@ rank may well initialize its own slice.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ _ORDER = Subject(
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
 
 
-def compare_units(module: nn.Module, settings: str, compiled: bool) -> bool:
+def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     """Compare the units of the root `module`, and its `settings`, if its forward, eager or compiled, communicates.
 
     Returns:
@@ -43,16 +44,16 @@ def compare_units(module: nn.Module, settings: str, compiled: bool) -> bool:
         RuntimeError: on all ranks: they differ, or ranks did not come in `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` seconds.
     """
     timeout = check_ranks_timeout()
+    groups = _groups(module._fsdp.units_below)
+    if groups and not any(map(_communicates, module._fsdp.units_below)):  # such as evaluation on one rank (NO_SHARD)
+        return False
     units = _units_by_path(module)
-    groups = _groups(units)
     for unit, path in units.items():
         for flat in unit.flats:
             flat.unit_path = path
             watchdog.name_unit(flat.layout.numel, path)
     if timeout is None or not groups:
         return True
-    if not any(map(_communicates, units)):  # such as evaluation on one rank under NO_SHARD
-        return False
     for unit in units:
         if unit.summoned is None:
             refresh(unit)

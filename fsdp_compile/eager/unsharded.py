@@ -229,16 +229,19 @@ class UnshardedUnit:
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
         leaves = list(_leaves(output))
-        given = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
-        before = {(leaf if leaf._base is None else leaf._base).grad_fn for leaf in given}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
                 leaf.register_hook(self._before_backward)
-                base = leaf._base.grad_fn if leaf._base is not None else None
-                if base is not None and base not in before:
-                    base.register_prehook(self._before_backward)
+                if leaf._base is not None and leaf._base.grad_fn is not None:
+                    self._hook_base(leaf._base.grad_fn, inputs)
         self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
         return self.opaque is None and not any(map(self._lies_in_buffer, leaves))
+
+    def _hook_base(self, node: Any, inputs: Any) -> None:
+        """The same for the node of an output's base, unless the base is an input: its node belongs to another unit."""
+        given = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
+        if all((leaf if leaf._base is None else leaf._base).grad_fn is not node for leaf in given):
+            node.register_prehook(self._before_backward)
 
     def _lies_in_buffer(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:

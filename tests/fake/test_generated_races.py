@@ -168,7 +168,7 @@ FAULTS: list[tuple[str, str, int, Callable[[Lines], None], tuple[str, str]]] = [
      ("triton", "all_reduce_")),
     ("gradients in the memory of a reduce in flight", "no_sync", AFTER,
      _in_memory_of(ACCUMULATED, 1, ACCUMULATED, 0), ("mm (", "reduce_scatter")),
-    ("gradients in memory that was handed over", "no_sync", BACKWARD,
+    ("gradients in memory that a deferred reduce still reads", "no_sync", BACKWARD,
      _in_memory_of(r"defer_reduce\.default\((\w+)", 1, r"defer_reduce\.default\((\w+)", 0), ("eager runtime", "mm (")),
     ("a gather into memory that is still read", "rule", BACKWARD, _gather_into_read, ("mm (", "all_gather")),
     ("gradients are freed before the wait", "rule", BACKWARD, _freed_early, ("given to", "reduce_scatter")),

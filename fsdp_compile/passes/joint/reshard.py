@@ -161,7 +161,7 @@ def check_saved(context: GraphContext) -> None:
             raise RuntimeError(
                 f"unit {path or 'root'}: {node.name}, {'a view of' if is_gathered else 'computed from'} its gathered "
                 f"parameters of shape {tuple(node.meta['val'].shape)}, would be kept from forward to backward, but the "
-                f"unit reshards after forward. This is a defect of the passes; until it is mended, shard that module "
+                f"unit reshards after forward. This is a bug in the passes; until it is fixed, shard that module "
                 f"with SHARD_GRAD_OP"
             )
 
