@@ -14,7 +14,7 @@ from fsdp_compile.core._torch import swap_wrapper
 from fsdp_compile.core.lookup import original_class
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.core.unit import check_idle
+from fsdp_compile.core.unit_state import check_idle
 
 
 def undo(module: nn.Module) -> None:

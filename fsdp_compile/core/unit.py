@@ -8,14 +8,14 @@
 
 Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen ones are gathered and never reduced.
 
-A `Unit` describes how its parameters are sharded, and has the little state that changes while steps run, whose types
-are in unit_state.py.
+A `Unit` describes how its parameters are sharded. What of it is unsharded at the moment, and the types of what else
+changes while steps run, are in unit_state.py.
 """
 
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
-from fsdp_compile.core._torch import current_backward
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
@@ -36,10 +35,8 @@ from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.unit_state import (
     GradientDelivery,
     ParameterLocations,
-    SummonedParams,
     UnitOptions,
-    UnitState,
-    UnshardedMemory,
+    UnshardedState,
     VersionCounters,
 )
 from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_order
@@ -47,7 +44,7 @@ from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_order
 T = TypeVar("T")
 
 
-class Unit:
+class Unit(UnshardedState):
     """Parameters that are gathered, reduced and freed together.
 
     Args:
@@ -73,20 +70,11 @@ class Unit:
         state_settings: the kind of state dicts (state_dict/kinds.py), or None.
         ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
 
-    Run-time state (plain attributes where Dynamo guards on them):
-        unsharded_params: the unsharded parameters while a forward or backward reads them, else None.
-        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
-        backward_pass: the backward pass that set one of these two; -1: a forward did.
+    Attributes that steps and the user change, beside those of `UnshardedState`:
         delivery: what a graph that is traced now does in backward with packed gradients.
         options: what the `set_*` methods of its module chose.
         syncs: whether backward reduces gradients.
         accumulates: whether no_sync was ever in force.
-        awaiting_backward: the eager forwards of this unit whose backward is still to come, in the order in which they
-            ended; that is the same order on all ranks.
-        prefetched: what `FSDPModule.unshard` gathered, until a forward takes it, or None.
-        summoned: the full parameters while they stand in the place of the sharded ones, or None.
-        may_keep: whether a backward pass of what was gathered last may leave it unsharded; equal on all ranks.
-        kept_unsharded: what a backward pass left unsharded for the next forward, or None.
         reduces_in_flight: reduces that are to be waited for, oldest first; shared by all units of a root.
     """
 
@@ -116,9 +104,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward and shards > 1
         self.may_stay = may_stay
         stored = torch.device("meta" if on_meta else "cpu") if offload or on_meta else self.device
-        pin = (
-            offload and pins and not on_meta and self.device.type != "cpu"
-        )  # copies from and to other devices run beside the host (E-OFF-3)
+        # Pinned, copies from and to other devices run beside the host (E-OFF-3).
+        pin = offload and pins and not on_meta and self.device.type != "cpu"
         self.ranks: ShardRanks | None = None
         if shards > 1:
             self.ranks = ShardRanks(group.group_name, shards, self.rank, replicas.group_name if replicas else None)
@@ -136,20 +123,10 @@ class Unit:
         self.reduces_in_flight: deque[GradientReduction] = deque()
         self.accumulates = False
         self.options = UnitOptions()
-        self._become_idle()
+        self.become_idle()
+        self.syncs = True
         self.update_dtypes()
         self.link_params()
-
-    def _become_idle(self) -> None:
-        self.unsharded_params: list[Tensor] | None = None
-        self.unsharded_flats: list[Tensor] | None = None
-        self.backward_pass = -1
-        self.syncs = True
-        self.awaiting_backward: weakref.WeakKeyDictionary[UnshardedMemory, None] = weakref.WeakKeyDictionary()
-        self.prefetched: UnshardedMemory | None = None
-        self.summoned: SummonedParams | None = None
-        self.may_keep = False
-        self.kept_unsharded: UnshardedMemory | None = None
 
     def _spec(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[str, str]:
         """The constants of a traced forward, one for `unshard` and one for `views`."""
@@ -163,40 +140,7 @@ class Unit:
         )
         return spec.text, flat.layout.text
 
-    # --- run-time state: its transitions ------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> UnitState:
-        """What the parameters are now."""
-        if self.summoned is not None:
-            return UnitState.SUMMONED
-        if not self.is_unsharded:
-            return UnitState.SHARDED
-        return UnitState.FORWARD if self.backward_pass == -1 else UnitState.BACKWARD
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether module code may read unsharded parameters: in a forward, or in the backward pass now running.
-
-        What a backward pass that failed has left belongs to neither, and is gathered anew.
-        """
-        present = self.unsharded_params is not None or self.unsharded_flats is not None
-        return present and self.backward_pass in (-1, current_backward())
-
-    def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
-        """A forward, or else the running backward pass, reads `tensors`: one per parameter, or one per flat one."""
-        if as_flats:
-            self.unsharded_flats = tensors
-        else:
-            self.unsharded_params = tensors
-        self.backward_pass = current_backward()
-
-    def hide_unsharded(self, tensors: list[Tensor]) -> None:
-        """Nothing reads `tensors` any more. The autograd node that they own owns this unit, so it must drop them."""
-        if self.unsharded_params is tensors:
-            self.unsharded_params = None
-        if self.unsharded_flats is tensors:
-            self.unsharded_flats = None
+    # --- what the user changes ----------------------------------------------------------------------------------------
 
     @property
     def syncs(self) -> bool:
@@ -405,7 +349,8 @@ class Unit:
         copied.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(copied.params))
         copied.options = replace(self.options, prefetch_in_forward=None, prefetch_in_backward=None)
         copied.reduces_in_flight = memo.setdefault(id(self.reduces_in_flight), deque())
-        copied._become_idle()
+        copied.become_idle()
+        copied.syncs = True
         copied.locations = copy.deepcopy(self.locations, memo)
         copied.locations.record()
         copied.link_params()
@@ -423,27 +368,3 @@ def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
     link = getattr(param, "_fsdp_unit", None)
     unit = link[0]() if link else None
     return (unit, link[1]) if link and unit else None
-
-
-def describe_state(unit: Unit) -> str:
-    """What the unit is doing, for messages."""
-    if unit.summoned is not None:
-        return f"inside {unit.summoned.by}"
-    return "in its forward or backward" if unit.is_unsharded else "idle"
-
-
-def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueError) -> None:
-    """Raise `error` if a unit is not idle or a backward pass is running (E-STATE-3, E-STATE-4)."""
-    for unit in units:
-        if unit.state is not UnitState.SHARDED:
-            raise error(f"{what}: expected idle units, found {unit} {describe_state(unit)}; call {what} between steps")
-    if current_backward() != -1:
-        raise error(f"{what}: expected to be called between steps, found a backward pass under way")
-
-
-def check_not_summoned(unit: Unit, what: str) -> None:
-    """Raise AssertionError if the unit's parameters are summoned: `what` cannot run then (E-FWD-12)."""
-    if unit.summoned is not None:
-        raise AssertionError(
-            f"{what}: expected sharded parameters, found {unit} {describe_state(unit)}; leave that first"
-        )

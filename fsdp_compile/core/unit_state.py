@@ -1,6 +1,7 @@
 """What changes about a unit while steps run, and how changes that users make to its parameters are noticed.
 
 UnitState             which of forward, backward and `summon_full_params` reads unsharded parameters, if any does
+UnshardedState        the unsharded parameters that a unit has at the moment, and the transitions of `UnitState`
 GradientDelivery      what a graph that is traced now does with gradients
 UnitOptions           what the `set_*` methods of a sharded module chose for its units
 VersionCounters       whether values have changed since they were gathered
@@ -10,13 +11,15 @@ What the eager runtime attaches to a unit is known to it by the protocols `Unsha
 """
 
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from fsdp_compile.core._torch import current_backward
 from fsdp_compile.core.unshard_spec import NamedGroup
 
 if TYPE_CHECKING:
@@ -108,6 +111,88 @@ class SummonedParams(Protocol):
 
     by: str  # the name of the function that asked for them
     may_compute: bool  # whether all ranks have them, on the device that computes
+
+
+class UnshardedState:
+    """The unsharded parameters that a unit has at the moment, and who reads them.
+
+    Attributes (plain ones where Dynamo guards on them):
+        unsharded_params: the unsharded parameters while a forward or backward reads them, else None.
+        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
+        backward_pass: the backward pass that set one of these two; -1: a forward did.
+        awaiting_backward: the eager forwards of this unit whose backward is still to come, in the order in which they
+            ended; that is the same order on all ranks.
+        prefetched: what `FSDPModule.unshard` gathered, until a forward takes it, or None.
+        summoned: the full parameters while they stand in the place of the sharded ones, or None.
+        may_keep: whether a backward pass of what was gathered last may leave it unsharded; equal on all ranks.
+        kept_unsharded: what a backward pass left unsharded for the next forward, or None.
+    """
+
+    def become_idle(self) -> None:
+        """Begin in SHARDED, with nothing gathered."""
+        self.unsharded_params: list[Tensor] | None = None
+        self.unsharded_flats: list[Tensor] | None = None
+        self.backward_pass = -1
+        self.awaiting_backward: weakref.WeakKeyDictionary[UnshardedMemory, None] = weakref.WeakKeyDictionary()
+        self.prefetched: UnshardedMemory | None = None
+        self.summoned: SummonedParams | None = None
+        self.may_keep = False
+        self.kept_unsharded: UnshardedMemory | None = None
+
+    @property
+    def state(self) -> UnitState:
+        """What the parameters are now."""
+        if self.summoned is not None:
+            return UnitState.SUMMONED
+        if not self.is_unsharded:
+            return UnitState.SHARDED
+        return UnitState.FORWARD if self.backward_pass == -1 else UnitState.BACKWARD
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether module code may read unsharded parameters: in a forward, or in the backward pass now running.
+
+        What a backward pass that failed has left belongs to neither, and is gathered anew.
+        """
+        present = self.unsharded_params is not None or self.unsharded_flats is not None
+        return present and self.backward_pass in (-1, current_backward())
+
+    def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
+        """A forward, or else the running backward pass, reads `tensors`: one per parameter, or one per flat one."""
+        if as_flats:
+            self.unsharded_flats = tensors
+        else:
+            self.unsharded_params = tensors
+        self.backward_pass = current_backward()
+
+    def hide_unsharded(self, tensors: list[Tensor]) -> None:
+        """Nothing reads `tensors` any more. The autograd node that they own owns this unit, so it must drop them."""
+        if self.unsharded_params is tensors:
+            self.unsharded_params = None
+        if self.unsharded_flats is tensors:
+            self.unsharded_flats = None
+
+    def describe_state(self) -> str:
+        """What the unit is doing, for messages."""
+        if self.summoned is not None:
+            return f"inside {self.summoned.by}"
+        return "in its forward or backward" if self.is_unsharded else "idle"
+
+    def check_not_summoned(self, what: str) -> None:
+        """Raise AssertionError if the parameters are summoned: `what` cannot run then (E-FWD-12)."""
+        if self.summoned is not None:
+            raise AssertionError(
+                f"{what}: expected sharded parameters, found {self} {self.describe_state()}; leave that first"
+            )
+
+
+def check_idle(units: Iterable[UnshardedState], what: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` if a unit is not idle or a backward pass is running (E-STATE-3, E-STATE-4)."""
+    for unit in units:
+        if unit.state is not UnitState.SHARDED:
+            raise error(f"{what}: expected idle units, found {unit} {unit.describe_state()}; call {what} between steps")
+    if current_backward() != -1:
+        raise error(f"{what}: expected to be called between steps, found a backward pass under way")
 
 
 Location = tuple[dict[str, nn.Parameter | None], str]

@@ -25,7 +25,8 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
-from fsdp_compile.core.unit import Unit, check_idle
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager.unshard import free_prefetched
 from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects, write_to_shard
 

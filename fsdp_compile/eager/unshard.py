@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.unit import Unit, check_not_summoned
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.streams import Streams
 from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.eager.writeback import refresh
@@ -45,7 +45,7 @@ def unshard(
         streams_for: gives the streams of a device.
     """
     for unit in units:
-        check_not_summoned(unit, "unshard")
+        unit.check_not_summoned("unshard")
     started = []
     with torch.inference_mode(False):
         for unit in units:

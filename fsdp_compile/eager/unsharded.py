@@ -22,7 +22,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
-from fsdp_compile.core.unit import Unit, check_not_summoned
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import UnitState
 from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
@@ -266,7 +266,7 @@ class UnshardedUnit:
 
     def reopen(self) -> None:
         """Let the running backward pass read the parameters: gather again what was freed."""
-        check_not_summoned(self.unit, "backward")
+        self.unit.check_not_summoned("backward")
         if self.unit.state is UnitState.FORWARD:  # its parameters would be freed at the end of this backward (E-BWD-3)
             raise ValueError(
                 f"backward: expected {self.unit} to be idle, found it in a forward, within which an earlier forward of "

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.unit import Unit, check_not_summoned, unit_of
+from fsdp_compile.core.unit import Unit, unit_of
 
 
 def refresh(unit: Unit) -> bool:
@@ -37,7 +37,7 @@ def refresh(unit: Unit) -> bool:
         RuntimeError: replaced data or a replaced parameter does not fit this rank's part (E-WB-4).
         NotImplementedError: a shared parameter was replaced in some of the modules that share it only (E-WB-7).
     """
-    check_not_summoned(unit, "forward")
+    unit.check_not_summoned("forward")
     if unit.is_current():
         return False
     new = replaced_objects(unit)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
-from fsdp_compile.core.unit import describe_state, unit_of
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
 
@@ -70,7 +70,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
     seen: dict[str, list[str]] = {}
 
     def note(moment: str, unit: Any) -> None:
-        seen.setdefault(moment, []).append(describe_state(unit))
+        seen.setdefault(moment, []).append(unit.describe_state())
 
     for module in (model[0], model[1]):
         (unit,) = module._fsdp.units
@@ -87,7 +87,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
             note(moment, module._fsdp.units[0])
             assert _is_sharded(module), moment
     with summon_full_params(model):
-        assert describe_state(model[0]._fsdp.units[0]) == "inside summon_full_params"
+        assert model[0]._fsdp.units[0].describe_state() == "inside summon_full_params"
         assert _is_sharded(model[0]) == (strategy == "NO_SHARD")
     running = ["in its forward or backward"] * 2
     assert seen == {"before": ["idle"] * 2, "forward": running, "between": ["idle"] * 2, "backward": running,
@@ -155,13 +155,13 @@ def test_nothing_is_left_gathered_after_backward(strategy: str) -> None:
     used, unused = model(torch.randn(3, 7))
     assert filled(model) == (3 if strategy == "SHARD_GRAD_OP" else 0)
     (used.sum() + unused.detach().sum()).backward(retain_graph=True)
-    assert {describe_state(unit) for unit in units(model)} == {"idle"}
+    assert {unit.describe_state() for unit in units(model)} == {"idle"}
     assert filled(model) == (strategy == "SHARD_GRAD_OP"), "block 2 waits for a backward that may still come"
     unused.sum().backward()
     assert filled(model) == 0
     alone = model.blocks[1](torch.randn(3, 7)).sum()
     alone.backward()
-    assert filled(model) == 0 and {describe_state(unit) for unit in units(model)} == {"idle"}
+    assert filled(model) == 0 and {unit.describe_state() for unit in units(model)} == {"idle"}
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -289,7 +289,7 @@ def test_backward_inside_a_forward() -> None:
         model(torch.randn(3, 7))
     hook.remove()
     pending.clear()
-    assert {describe_state(unit) for unit in units(model)} == {"idle"}
+    assert {unit.describe_state() for unit in units(model)} == {"idle"}
     step(model)
     assert filled(model) == 0
 
