@@ -9,6 +9,7 @@ unit_state.py     what changes about a unit while steps run: its state, version 
 unit.py           flat parameters that are gathered together
 shard_spec.py     which elements of a sharded tensor each rank stores, as ranges, rows and chunks
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
+unsharded_tensor.py   of these, what has all elements here: summoned parameters, gradients accumulated under no_sync
 sharded_operands.py, sharded_reductions.py, sharded_ops.py   what operators do with sharded tensors
 lookup.py         how module code finds unsharded parameters: properties of a swapped class
 sharding.py       what a sharded module knows about itself; walks over a tree of modules

@@ -21,8 +21,9 @@ from fsdp_compile.core.autograd import (
 from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord, end_between_rows
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnshardedTensor, set_local
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.core.tensor_parallel import tensor_parallel_of
+from fsdp_compile.core.unsharded_tensor import UnshardedTensor
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 

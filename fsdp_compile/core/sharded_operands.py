@@ -35,7 +35,8 @@ from fsdp_compile.core._torch import (
     new_wrapper,
 )
 from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, UnshardedTensor, refuse_unreduced
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.unsharded_tensor import UnreducedGradient, UnshardedTensor, refuse_unreduced
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ them gives what it gives on one process, or raises; all ranks must run the same 
 Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_operands.py.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -116,7 +117,7 @@ class ShardedTensor(Tensor):
     # torch's stub declares a static method without `func`.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return rule_of(func)(func, args, kwargs or {})
+        return _rules()(func)(func, args, kwargs or {})
 
     # --- as a DTensor -------------------------------------------------------------------------------------------------
 
@@ -164,12 +165,7 @@ class ShardedTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape:
-            raise ValueError(
-                f"data: expected a tensor of the full shape {tuple(self.shape)}, found {tuple(value.shape)}; to change "
-                f"this rank's elements alone, copy into to_local(); to change the shape, as resize_token_embeddings "
-                f"does, do that before fully_shard"
-            )
+        check_full_shape(self, value, "to change this rank's elements alone, copy into to_local(); ")
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
             value.spec.ranks.check_here()
             raise ValueError(
@@ -270,6 +266,23 @@ _REFUSED = (
 )
 
 
+@functools.cache
+def _rules() -> Callable[[Any], Callable[..., Any]]:
+    """What gives the rule of an operator. Imported at the first operator: rules make sharded tensors."""
+    from fsdp_compile.core.sharded_ops import rule_of
+
+    return rule_of
+
+
+def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:
+    """Raise ValueError unless `data`, which becomes the data of `tensor`, has its full shape; `instead`: what to do."""
+    if data.shape != tensor.shape:
+        raise ValueError(
+            f"data: expected a tensor of the full shape {tuple(tensor.shape)}, found {tuple(data.shape)}; {instead}to "
+            f"change the shape, as resize_token_embeddings does, do that before fully_shard"
+        )
+
+
 def _unpickled(kind: type, local: Tensor, spec: ShardSpec, requires_grad: bool, is_param: bool) -> ShardedTensor:
     tensor: ShardedTensor = kind(local, spec, requires_grad)
     tensor._is_param = is_param
@@ -277,122 +290,6 @@ def _unpickled(kind: type, local: Tensor, spec: ShardSpec, requires_grad: bool, 
 
 
 torch.serialization.add_safe_globals([_unpickled, ShardedTensor, ShardSpec, ShardRanks, FlatSharding, TensorParallel])
-
-
-class UnshardedTensor(ShardedTensor):
-    """A parameter of a sharded unit while `summon_full_params` shows it in full: `local` has all elements.
-
-    It is an ordinary tensor to all operators, whose results are plain. It is what a `ShardedTensor` turns into and out
-    of, because a parameter must remain the same object.
-    """
-
-    # torch's stub declares a static method without `func`.
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _call_on_all_elements(func, args, kwargs or {})
-
-    def full_tensor(self) -> Tensor:
-        """The tensor, plain; it shares memory."""
-        return self.local.view(self.shape)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """As `Tensor.numpy`."""
-        if self.requires_grad and not force:
-            raise RuntimeError("numpy(): expected a tensor that does not require grad; call detach() first")
-        return self.full_tensor().detach().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """As `Tensor.tolist`."""
-        return self.full_tensor().detach().tolist()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-    @property
-    def data(self) -> Tensor:
-        """This tensor without autograd, plain; it shares memory."""
-        return self.full_tensor().detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if value.shape != self.shape:
-            raise ValueError(
-                f"data: expected a tensor of the full shape {tuple(self.shape)}, found {tuple(value.shape)}; to change "
-                f"the shape, as resize_token_embeddings does, do that before fully_shard"
-            )
-        set_local(self, value.detach().contiguous().view(-1), self.spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
-        return f"{what} containing:\n{self.full_tensor().detach()}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.full_tensor().detach().clone()
-        return (nn.Parameter if isinstance(self, nn.Parameter) else Tensor.detach, (plain,))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        plain = self.full_tensor().detach().clone()
-        memo[id(self)] = nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
-        return memo[id(self)]
-
-
-class UnreducedGradient(ShardedTensor):
-    """A gradient that this rank has accumulated under `no_sync`: `local` has all elements, of this rank's sum alone.
-
-    Of a parameter that is distributed over other ranks beside, these are the elements of its local tensor.
-
-    It can be read, scaled and cleared as an ordinary tensor. Norms and optimizer updates are refused: ranks would get
-    different results.
-    """
-
-    # torch's stub declares a static method without `func`.
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        name = func._schema.name
-        if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):
-            refuse_unreduced(name)
-        return _call_on_all_elements(func, args, kwargs or {})
-
-    def full_tensor(self) -> Tensor:
-        """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
-        return self.local.view(self.spec.split_shape)
-
-    def to_local(self) -> Tensor:
-        """As `full_tensor`."""
-        return self.full_tensor()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
-
-
-def refuse_unreduced(name: str) -> NoReturn:
-    """Raise RuntimeError: operator `name` must not see an accumulated gradient."""
-    raise RuntimeError(
-        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under "
-        f"no_sync; run a backward pass outside no_sync before clipping or optimizer.step()"
-    )
-
-
-def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func` with plain tensors in the place of those that have all elements here."""
-    plain: dict[int, Any] = {}
-    met = set()
-
-    def unwrap(value: Any) -> Any:
-        met.add(type(value))
-        if isinstance(value, (UnshardedTensor, UnreducedGradient)):
-            full = value.local.view(value.spec.split_shape if isinstance(value, UnreducedGradient) else value.shape)
-            plain[id(full)] = value
-            return full
-        return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
-
-    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
-    if met.issuperset((ShardedTensor, UnreducedGradient)):
-        refuse_unreduced(func._schema.name)
-    result = func(*args, **kwargs)
-    if func._schema.is_mutable:
-        torch.autograd.graph.increment_version([tensor.local for tensor in plain.values()])
-    return plain.get(id(result), result)
 
 
 # --- parameters that become sharded tensors and change ----------------------------------------------------------------
@@ -430,7 +327,3 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     vars(tensor).update(local=local, spec=spec)
     if type(tensor) is not kind:
         tensor.__class__ = kind
-
-
-# Last, because the rules of operators make sharded tensors. Nothing else imports that file.
-from fsdp_compile.core.sharded_ops import rule_of  # noqa: E402  (see above)
