@@ -6,8 +6,7 @@ Embedding, each block and head are units, and one task per direction each.
 
 from dataclasses import dataclass
 
-from fsdp_compile.passes.cost.hardware import Device, Link
-from fsdp_compile.passes.cost.roofline import compute_seconds, launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost import Device, Link, compute_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192

@@ -7,7 +7,7 @@ measured alternately.
     exposed      ms of a forward and backward in which a wait sleeps
     formula      first gather + last reduce: what is unavoidable if all else hides
     bound        a lower bound of every plan's exposed time, from which task reads which unit (passes/plan/bound.py)
-    simulated    the plan's step and exposed time by passes/simulate.py
+    simulated    the plan's step and exposed time by `simulate` (passes/plan/plan.py)
     outside      what a step takes beside its tasks where the link takes no time: guards, autograd, calls; part of the
                  calibration, and added to the simulated step
     peak         bytes of a forward and backward: planned, and counted by the allocator's records
@@ -34,8 +34,7 @@ from bench.parts import link_for
 from bench.report import machine, today, versions
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.plan.bound import lower_bound
-from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.simulate import Timeline, simulate
+from fsdp_compile.passes.plan.plan import Plan, Timeline, simulate
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile

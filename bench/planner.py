@@ -1,7 +1,7 @@
 """Plans for steps shaped like Llama 3's, on the package's simulator: ours, one unit ahead, FSDP2's rule.
 
 Ours is planned twice: within the memory that the better rule needs, and within the device's. "unavoidable" is the
-lower bound of a step within that memory, less what it computes; the rules' copies in and out are left out (rules.py).
+lower bound of a step within that memory, less what it computes; the rules' copies in and out are left out.
 Eight ranks have no room for the states of the larger models: those rows have the first of the two alone.
 """
 
@@ -11,10 +11,9 @@ import time
 
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
-from fsdp_compile.passes.cost.hardware import device, link
-from fsdp_compile.passes.plan.plan import verify
+from fsdp_compile.passes.cost import device, link
+from fsdp_compile.passes.plan.plan import simulate, verify
 from fsdp_compile.passes.plan.search import PlannedStep, search_plan
-from fsdp_compile.passes.plan.simulate import simulate
 from fsdp_compile.passes.plan.workload import Workload
 
 WORLDS = {

@@ -1,7 +1,7 @@
 """How other systems place collectives, as plans for the same simulator."""
 
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.rules import prefetch
+from fsdp_compile.passes.plan.search import prefetch
 from fsdp_compile.passes.plan.workload import Workload
 
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_compile.passes.plan.bound import lower_bound
-from fsdp_compile.passes.plan.plan import Plan, Step, verify
-from fsdp_compile.passes.plan.simulate import Span, Timeline, simulate
+from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, verify
 from fsdp_compile.passes.plan.workload import Workload
 
 

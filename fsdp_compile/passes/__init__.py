@@ -1,14 +1,14 @@
 """All that sees a graph. `PASSES` lists what is done to it, in order; this is where each step lies.
 
-pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided
+pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided; graphs as text
 inductor.py    the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
 _torch.py      private names of the compiler
 
-graph/         what passes ask of a graph: tags, kinds of nodes, fusion, work, memory, tasks and units, text
+graph/         what passes ask of a graph: tags, kinds of nodes, fusion, work, memory, tasks and units
 joint/         forward and backward in one graph: markers become collectives; which units reshard after forward
 post_grad/     each graph alone: gradients in place, reading, planning, ordering, lowering, checks, pinning
 plan/          plans as data, without torch: rules, search, simulation, verification
-cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
+cost.py        seconds of collectives and of computing: hardware, roofline, recorded profiles
 
 A step of training goes through
 
@@ -20,14 +20,13 @@ A step of training goes through
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
 from fsdp_compile.passes.pipeline import Pass
-from fsdp_compile.passes.post_grad.check_ranks import check_ranks
 from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered
 from fsdp_compile.passes.post_grad.lower_collectives import (
     all_gather_into_buffer,
     coalesce_launches,
     reduce_scatter_by_all_to_all,
 )
-from fsdp_compile.passes.post_grad.order import check_order, order, pin_order, place_deferred_reduces
+from fsdp_compile.passes.post_grad.order import check_order, check_ranks, order, pin_order, place_deferred_reduces
 from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, verify_plan
 from fsdp_compile.passes.post_grad.profile_tasks import record_times
 

@@ -12,6 +12,19 @@ get_graph_being_compiled                  "model__<index>_<joint|forward|backwar
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
 ShapeEnv.backed_var_to_val                the size that each symbol had in tracing
+
+Order of nodes: `preserve_node_ordering(graph, {node: OrderedSet(earlier)})` wraps nodes in `control_deps`, which pins
+their order through Inductor's scheduler. When torch moves: a wrapped matrix product gets a buffer of its own (if that
+changes, `pin_order` can pin all products), and `reorder_for_peak_memory` must still leave the pinned order alone.
+
+Lowering of operators: `register_lowering`, `fallback_handler` (the call as it is), `lowerings` (what is registered),
+`V.graph` (the graph that is being lowered) and `ops` (what a loop computes). When torch moves: `V.graph` must still
+have `env`, `operations`, `name_to_buffer`, `name_to_op`, `additional_buffer_deps`, `additional_star_deps` and
+`never_reuse_buffers`, and the wrapper `add_import_once` and `make_buffer_free`.
+
+Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
+buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed. When torch moves: `tests/fake/test_copies.py`,
+`test_reuse.py` and `test_order.py` read generated code and fail if a gradient is copied or read too late.
 """
 
 import re
@@ -23,12 +36,33 @@ from torch._dynamo.callback import callback_handler
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._inductor import ir as _ir
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.virtualized import V as _V
+from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CustomGraphPass", "OpOverload", "inductor_config", "tree_leaves"]
+__all__ = [
+    "CustomGraphPass",
+    "OpOverload",
+    "OrderedSet",
+    "fallback_handler",
+    "inductor_config",
+    "lowerings",
+    "preserve_node_ordering",
+    "register_lowering",
+    "tree_leaves",
+]
+
+ir: Any = _ir  # annotated differently in the two versions of torch
+V: Any = _V
+ops: Any = _ops
+WaitKernel: Any = _ir._WaitKernel
 
 
 def call_after_compiling(function: Callable[[Any], None]) -> None:

@@ -5,18 +5,31 @@
                                 .workload  set by read_graph     the same as plain numbers, for the planner
                                 .plan      set by choose_plan    where each collective goes
 
-The order of all passes is `fsdp_compile.passes.PASSES`.
+The order of all passes is `fsdp_compile.passes.PASSES`. `FSDP_COMPILE_PRINT=FOLDER` writes the graph after each of them
+into a file of its own (1 means `./fsdp_compile_graphs`):
+
+    FOLDER/rank0/graph0_1_joint/00_insert_collectives.txt      first graph, forward and backward in one
+    FOLDER/rank0/graph0_2_forward/05_order.txt                 the same graph's forward, later
+
+and says so in one line for each graph on rank 0. Graphs that come out of a compile cache are not compiled and so not
+written; `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has them compiled. The logger `fsdp_compile.graphs` gets the same texts
+at level DEBUG.
 """
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import fx
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.graph.printing import PrintedGraph
+from fsdp_compile.passes.graph.nodes import Kind, get_tag, tagged
 
 if TYPE_CHECKING:
     from fsdp_compile.passes.graph.reading import Reading
@@ -97,3 +110,80 @@ def run_passes(passes: Sequence[Pass], context: GraphContext) -> None:
         context.graph.lint()
         printed.write(context.graph, step.name)
     printed.summarize(context.graph)
+
+
+# --- graphs as text ---------------------------------------------------------------------------------------------------
+
+graph_log = logging.getLogger("fsdp_compile.graphs")
+
+_COUNTED: dict[Kind, str] = {"gather": "all-gather", "reduce": "reduce-scatter"}
+_ORDER = {"joint": 1, "forward": 2, "backward": 3, "inference": 2}
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64", torch.int64: "i64"}
+
+
+def format_graph(graph: fx.Graph) -> str:
+    """`graph` as lines `name: dtype[shape] = target(arguments)  # tag`; `get_attr` nodes are left out."""
+    return "\n".join(_format_node(node) for node in graph.nodes if node.op != "get_attr")
+
+
+def _format_node(node: fx.Node) -> str:
+    notes = [str(tag)] if (tag := get_tag(node)) else []
+    if "recompute" in node.meta:
+        notes.append(node.meta["recompute"].name)
+    note = f"  # {', '.join(notes)}" if notes else ""
+    if node.op == "placeholder":
+        return f"{node.name}: {_format_value(node)}"
+    if node.op == "output":
+        return f"return {_format_argument(node.args[0])}"
+    arguments = [_format_argument(a) for a in node.args] + [
+        f"{k}={_format_argument(v)}" for k, v in node.kwargs.items()
+    ]
+    return f"{node.name}: {_format_value(node)} = {_format_target(node)}({', '.join(arguments)}){note}"
+
+
+def _format_target(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.").removesuffix(".default")
+
+
+def _format_value(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(map(str, value.shape))}]"
+    return type(value).__name__
+
+
+def _format_argument(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(map(_format_argument, argument))}]"
+    if isinstance(argument, str):
+        return repr(argument) if "\n" not in argument else f"<{argument.count(chr(10)) + 1} lines>"
+    return str(argument)
+
+
+class PrintedGraph:
+    """The files and log records of one graph on its way through the passes of one stage."""
+
+    def __init__(self, direction: str, graph_index: int) -> None:
+        asked = os.environ.get("FSDP_COMPILE_PRINT", "0")
+        self.direction, self.files = direction, 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.folder: Path | None = None
+        if asked not in ("", "0"):
+            root = Path("fsdp_compile_graphs" if asked == "1" else asked)
+            self.folder = root / f"rank{self.rank}" / f"graph{graph_index}_{_ORDER[direction]}_{direction}"
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, graph: fx.Graph, name: str) -> None:
+        """Note what `graph` is after the pass `name`."""
+        if graph_log.isEnabledFor(logging.DEBUG):
+            graph_log.debug("--- %s graph after %s\n%s", self.direction, name, format_graph(graph))
+        if self.folder is not None:
+            (self.folder / f"{self.files:02}_{name}.txt").write_text(format_graph(graph) + "\n")
+            self.files += 1
+
+    def summarize(self, graph: fx.Graph) -> None:
+        """Say on rank 0 what has been written."""
+        if self.folder is not None and self.rank == 0:
+            counts = [f"{len(tagged(graph, kind))} {word}s" for kind, word in _COUNTED.items()]
+            print(f"fsdp_compile: {self.direction} graph, {len(graph.nodes)} nodes, {', '.join(counts)}; after each "
+                  f"of {self.files} passes in {self.folder}", file=sys.stderr)  # fmt: skip

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fsdp_compile import ShardingStrategy, fully_shard
-from fsdp_compile.passes.graph.printing import graph_log
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.pipeline import graph_log
 
 
 @contextmanager

@@ -4,14 +4,18 @@ import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compile.passes.cost.hardware import LINKS, Device, Link, device, link
-from fsdp_compile.passes.cost.roofline import (
+from fsdp_compile.passes.cost import (
+    LINKS,
+    Device,
+    Link,
     all_reduce_seconds,
     compute_seconds,
+    device,
     launch_seconds,
+    link,
     transfer_seconds,
 )
-from fsdp_compile.passes.graph.work import Work, node_work
+from fsdp_compile.passes.graph.costs import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
 PLAIN = Device("plain", {"float32": 100.0}, bandwidth=10.0, memory=None, source="this test", efficiency=0.5)

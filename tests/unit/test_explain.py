@@ -9,8 +9,7 @@ from fsdp_compile.cli import main
 from fsdp_compile.explain.report import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.plan.rules import no_prefetch
-from fsdp_compile.passes.plan.search import search_plan
+from fsdp_compile.passes.plan.search import no_prefetch, search_plan
 
 
 def test_printed():

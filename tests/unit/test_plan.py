@@ -5,10 +5,8 @@ import pytest
 from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, verify
-from fsdp_compile.passes.plan.rules import no_prefetch
-from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, simulate, verify
+from fsdp_compile.passes.plan.search import no_prefetch, search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 

@@ -13,7 +13,7 @@ from bench.link import start
 from bench.memory import curve, resident
 from bench.planned import noted
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.plan import simulate
 
 ROWS = 128  # of a batch: activations are most of the memory
 LAYERS = {nn.Linear}

@@ -11,10 +11,8 @@ from workloads import blocks, random_workload
 
 from fsdp_compile.passes.plan.beam import beam_search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
-from fsdp_compile.passes.plan.plan import PlanError, verify
-from fsdp_compile.passes.plan.rules import no_prefetch
-from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
+from fsdp_compile.passes.plan.search import no_prefetch, search_plan
 
 # Steps of 5 to 8 units of which all plans can be tried within a second each; others take minutes.
 LATE = pytest.mark.nightly

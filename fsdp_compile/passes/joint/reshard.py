@@ -16,10 +16,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
-from fsdp_compile.passes.cost.profile import step_with_profile
-from fsdp_compile.passes.graph.node_kinds import derived, is_pointwise, is_scalar, is_view_or_cast
+from fsdp_compile.passes.cost import step_with_profile
+from fsdp_compile.passes.graph.nodes import (
+    derived,
+    get_tag,
+    is_pointwise,
+    is_scalar,
+    is_view_or_cast,
+    module_path,
+    set_tag,
+    tag_of,
+    tagged,
+)
 from fsdp_compile.passes.graph.reading import read, stretches_of
-from fsdp_compile.passes.graph.tags import get_tag, module_path, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload

@@ -26,8 +26,7 @@ from math import inf
 from typing import NamedTuple
 
 from fsdp_compile.passes.plan.bound import Launch, gathers_of, reaches, reaches_back, reduces_of
-from fsdp_compile.passes.plan.plan import Kind, Plan, Step
-from fsdp_compile.passes.plan.simulate import simulate
+from fsdp_compile.passes.plan.plan import Kind, Plan, Step, simulate
 from fsdp_compile.passes.plan.workload import Workload
 
 PREFETCH_DISTANCE = 8.0  # with a beam width, gathers are launched so many times their duration early at most

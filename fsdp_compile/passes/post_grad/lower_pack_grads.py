@@ -14,7 +14,7 @@ import sympy
 
 from fsdp_compile.core.layout import FlatParamLayout, Segment
 from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS
-from fsdp_compile.passes.post_grad._torch import (
+from fsdp_compile.passes._torch import (
     V,
     WaitKernel,
     fallback_handler,

@@ -4,7 +4,7 @@
     choose_plan    the plan in a file, the best one that a search finds for these costs, or the one of a fixed rule
     verify_plan    refuses a plan that breaks a rule or exceeds the budget
 
-Costs are estimates by the roofline of a named device and link (passes/cost). A recorded profile replaces the seconds
+Costs are estimates by the roofline of a named device and link (passes/cost.py). A recorded profile replaces the seconds
 of tasks.
 """
 
@@ -18,18 +18,24 @@ from torch import fx
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.cost.hardware import DEVICES, Device, device, link
-from fsdp_compile.passes.cost.profile import with_profile
-from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
-from fsdp_compile.passes.graph.memory import size_of
+from fsdp_compile.passes._torch import tree_leaves
+from fsdp_compile.passes.cost import (
+    DEVICES,
+    Device,
+    all_reduce_seconds,
+    compute_seconds,
+    device,
+    launch_seconds,
+    link,
+    transfer_seconds,
+    with_profile,
+)
+from fsdp_compile.passes.graph.costs import node_work, size_of
+from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.graph.reading import Costs, read, stretches_of
-from fsdp_compile.passes.graph.tags import tagged
-from fsdp_compile.passes.graph.work import node_work
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
-from fsdp_compile.passes.plan.rules import alternating, prefetch
-from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.post_grad._torch import tree_leaves
+from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
@@ -86,7 +92,7 @@ def verify_plan(context: GraphContext) -> None:
 # --- costs of one graph -----------------------------------------------------------------------------------------------
 
 _FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
-"""How much a device computes while it moves a byte (hardware.py): the CPU in float32, an H100 in bfloat16."""
+"""How much a device computes while it moves a byte (passes/cost.py): the CPU in float32, an H100 in bfloat16."""
 
 
 def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:

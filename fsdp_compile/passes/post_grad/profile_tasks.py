@@ -22,9 +22,9 @@ from typing import ClassVar
 import torch
 
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.passes.cost.profile import graph_name
+from fsdp_compile.passes.cost import graph_name
+from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.graph.reading import stretches_of
-from fsdp_compile.passes.graph.tags import tagged
 from fsdp_compile.passes.pipeline import GraphContext
 
 Moment = float | torch.cuda.Event
