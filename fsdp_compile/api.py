@@ -1,13 +1,12 @@
 """`fully_shard` and `explain`.
 
-    check arguments -> choose and check units (construct/) -> shard them one by one -> connect modules, units and root
+    check arguments -> choose and check units -> shard them one by one -> connect modules, units and root
 
-See Note [Nothing is changed on refusal] in construct/validate.py.
+All but the first is in construct/. See Note [Nothing is changed on refusal] in construct/validate.py.
 """
 
-import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -34,23 +33,18 @@ from fsdp_compile.construct.arguments import (
     precision_of,
     resolve_strategy,
 )
-from fsdp_compile.construct.broadcast import broadcast_states
-from fsdp_compile.construct.devices import given_device, move_from_cpu
-from fsdp_compile.construct.ignored import Ignored, collect_ignored
-from fsdp_compile.construct.meta_init import InitFn, materialize
-from fsdp_compile.construct.undo import undo
-from fsdp_compile.construct.validate import NamedParams, PreparedUnit, Settings, prepare_units
-from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units
+from fsdp_compile.construct.devices import given_device
+from fsdp_compile.construct.initial_values import InitFn
+from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
+from fsdp_compile.construct.validate import Settings, prepare_units
+from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored, exempt_classes
 from fsdp_compile.core._torch import mark_as_sharded
-from fsdp_compile.core.environment import Switches, watchdog_seconds
-from fsdp_compile.core.lookup import add_lookups, add_mixin
+from fsdp_compile.core.environment import watchdog_seconds
+from fsdp_compile.core.lookup import add_mixin
 from fsdp_compile.core.ops import call_before_tracing
-from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
-from fsdp_compile.core.tensor_parallel import with_local_parameters
-from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
-from fsdp_compile.eager.casting import buffer_dtypes, cast_buffers, exempt_classes
+from fsdp_compile.eager.casting import cast_buffers
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters, gather_around_compiled
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
@@ -82,15 +76,6 @@ class FullyShardOptions(TypedDict, total=False):
     ignored_params: Iterable[nn.Parameter] | None
     shard_placement_fn: PlacementFn | None
     dp_mesh_dims: Any
-
-
-class ModuleGroup(nn.Module):
-    """The modules of one call of `fully_shard` with a list, as children."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for index, module in enumerate(modules):
-            self.add_module(str(index), module)
 
 
 @overload
@@ -205,8 +190,8 @@ def fully_shard(
     modules: Sequence[Any] = module if isinstance(module, Sequence) and not isinstance(module, nn.Module) else (module,)
     is_list = modules is module
     for each in modules:
-        _check_module(each)
-    model: Any = _group(modules) if is_list else module
+        check_module(each)
+    model: Any = group_of(modules) if is_list else module
     check_type("sync_module_states", sync_module_states, bool)
     check_type("backward_prefetch", backward_prefetch, BackwardPrefetch | None)
     check_type("forward_prefetch", forward_prefetch, bool)
@@ -216,7 +201,7 @@ def fully_shard(
     precision = precision_of(mixed_precision, mp_policy)
     settings = Settings(
         strategy=strategy,
-        ignored=collect_ignored(model, ignored_modules, ignored_of(ignored_states, ignored_params), _is_unit),
+        ignored=collect_ignored(model, ignored_modules, ignored_of(ignored_states, ignored_params)),
         device=given_device(device_id),
         groups=divide(
             resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node),
@@ -231,13 +216,16 @@ def fully_shard(
         limit_all_gathers=limit_all_gathers,
         placements=shard_placement_fn,
     )
-    exempt = exempt_classes(precision.dtypes)
-    chosen = choose_units(model, None if is_list else auto_wrap_policy, _is_unit, settings.ignored, exempt)
-    prepared_units = prepare_units(model, chosen, settings, _is_unit)
-    _join_divided(model)
+    policy = None if is_list else auto_wrap_policy
+    chosen = choose_units(model, policy, settings.ignored, exempt_classes(precision.dtypes))
+    prepared_units = prepare_units(model, chosen, settings)
+    # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
+    join_divided(model)
     for prepared in prepared_units:
-        _make_unit(model, prepared, prepared.settings)
-    _connect(model, settings.ignored, Runtime(backward_prefetch, forward_prefetch, limit_all_gathers))
+        for sharded in make_unit(model, prepared):
+            _become_fsdp_module(sharded)
+    runtime = Runtime(backward_prefetch, forward_prefetch, limit_all_gathers)
+    connect(model, settings.ignored, runtime, HasShardedParameters)
     casts_buffers = mixed_precision is not None and mixed_precision.buffer_dtype is not None
     if auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers:  # undoing would lose their digits
         options: FullyShardOptions = dict(
@@ -254,7 +242,7 @@ def fully_shard(
             device_id=device_id,
             limit_all_gathers=limit_all_gathers,
         )
-        model._fsdp_runtime.shard_as_one = functools.partial(fully_shard, model, **options)
+        runtime.shard_as_one = functools.partial(fully_shard, model, **options)
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
@@ -292,14 +280,9 @@ def explain(
     """
     from fsdp_compile.explain.prediction import predict  # imports Inductor
 
-    def sharded() -> nn.Module:
-        made = model if isinstance(model, nn.Module) else model()
-        if _is_unit(made):
-            return made
-        return fully_shard(copy.deepcopy(made) if made is model else made, reshard_after_forward="auto")
-
     config = CompileConfig(link=link, device=device, budget=budget)
-    return predict(sharded, example_inputs, config, world_size, without_memory=not isinstance(model, nn.Module))
+    shard = functools.partial(fully_shard, reshard_after_forward="auto")
+    return predict(model, shard, example_inputs, config, world_size)
 
 
 def _check_environment() -> None:
@@ -312,143 +295,16 @@ def _check_environment() -> None:
         pipelines(config)
 
 
+def _become_fsdp_module(module: Any) -> None:
+    """Let `module`, which knows its unit, have the methods of an `FSDPModule` and gather around its forward."""
+    cast_buffers(module)
+    add_mixin(module, FSDPModule)
+    mark_as_sharded(module)
+    gather_around_compiled(module)
+
+
 def _install_passes() -> None:
     """Hook the passes into Inductor, which is imported here: when a sharded model is first traced."""
     from fsdp_compile.passes.inductor import install
 
     install()
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def _join_divided(model: nn.Module) -> None:
-    """Make one unit of each module below that an earlier call divided by "auto" (construct/undo.py)."""
-    for module in list(_scopes(model)):
-        divided = "_fsdp" in vars(module) and module._fsdp.is_root  # a module below one that was joined has it no more
-        shard_as_one = module._fsdp_runtime.shard_as_one if divided else None
-        if shard_as_one is not None:
-            undo(module)
-            shard_as_one()
-
-
-def _group(modules: Sequence[Any]) -> ModuleGroup:
-    """The modules of a list. ValueError if one is inside another, or there is none."""
-    for module in modules:
-        inside = [other for other in modules if other is not module and module in set(other.modules())]
-        if inside or sum(other is module for other in modules) > 1:
-            raise ValueError(
-                f"module: expected a list of modules none of which contains another, found {type(module).__name__} "
-                f"twice or inside {type(inside[0] if inside else module).__name__}; pass each part of the model once"
-            )
-    if not modules:
-        raise ValueError("module: expected a list with at least one module, found an empty one")
-    return ModuleGroup(modules)
-
-
-def _check_module(module: Any) -> None:
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("fully_shard: expected to be called outside inference_mode, found it on; leave it first")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module or a list of them, found {type(module).__name__}")
-    if "_orig_mod" in module._modules:
-        raise ValueError(
-            f"module: expected the module itself, found what torch.compile made of {type(module._orig_mod).__name__}; "
-            f"call fully_shard(model) first and compile what it returns, or call model.compile() before or after"
-        )
-    if _is_unit(module):
-        raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
-
-
-def _make_unit(model: nn.Module, prepared: PreparedUnit, settings: Settings) -> None:
-    """Give one unit's tensors values, a device and equality, in this order; then shard it."""
-    modules = [module for _, module in prepared.modules]
-    if not prepared.stays_on_meta:
-        materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
-    named_params = with_local_parameters(model, prepared.params)
-    params = [param for _, param in named_params]
-    move_from_cpu(params, modules, prepared.device)
-    if settings.sync:
-        broadcast_states(params, prepared.module, settings.groups)
-    unit = _new_unit(prepared, named_params, settings) if prepared.has_data else None
-    is_group = isinstance(prepared.module, ModuleGroup)
-    for module in prepared.module.children() if is_group else (prepared.module,):
-        module.__dict__["_fsdp"] = ModuleSharding(
-            strategy=settings.strategy,
-            device=prepared.device,
-            precision=settings.precision,
-            output_dtype=settings.output_dtype,
-            buffer_dtypes=buffer_dtypes(module, modules),
-            full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
-            limit_all_gathers=settings.limit_all_gathers,
-            units=(unit,) if unit else (),
-            shared_units=frozenset((unit,) if unit and is_group else ()),
-        )
-        cast_buffers(module)
-        add_mixin(module, FSDPModule)
-        mark_as_sharded(module)
-        gather_around_compiled(module)
-
-
-def _new_unit(prepared: PreparedUnit, params: NamedParams, settings: Settings) -> Unit:
-    group, shards, reshard_after_forward, replicas, stage_groups = prepared.placement
-    return Unit(
-        params,
-        group,
-        shards,
-        reshard_after_forward,
-        replicas=replicas,
-        stage_groups=stage_groups,
-        may_stay=settings.may_stay,
-        precision=settings.precision,
-        offload=settings.offload.to_cpu,
-        pins=settings.offload.pins,
-        on_meta=prepared.stays_on_meta,
-        device=prepared.device,
-    )
-
-
-def _connect(model: Any, ignored: Ignored, runtime: Runtime) -> None:
-    """Let all modules find their parameters, and gather units that are used in several places around all of these."""
-    roots: list[Any] = list(model.children()) if isinstance(model, ModuleGroup) else [model]
-    for root in roots:
-        root._fsdp.ignored_modules, root._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
-    users: dict[Unit, list[nn.Module]] = {}
-    for module in model.modules():
-        units = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}
-        managed = {name: at for name, at in units.items() if at}
-        known = {lookup.name for lookup in getattr(type(module), "_fsdp_lookups", ())}
-        if managed.keys() - known:
-            add_lookups(module, {name: at for name, at in managed.items() if name not in known}, HasShardedParameters)
-        for unit, _ in managed.values():
-            users.setdefault(unit, []).append(module)
-    scopes = list(_scopes(model))
-    shared = frozenset[Unit]().union(*(scope._fsdp.shared_units for scope in scopes))
-    for scope in scopes:
-        scope.__dict__["_fsdp_runtime"] = runtime
-        scope._fsdp.is_root = scope in roots
-        for unit in scope._fsdp.units:
-            if unit not in shared:
-                _widen(unit, scope, users.get(unit, []), model)
-    for root in roots:
-        root._fsdp.shared_units = shared
-    for scope in scopes:
-        scope._fsdp.traced_units = tuple(dict.fromkeys((*scope._fsdp.units, *scope._fsdp.shared_units)))
-        scope._fsdp.units_below = tuple(units_gathered_below(scope))
-        for unit in scope._fsdp.units:
-            unit.reduces_in_flight = runtime.reduces_in_flight
-
-
-def _scopes(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _widen(unit: Unit, scope: Any, users: list[nn.Module], model: nn.Module) -> None:
-    """Move `unit` to the innermost sharded module that encloses all its users: tied parameters are gathered once."""
-    if set(users) <= set(scope.modules()):
-        return
-    enclosing = [m for m in _scopes(model) if set(users) <= set(m.modules())]
-    innermost = min(enclosing, key=lambda m: sum(1 for _ in m.modules()))
-    scope._fsdp.units = tuple(u for u in scope._fsdp.units if u is not unit)
-    innermost._fsdp.units = (*innermost._fsdp.units, unit)

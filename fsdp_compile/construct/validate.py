@@ -16,20 +16,20 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place, resolve_groups
 from fsdp_compile.construct.arguments import Offload, PlacementFn, check_placements, offload_of
-from fsdp_compile.construct.broadcast import unsent_buffers
 from fsdp_compile.construct.devices import carried_devices, compute_device, given_device
-from fsdp_compile.construct.ignored import Ignored, IsUnit
-from fsdp_compile.construct.meta_init import InitFn, must_stay_on_meta
-from fsdp_compile.construct.wrap_policy import Chosen
+from fsdp_compile.construct.initial_values import InitFn, must_stay_on_meta, unsent_buffers
+from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.environment import Switches, warn_caller
+from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
 
 # Note [Nothing is changed on refusal]
 # `fully_shard` has two halves. `prepare_units` works out all units and makes every check that can be made from modules,
-# parameters and arguments; it changes nothing, so that a model which is refused is as it was. Only then does api.py
-# change units one by one: initialize, move, broadcast, shard. What user code raises in that half (`param_init_fn`,
-# `reset_parameters`) cannot be foreseen and leaves a model that is sharded in part; a warning names the module.
+# parameters and arguments; it changes nothing, so that a model which is refused is as it was. Only then are units
+# made one by one (units.py): initialized, moved, broadcast, sharded. What user code raises in that half
+# (`param_init_fn`, `reset_parameters`) cannot be foreseen and leaves a model that is sharded in part; a warning names
+# the module.
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
@@ -73,18 +73,18 @@ class PreparedUnit:
         return any(param.numel() for _, param in self.params)
 
 
-def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, is_unit: IsUnit) -> list[PreparedUnit]:
+def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[PreparedUnit]:
     """For each chosen module what becomes of it; every check of modules and parameters is made here.
 
     Raises:
         RuntimeError: a unit's parameters are spread over devices.
         ValueError: a module or parameter cannot be sharded; the message says which and what to do.
     """
-    _check_same_switch(model, is_unit)
+    _check_same_switch(model)
     paths = {module: path for path, module in model.named_modules()}
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
     carried = carried_devices(settings.groups.shard)
-    divided = list(_divide(chosen, settings.ignored, is_unit))
+    divided = list(_divide(chosen, settings.ignored))
     named_modules = [[(paths[each], each) for each in modules] for _, _, modules in divided]
     uninitialized = [
         must_stay_on_meta(named, own.init, settings.ignored.params)
@@ -119,15 +119,13 @@ def _are_on_meta(params: NamedParams, path: str) -> bool:
     return bool(absent)
 
 
-def _divide(
-    chosen: Chosen, ignored: Ignored, is_unit: IsUnit
-) -> Iterator[tuple[nn.Module, NamedParams, list[nn.Module]]]:
+def _divide(chosen: Chosen, ignored: Ignored) -> Iterator[tuple[nn.Module, NamedParams, list[nn.Module]]]:
     """Each chosen module with the parameters and the modules that no unit before it has taken."""
     params: set[nn.Parameter] = set(ignored.params)
     modules: set[nn.Module] = set(ignored.modules)
     for module in chosen:
         own_params = [(n, p) for n, p in module.named_parameters() if p not in params and unit_of(p) is None]
-        reachable = _breadth_first(module, lambda m: m in chosen or is_unit(m) or m in ignored.modules)
+        reachable = _breadth_first(module, lambda m: m in chosen or sharding_of(m) is not None or m in ignored.modules)
         own_modules = [each for each in reachable if each not in modules]
         params.update(param for _, param in own_params)
         modules.update(own_modules)
@@ -214,11 +212,12 @@ def _check_container(module: nn.Module, path: str) -> None:
         )
 
 
-def _check_same_switch(model: nn.Module, is_unit: IsUnit) -> None:
+def _check_same_switch(model: nn.Module) -> None:
     """Refuse units that would leave mixed precision in eval mode beside others that would not (E-STRAT-11)."""
     now = Switches.from_environment().full_precision_in_eval
     for path, module in model.named_modules():
-        if is_unit(module) and module._fsdp.full_precision_in_eval != now:
+        sharding = sharding_of(module)
+        if sharding is not None and sharding.full_precision_in_eval != now:
             raise ValueError(
                 f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
                 f"sharded with {1 - now}; set the variable once, before the first fully_shard"

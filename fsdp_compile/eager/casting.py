@@ -3,13 +3,12 @@
 Parameters and gradients are cast where they are gathered and reduced (unsharded_buffer.py, reduce.py).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_compile.eager._torch import tree_map
@@ -76,23 +75,6 @@ def _input_dtype(module: Any) -> torch.dtype | None:
         return None
     own = policy.cast_forward_inputs and module._fsdp.units
     return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
-
-
-def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
-    """Classes that auto-wrapping leaves out of mixed precision (E-INIT-6); none if the settings change no dtype."""
-    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) if policy else ()
-    return tuple(policy._module_classes_to_ignore) if policy and any(dtypes) else ()
-
-
-def buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:
-    """The dtypes of the floating buffers that the modules `own`, at or below `module`, have; by name in `module`."""
-    return {
-        f"{path}.{name}" if path else name: buffer.dtype
-        for path, owner in module.named_modules()
-        if owner in own
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    }
 
 
 def cast_buffers(module: Any) -> None:

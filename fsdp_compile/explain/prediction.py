@@ -6,6 +6,7 @@ Neither other ranks nor the device are needed: a process group of the backend "f
 from the figures of the link and of the device that the configuration names.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain._torch import FakeStore, FakeTensorMode, reset_dynamo
 from fsdp_compile.explain.report import Report, report
 from fsdp_compile.passes import PASSES
@@ -30,28 +32,30 @@ from fsdp_compile.passes.post_grad.plan_pass import costs_of
 
 
 def predict(
-    make_sharded: Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module],
+    shard: Callable[[nn.Module], nn.Module],
     example_inputs: Sequence[Any],
     config: CompileConfig,
     world_size: int | None,
-    *,
-    without_memory: bool,
 ) -> Report:
-    """The plan of a step of the model that `make_sharded` returns, and what the step takes.
+    """The plan of a step of `model`, and what the step takes.
 
     Args:
-        make_sharded: makes or returns a sharded model; called once, with a process group initialized.
+        model: a model, or a function that makes one, whose tensors get no memory.
+        shard: shards it, or a copy of it, if it is not sharded; called with a process group initialized.
         example_inputs: positional arguments of a forward.
         config: names the link, and perhaps the device and the budget in bytes.
         world_size: the number of ranks, where no process group is initialized.
-        without_memory: whether the tensors that `make_sharded` creates get no memory.
 
     Raises:
         PlanError: no plan fits into the budget.
         ValueError: `world_size` is missing or does not fit, or the model's graph has no sharded parameters.
     """
-    with _process_group(world_size), _fake_tensors() if without_memory else nullcontext():
-        workload = _workload_of(make_sharded(), example_inputs, config)
+    exists = isinstance(model, nn.Module)
+    with _process_group(world_size), nullcontext() if exists else _fake_tensors():
+        made = model if isinstance(model, nn.Module) else model()
+        sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
+        workload = _workload_of(sharded, example_inputs, config)
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         workload = replace(workload, can_coalesce=True)
     return report(workload, search_plan(workload, config.budget).plan, config.budget)

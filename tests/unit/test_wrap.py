@@ -7,8 +7,7 @@ import pytest
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_compile.construct.ignored import Ignored, collect_ignored
-from fsdp_compile.construct.wrap_policy import choose_units
+from fsdp_compile.construct.wrap_policy import Ignored, choose_units, collect_ignored
 
 
 def paths(
@@ -17,7 +16,9 @@ def paths(
     taken: tuple[nn.Module, ...] = (),
     ignored: Ignored = Ignored(),  # noqa: B008  (frozen)
 ) -> list[str]:
-    chosen = choose_units(model, policy, lambda module: module in taken, ignored)
+    for module in taken:
+        vars(module)["_fsdp"] = "sharded already"
+    chosen = choose_units(model, policy, ignored)
     return [next(path for path, m in model.named_modules() if m is module) for module in chosen]
 
 
@@ -126,13 +127,13 @@ def test_custom_policy() -> None:
     wanted: dict[nn.Module, Any] = {model: True, model.blocks[1]: {"sharding_strategy": 3}, model.blocks[1].norm: True}
     policy = CustomPolicy(lambda module: wanted.get(module, False))
     assert paths(model, policy) == ["blocks.1.norm", "blocks.1", ""]
-    chosen = choose_units(model, policy, lambda module: False)
+    chosen = choose_units(model, policy)
     assert [*chosen.values()] == [{}, {"sharding_strategy": 3}, {}]
     assert paths(model, policy, taken=(model.blocks[1],)) == [""]
 
 
 def ignoring(model: nn.Module, *modules: nn.Module) -> Ignored:
-    return collect_ignored(model, modules, None, lambda module: False)
+    return collect_ignored(model, modules, None)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_ignored_parameters_do_not_count() -> None:
     """What is ignored is not part of `nonwrapped_numel` (E-INIT-5, 9)."""
     model = Model()
     policy = partial(size_based_auto_wrap_policy, min_num_params=40)
-    ignored = collect_ignored(model, None, [model.blocks[0].layers[0].weight], lambda module: False)
+    ignored = collect_ignored(model, None, [model.blocks[0].layers[0].weight])
     assert paths(model, policy, ignored=ignored) == ["blocks.1", "blocks.2", ""]
 
 
@@ -165,4 +166,4 @@ def test_ignored_parameters_do_not_count() -> None:
 def test_other_policies_are_refused(policy: Any, error: type[Exception], message: str) -> None:
     """Anything else is an error that names the argument and what was found."""
     with pytest.raises(error, match=message):
-        choose_units(Model(), policy, lambda module: False)
+        choose_units(Model(), policy)
