@@ -2,10 +2,9 @@
 
 Each step
     forward.py            the forward of a sharded module, eager and traced; what is checked before a compiled one
-    casting.py            inputs, outputs and buffers in mixed precision
+    casting.py            what is in inputs and outputs; these and buffers in mixed precision
     runtime.py            what units below one root share: order, prefetching, streams, reduces in flight
-    checks.py             what is checked of a root, and the order of its units on all ranks
-    description.py        what ranks compare before the first forward of a root
+    checks.py             what is checked of a root, by each rank alone and among ranks
     unshard.py            manual prefetching and resharding
     unsharded.py          the unsharded parameters of one forward: gathered, freed, gathered again in backward, freed
     unsharded_buffer.py   the memory of these

@@ -1,17 +1,32 @@
-"""What mixed precision makes of a module's inputs, outputs and buffers, and where inputs go.
+"""What is in a module's inputs and outputs; what mixed precision makes of these and of buffers; where inputs go.
 
 Parameters and gradients are cast where they are gathered and reduced (unsharded_buffer.py, reduce.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fsdp_compile.eager._torch import tree_map
+from fsdp_compile.eager._torch import tree_leaves, tree_map
+
+WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)
+"""What may be in an output beside tensors and has none inside."""
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What is in `value`, through containers that torch's pytrees know, sets and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, (set, frozenset)):
+            yield from leaves_of(list(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from leaves_of([getattr(leaf, field.name, None) for field in fields(leaf)])
+        else:
+            yield leaf
 
 
 def computes_in_full_precision(module: Any) -> bool:

@@ -1,20 +1,27 @@
-"""What is checked of a root: before its first forward, and the order in which units run on all ranks.
+"""What is checked of a root, by each rank alone and among ranks (comm/comparison.py).
 
-check_*       settings of units, parameters without a unit or without values, replication around the module
-OrderCheck    the order in which units run in forward, at `TORCH_DISTRIBUTED_DEBUG=DETAIL`
+check_root       settings of units, parameters without a unit or without values, replication around the module
+compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
+compare_order    after the first complete eager forward: the order in which sharded units were gathered
+OrderCheck       the order in which units run in forward, at `TORCH_DISTRIBUTED_DEBUG=DETAIL`
 """
 
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile.comm import collectives
+from fsdp_compile.comm import collectives, watchdog
+from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.core.environment import check_ranks_timeout
+from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import replicated_params
+from fsdp_compile.eager.writeback import refresh
 
 _SETTINGS = {
     "limit_all_gathers": "limit_all_gathers",
@@ -22,7 +29,15 @@ _SETTINGS = {
 }
 
 
-def check_settings(module: nn.Module) -> None:
+def check_root(module: nn.Module) -> None:
+    """Raise ValueError if no forward of the root `module` can be right, eager or compiled."""
+    _check_settings(module)
+    _check_all_sharded(module)
+    _check_has_values(module)
+    _check_not_replicated(module)
+
+
+def _check_settings(module: nn.Module) -> None:
     """Raise ValueError if units of `module` and below differ in a setting that a root has once (E-STRAT-11)."""
     shardings = {path: sharding_of(each) for path, each in module.named_modules() if sharding_of(each)}
     for setting, attribute in _SETTINGS.items():
@@ -36,7 +51,7 @@ def check_settings(module: nn.Module) -> None:
                 )
 
 
-def check_all_sharded(module: nn.Module) -> None:
+def _check_all_sharded(module: nn.Module) -> None:
     """Raise ValueError if a trained parameter of `module` or below belongs to no unit: nobody averages its gradient."""
     shardings = filter(None, map(sharding_of, module.modules()))
     ignored = frozenset[nn.Parameter]().union(*(sharding.ignored_params for sharding in shardings))
@@ -52,7 +67,7 @@ def check_all_sharded(module: nn.Module) -> None:
             )
 
 
-def check_has_values(module: nn.Module) -> None:
+def _check_has_values(module: nn.Module) -> None:
     """Raise ValueError if a unit of `module` or below is still on the meta device."""
     for unit in units_gathered_below(module):
         for flat in unit.flats:
@@ -63,7 +78,7 @@ def check_has_values(module: nn.Module) -> None:
                 )
 
 
-def check_not_replicated(module: Any) -> None:
+def _check_not_replicated(module: Any) -> None:
     """Raise ValueError if DistributedDataParallel around `module` averages its gradients too: it would gather each."""
     replicated = replicated_params()
     for unit in module._fsdp.units_below if replicated else ():
@@ -88,7 +103,10 @@ class OrderCheck:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.names = _describe(module)
+        self.names = {
+            unit: f"{path or type(each).__name__} ({_some_names(unit)})"
+            for unit, (path, each) in _gatherers(module).items()
+        }
         self.indices = {unit: index for index, unit in enumerate(self.names)}
         self.first: list[int] = []  # the units of the first iteration, in order
         self.is_recorded = False  # whether the first iteration has ended
@@ -148,12 +166,136 @@ class OrderCheck:
         return list(self.names.values())[index] if index < len(self.names) else "the end of forward"
 
 
-def _describe(module: nn.Module) -> dict[Unit, str]:
-    """The units of `module` and below, each once, with a description for messages."""
-    names: dict[Unit, str] = {}
+# --- among ranks, through the store -----------------------------------------------------------------------------------
+
+# Neither comparison costs anything later. Texts hold no ranks and no names of groups, which differ from rank to rank
+# under hybrid sharding. Values are compared where ranks replicate them and train them: under NO_SHARD, and between the
+# replicas of hybrid sharding, each rank would go on with values of its own for ever. What FULL_SHARD cuts is not
+# compared, since each rank may well initialize its own slice.
+
+_ADVICE = "build and shard the same model with the same arguments on all ranks"
+_ORDER = Subject(
+    "order of units",
+    "the same order in the first forward",
+    "the end of forward",
+    "let forward call the same modules in the same order on all ranks",
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
+
+
+def compare_units(module: Any, settings: str, compiled: bool) -> bool:
+    """Compare the units of the root `module`, and its `settings`, if its forward, eager or compiled, communicates.
+
+    Returns:
+        Whether they were compared, or never need be.
+
+    Raises:
+        RuntimeError: on all ranks: they differ, or ranks did not come in `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` seconds.
+    """
+    timeout = check_ranks_timeout()
+    groups = _groups(module._fsdp.units_below)
+    if groups and not any(map(_communicates, module._fsdp.units_below)):  # such as evaluation on one rank (NO_SHARD)
+        return False
+    units = _paths(module)
+    for unit, path in units.items():
+        for flat in unit.flats:
+            flat.unit_path = path
+            watchdog.name_unit(flat.layout.numel, path)
+    if timeout is None or not groups:
+        return True
+    for unit in units:
+        if unit.summoned is None:
+            refresh(unit)
+    subject = Subject(
+        f"{'compiled' if compiled else 'eager'} forward", "the same units and settings", "the end of the model", _ADVICE
+    )
+    first = f"{_class_name(module)} with {settings}"
+    texts = [(group, "\n".join([first, *_lines(units, group)])) for group in groups]
+    compare_in_groups(texts, timeout, subject)
+    return True
+
+
+def compare_order(module: nn.Module, order: Iterable[Unit]) -> None:
+    """Compare the order in which the first complete forward of the root `module` gathered units, as above."""
+    timeout = check_ranks_timeout()
+    paths = _paths(module)
+    gathered = {unit: paths[unit] for unit in order if unit in paths and unit.is_sharded}
+    if timeout is not None:
+        texts = [(g, "\n".join(p for u, p in gathered.items() if g in _groups([u]))) for g in _groups(gathered)]
+        compare_in_groups(texts, timeout, _ORDER)
+
+
+def _gatherers(module: nn.Module) -> dict[Unit, tuple[str, nn.Module]]:
+    """The units that `module` and modules below gather, each with the path of the first that does, and that module."""
+    gatherers: dict[Unit, tuple[str, nn.Module]] = {}
     for path, each in module.named_modules():
         sharding = sharding_of(each)
         for unit in sharding.units if sharding else ():
-            some = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
-            names.setdefault(unit, f"{path or type(each).__name__} ({some})")
-    return names
+            gatherers.setdefault(unit, (path, each))
+    return gatherers
+
+
+def _some_names(unit: Unit) -> str:
+    return ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
+
+
+def _paths(module: nn.Module) -> dict[Unit, str]:
+    """The units that `module` and modules below gather, each with path, class and strategy of the first that does."""
+    return {
+        unit: f"{path or 'root'} ({_class_name(each)}, {each._fsdp.strategy.name})"  # type: ignore[union-attr]
+        for unit, (path, each) in _gatherers(module).items()
+    }
+
+
+def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
+    """The groups of `units` with other ranks in them; those that they are sharded over come first."""
+    replicas = [unit.replicas for unit in units if unit.replicas is not None]
+    return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group)]
+
+
+def _communicates(unit: Unit) -> bool:
+    if unit.summoned is not None:
+        return False
+    return unit.is_sharded or (torch.is_grad_enabled() and unit.trains and unit.syncs)
+
+
+def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
+    for unit, path in units.items():
+        if group is not unit.group and group is not unit.replicas:
+            continue
+        replicas = unit.replicas.size() if unit.replicas is not None else 1
+        options = unit.options
+        yield (
+            f"{path}: over {unit.group_size} ranks and {replicas} replicas, "
+            f"reshard_after_forward {unit.reshard_after_forward}, offload {unit.offload}, "
+            f"communication hook {unit.comm_hook is not None}, divided by {options.divide_factor or 'all ranks'}"
+        )
+        for flat in unit.flats:
+            yield (
+                f"{path}: {flat.layout.numel} elements with padding, {_name(flat.shard.dtype)} gathered as "
+                f"{_name(unit.compute_dtype(flat))}, "
+                + (f"reduced as {_name(unit.reduce_dtype(flat))}" if flat.trains else "not trained")
+            )
+            for name, shape in zip(flat.layout.names, flat.full_shapes, strict=True):
+                yield f"{path}: {name} {shape}"
+        replicates = group is unit.replicas or not unit.is_sharded
+        if replicates and unit.summoned is None and unit.trains:
+            yield f"{path}: replicated values of {_some_names(unit)} with checksum {_checksum(unit.flats)}"
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # as the class was called before it was sharded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _checksum(flats: Sequence[FlatParam]) -> int:
+    """The sum of the bits of what this rank stores and trains: reads it once, and waits for the device once."""
+    sums = []
+    for flat in flats:
+        if flat.trains and flat.shard.numel():
+            bits = flat.shard.detach().view(_BITS.get(flat.shard.element_size(), torch.int64))
+            sums.append(bits.sum(dtype=torch.int64))
+    return int(torch.stack(sums).sum().item()) if sums else 0

@@ -22,14 +22,7 @@ from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward
-from fsdp_compile.eager.checks import (
-    OrderCheck,
-    check_all_sharded,
-    check_has_values,
-    check_not_replicated,
-    check_settings,
-)
-from fsdp_compile.eager.description import compare_order, compare_units
+from fsdp_compile.eager.checks import OrderCheck, check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import discard_gradients
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
@@ -107,10 +100,7 @@ class Runtime:
                 DistributedDataParallel around the module would average gradients that are averaged already.
         """
         if not self._is_checked:
-            check_settings(module)
-            check_all_sharded(module)
-            check_has_values(module)
-            check_not_replicated(module)
+            check_root(module)
             self._is_checked = True
 
     def compare(self, module: nn.Module, compiled: bool) -> None:

@@ -9,9 +9,8 @@ UnshardedUnit      what one forward of a unit gathered, and when it is freed and
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum, Flag, auto
+from collections.abc import Callable, Sequence
+from enum import Flag, auto
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,7 +23,8 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import UnitState
-from fsdp_compile.eager._torch import call_after_backward, current_backward, tree_leaves
+from fsdp_compile.eager._torch import call_after_backward, current_backward
+from fsdp_compile.eager.casting import WITHOUT_TENSORS, leaves_of
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.unsharded_buffer import KeptUnsharded, UnshardedBuffer
@@ -39,8 +39,6 @@ from fsdp_compile.eager.writeback import refresh
 # The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
 # nodes and hooks on inputs refer to it weakly. Hooks on the outputs own it: it goes when the graph goes.
-
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)  # without tensors
 
 
 class UnshardParams(torch.autograd.Function):
@@ -228,18 +226,18 @@ class UnshardedUnit:
 
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
-        leaves = list(_leaves(output))
+        leaves = list(leaves_of(output))
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
                 leaf.register_hook(self._before_backward)
                 if leaf._base is not None and leaf._base.grad_fn is not None:
                     self._hook_base(leaf._base.grad_fn, inputs)
-        self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
+        self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *WITHOUT_TENSORS))), None)
         return self.opaque is None and not any(map(self._lies_in_buffer, leaves))
 
     def _hook_base(self, node: Any, inputs: Any) -> None:
         """The same for the node of an output's base, unless the base is an input: its node belongs to another unit."""
-        given = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
         if all((leaf if leaf._base is None else leaf._base).grad_fn is not node for leaf in given):
             node.register_prehook(self._before_backward)
 
@@ -251,7 +249,7 @@ class UnshardedUnit:
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
-        needed = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        needed = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
             self.readers |= Reader.FROZEN_PARAMETERS
             hook = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
@@ -389,14 +387,3 @@ def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
             target()
 
     return hook
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What is in `value`, through containers that torch's pytrees know, sets and dataclasses."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, (set, frozenset)):
-            yield from _leaves(list(leaf))
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
-        else:
-            yield leaf
