@@ -1,7 +1,7 @@
 """State on disk: original names and shapes, from and into shards, without gathering; checkpoints complete or invisible.
 
 directory.py           a folder of checkpoints: staged, committed and removed ones, and the manifest of each
-untrusted.py           reading folders that may come from anybody: nothing in them runs
+untrusted.py           reading folders that may come from anybody: nothing in them runs, nothing outside is read
 storage.py             writer and reader for torch.distributed.checkpoint that use both
 save_load.py           `save` and `load`: models, optimizers and other states
 safetensors_file.py    files and folders of safetensors, read and written at known bytes
@@ -10,10 +10,11 @@ convert.py             the command `fsdp-compile checkpoint`: from any format to
 _torch.py              the private torch names that this folder needs
 """
 
-from fsdp_compile.checkpoint.directory import CheckpointError, latest
+from fsdp_compile.checkpoint.directory import latest
 from fsdp_compile.checkpoint.hugging_face import load_safetensors, save_safetensors
 from fsdp_compile.checkpoint.save_load import load, save
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
+from fsdp_compile.checkpoint.untrusted import CheckpointError
 
 __all__ = [
     "CheckpointError",

@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from fsdp_compile.checkpoint._torch import (
     save_holes,
     unflatten_state_dict,
 )
-from fsdp_compile.checkpoint.directory import MANIFEST, METADATA, CheckpointError, open_checkpoint, sync_folder
+from fsdp_compile.checkpoint.directory import MANIFEST, open_checkpoint, sync_folder
 from fsdp_compile.checkpoint.safetensors_file import (
     Export,
     TensorSpec,
@@ -57,7 +58,7 @@ from fsdp_compile.checkpoint.safetensors_file import (
     write_all,
 )
 from fsdp_compile.checkpoint.storage import DirectoryReader, ItemFile, describe, in_order, rank_file
-from fsdp_compile.checkpoint.untrusted import SafeReader, load_item
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item, load_value
 
 Keys = tuple[str | int, ...]
 
@@ -176,10 +177,10 @@ def _dcp_source(path: Path, trust: bool) -> Source:
     tensors = {name: TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in stored.items()}
     keys = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described}
 
-    def load(index: MetadataIndex, trust: bool | None = None) -> Any:
+    def load(index: MetadataIndex, load_as: Callable[[Any, str], Any] = load_item) -> Any:
         location = locations[index]
         with open(path / location.relative_path, "rb") as file:  # which `read_metadata` has checked
-            return load_item(reader._slice_file(file, location), index.fqn, trust)
+            return load_as(reader._slice_file(file, location), index.fqn)
 
     def read(name: str) -> Tensor:
         spec, chunks = tensors[name], stored[name].chunks
@@ -200,7 +201,7 @@ def _dcp_source(path: Path, trust: bool) -> Source:
         tensors,
         keys,
         read,
-        lambda name: load(MetadataIndex(name), trust),
+        lambda name: load(MetadataIndex(name), partial(load_value, trust=trust)),
         checked.manifest.step if checked else None,
     )
 

@@ -35,19 +35,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, file_in, read_json
 from fsdp_compile.core.environment import warn_caller
 
 MANIFEST = "manifest.json"
-METADATA = ".metadata"  # DCP's own list of what was saved
 FORMAT = 1  # of the manifest
 BLOCK = 1 << 20  # bytes of a file that are in memory while it is checked
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HIDDEN = re.compile(r"\.step-\d{8,}\..+")
 _LOCK = ".lock"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or what was read is not what was written."""
 
 
 # --- committed checkpoints --------------------------------------------------------------------------------------------
@@ -330,44 +326,6 @@ def _segment(fields: Any) -> FileSegment:
     if type(segment.name) is not str or not all(type(each) is int and each >= 0 for each in numbers):
         raise ValueError(f"{segment}")
     return segment
-
-
-# --- files that may come from anybody ---------------------------------------------------------------------------------
-
-MOST_JSON = 1 << 28  # bytes of a file of JSON
-
-
-def file_in(folder: Path, name: str, listed_in: str) -> Path:
-    """The file `name` of `folder`, as the file `listed_in` calls it. It need not exist.
-
-    Links within the folder are followed, and those that a cache of Hugging Face has to its `blobs`.
-
-    Raises:
-        CheckpointError: it lies outside of the folder, or is no regular file.
-    """
-    path, inside = folder / name, folder.resolve()
-    target = path.resolve()
-    allowed = [inside, *([inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else [])]
-    lies_there = any(target.is_relative_to(each) and target != each for each in allowed)
-    if Path(name).is_absolute() or not lies_there:
-        raise CheckpointError(
-            f"{folder / listed_in}: expected names of files in the folder, found {name!r}, which is {target}"
-        )
-    if target.exists() and not target.is_file():
-        raise CheckpointError(f"{path}: expected a regular file, found another kind; remove it")
-    return path
-
-
-def read_json(path: Path) -> Any:
-    """What a file of JSON says. ValueError if it is no regular file, too large, or nested too deeply."""
-    if not path.is_file():
-        raise ValueError(f"no regular file {path.name}")
-    if path.stat().st_size > MOST_JSON:
-        raise ValueError(f"{path.stat().st_size} bytes, and {MOST_JSON} are the most that is read")
-    try:
-        return json.loads(path.read_text())
-    except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_compile.checkpoint.directory import CheckpointError, file_in, read_json, sync, sync_folder, write_synced
+from fsdp_compile.checkpoint.directory import sync, sync_folder, write_synced
 from fsdp_compile.checkpoint.storage import in_order
+from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in, read_json
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from fsdp_compile.checkpoint.directory import CheckpointError, Manifest, committed, open_checkpoint, step_of
+from fsdp_compile.checkpoint.directory import Manifest, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
-from fsdp_compile.checkpoint.untrusted import ValuePlanner
+from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
 from fsdp_compile.core.lookup import WRAPPED
 

@@ -31,7 +31,6 @@ from torch.futures import Future
 
 from fsdp_compile.checkpoint._torch import StorageInfo
 from fsdp_compile.checkpoint.directory import (
-    METADATA,
     FileSegment,
     Manifest,
     StagedCheckpoint,
@@ -41,7 +40,7 @@ from fsdp_compile.checkpoint.directory import (
     stage,
     sync,
 )
-from fsdp_compile.checkpoint.untrusted import SafeReader
+from fsdp_compile.checkpoint.untrusted import METADATA, SafeReader
 
 
 class DirectoryWriter(FileSystemWriter):

@@ -1,15 +1,15 @@
 """Reading folders that may come from anybody: nothing in them runs, and nothing outside of them is read.
 
-read_metadata     DCP's list of what was saved, a pickle, by an unpickler that knows DCP's own classes alone
-ValuePlanner      DCP's planner, which loads plain values alone
-printable         a name from a file, for a terminal
-
-Names of files and JSON are read by `file_in` and `read_json` of directory.py.
+file_in, read_json   names of files, which lie in the folder; files of JSON
+read_metadata        DCP's list of what was saved, a pickle, by an unpickler that knows DCP's own classes alone
+ValuePlanner         DCP's planner, which loads plain values alone
+printable            a name from a file, for a terminal
 
 Pickled values are another matter: see `trust` of `checkpoint.load` and `fsdp-compile checkpoint convert`.
 """
 
 import io
+import json
 import math
 import pickle
 from collections import OrderedDict
@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compile.checkpoint._torch import MemoryFormatEncoding, StorageInfo, layout_named
-from fsdp_compile.checkpoint.directory import METADATA, CheckpointError, file_in
 
-MOST_BYTES = 1 << 30  # of `.metadata`: it has about 200 bytes per chunk of a tensor
+METADATA = ".metadata"  # DCP's list of what was saved
+MOST_BYTES = 1 << 30  # of it: it has about 200 bytes per chunk of a tensor
+MOST_JSON = 1 << 28  # bytes of a file of JSON
 
 _CLASSES: tuple[Any, ...] = (
     BytesStorageMetadata,
@@ -51,6 +52,49 @@ _CLASSES: tuple[Any, ...] = (
 _ALLOWED: dict[tuple[str, str], Any] = {(each.__module__, each.__name__): each for each in _CLASSES}
 for _module in ("pathlib", "pathlib._local"):  # where the checkpoint was; the latter in Python 3.13
     _ALLOWED |= {(_module, "PosixPath"): PurePosixPath, (_module, "WindowsPath"): PureWindowsPath}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or what was read is not what was written."""
+
+
+# --- files and JSON ---------------------------------------------------------------------------------------------------
+
+
+def file_in(folder: Path, name: str, listed_in: str) -> Path:
+    """The file `name` of `folder`, as the file `listed_in` calls it. It need not exist.
+
+    Links within the folder are followed, and those that a cache of Hugging Face has to its `blobs`.
+
+    Raises:
+        CheckpointError: it lies outside of the folder, or is no regular file.
+    """
+    path, inside = folder / name, folder.resolve()
+    target = path.resolve()
+    allowed = [inside, *([inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else [])]
+    lies_there = any(target.is_relative_to(each) and target != each for each in allowed)
+    if Path(name).is_absolute() or not lies_there:
+        raise CheckpointError(
+            f"{folder / listed_in}: expected names of files in the folder, found {name!r}, which is {target}"
+        )
+    if target.exists() and not target.is_file():
+        raise CheckpointError(f"{path}: expected a regular file, found another kind; remove it")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON says. ValueError if it is no regular file, too large, or nested too deeply."""
+    if not path.is_file():
+        raise ValueError(f"no regular file {path.name}")
+    if path.stat().st_size > MOST_JSON:
+        raise ValueError(f"{path.stat().st_size} bytes, and {MOST_JSON} are the most that is read")
+    try:
+        return json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+# --- the list of what was saved ---------------------------------------------------------------------------------------
 
 
 class _Unpickler(pickle.Unpickler):
@@ -141,36 +185,45 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
-def load_item(file: IO[bytes], name: str, trust: bool | None = None) -> Any:
-    """What torch.save wrote: a tensor; or, if `trust` is not None, a value, of any type if it is True.
+# --- tensors and values -----------------------------------------------------------------------------------------------
+
+
+def load_item(file: IO[bytes], name: str, weights_only: bool = True) -> Any:
+    """What torch.save wrote: a tensor, or a value of a plain type; of any type without `weights_only`.
 
     Raises:
-        CheckpointError: the file has something else. Nothing of it was run.
+        CheckpointError: the file has something else. Nothing of it was run, but without `weights_only`.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=trust is not True)
-    except pickle.UnpicklingError as error:
-        if trust is not False:
-            raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from None
+        return torch.load(file, map_location="cpu", weights_only=weights_only)
+    except Exception as error:  # of a damaged file
+        raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from error
+
+
+def load_value(file: IO[bytes], name: str, trust: bool) -> Any:
+    """As `load_item`, with advice where a value needs `trust`: that it may have any type."""
+    try:
+        return load_item(file, name, weights_only=not trust)
+    except CheckpointError as error:
+        if trust or not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
         raise CheckpointError(
             f"{name}: expected tensors and plain values, found a value that may run code when it is loaded; pass "
             f"trust=True, or --trust to the command, if you know who wrote it"
         ) from None
-    except Exception as error:  # of a damaged file
-        raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from None
 
 
 class ValuePlanner(DefaultLoadPlanner):
-    """DCP's planner, which unpickles values that are no tensors by `load_item`."""
+    """DCP's planner, which unpickles values that are no tensors by `load_value`."""
 
     def __init__(self, trust: bool) -> None:
         super().__init__()
         self.trust = trust
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value into the state that is loaded. Raises CheckpointError as `load_item` does."""
+        """Put a value into the state that is loaded. Raises CheckpointError as `load_value` does."""
         if not self.trust:  # DCP itself loads any type: it gets what has plain types
-            loaded, value = load_item(value, read_item.dest_index.fqn, False), io.BytesIO()
+            loaded, value = load_value(value, read_item.dest_index.fqn, trust=False), io.BytesIO()
             torch.save(loaded, value)
             value.seek(0)
         super().load_bytes(read_item, value)
