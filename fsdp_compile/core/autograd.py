@@ -128,6 +128,13 @@ class GradientReduction:
         call_after_backward(forget, if_failed=forget)
         return False
 
+    def abandon(self) -> None:
+        """Forget the reduce in flight and what was reduced, of a backward that failed."""
+        with self._lock:
+            self.finish = self.wait_for_copy = None
+            self.backwards.clear()
+            self.results.clear()
+
     def wait(self) -> None:
         """Order the current stream after the reduce in flight."""
         with self._lock:

@@ -138,6 +138,12 @@ class ShardRanks:
     def __reduce__(self) -> Any:
         return ShardRanks, (self.group, self.size, self.rank, self.replicas)
 
+    def set_groups(self, group: str, replicas: str | None) -> None:
+        """Let the same ranks be those of other process groups: all tensors that are sharded over them follow."""
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "replicas", replicas)
+        self._meshes.clear()
+
     def check_here(self) -> None:
         """Check that this process is the rank that these are of, before a collective.
 
@@ -186,7 +192,7 @@ class ShardSpec:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.sharding, self.ranks, self.tensor_parallel))
+        return hash((self.sharding, self.tensor_parallel))  # not of the ranks, whose groups may change
 
     def __deepcopy__(self, memo: object) -> "ShardSpec":
         return self
@@ -213,7 +219,7 @@ class ShardSpec:
         """The shape of what the ranks split between them: of the full tensor, or of a DTensor's local one."""
         return torch.Size(self.sharding.shape)
 
-    @cached_property
+    @property
     def reducing_groups(self) -> tuple[str, ...]:
         """The names of the groups whose ranks store different elements: what `all_reduce` reduces over."""
         return (self.ranks.group, *(self.tensor_parallel.groups if self.tensor_parallel else ()))

@@ -174,6 +174,23 @@ class Unit(UnshardedState):
         self.reshard_after_forward, self.may_stay = reshard_after_forward and self.is_sharded, False
         self.update_dtypes()
 
+    def set_groups(
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
+    ) -> None:
+        """Go on in other process groups, in which this rank stores the same shard of as many.
+
+        Compiled graphs have the names of groups in them: the next call compiles again, unless the names are the same.
+        """
+        self.group, self.replicas = group, replicas
+        self.group_size, self.group_name = group.size(), group.group_name
+        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))
+        if self.ranks is not None:
+            self.ranks.set_groups(group.group_name, replicas.group_name if replicas else None)
+        self.update_dtypes()
+
     def _choose_delivery(self) -> None:
         if not self._syncs or self._comm_hook is not None or self.options.changes_reduce:
             self.delivery = GradientDelivery.DEFER

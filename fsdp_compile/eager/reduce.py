@@ -249,7 +249,13 @@ def discard_gradients(unit: Unit) -> None:
     """Wait for the reduces of `unit` in flight, and drop gradients that are accumulated and not reduced yet."""
     for flat in unit.flats:
         flat.reduction.wait_on_host()
-        flat.reduction.results.clear()
+    abandon_gradients(unit)
+
+
+def abandon_gradients(unit: Unit) -> None:
+    """Drop all gradients of `unit` that are not reduced yet, also those in flight."""
+    for flat in unit.flats:
+        flat.reduction.abandon()
         take_accumulated(flat)
         flat.deferred_all_reduce = None
 

@@ -23,7 +23,7 @@ from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.checks import OrderCheck, check_root, compare_order, compare_units
-from fsdp_compile.eager.reduce import discard_gradients
+from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
 from fsdp_compile.eager.unsharded import UnshardedUnit
@@ -159,6 +159,20 @@ class Runtime:
             unit.awaiting_backward.clear()
             discard_gradients(unit)
         self.end_iteration()
+
+    def abandon(self, module: nn.Module) -> None:
+        """As `reset`, and without any wait: the process groups that collectives in flight belong to have failed.
+
+        Memory that these may still write to stays with them. Ranks are compared anew before the next forward.
+        """
+        self.reduces_in_flight.clear()
+        self.unread.clear()
+        self.shared_in_forward.clear()
+        self.iteration = self._prefetched_in_forward = self._prefetched_in_backward = self._last_forward = None
+        self._checks_order = self._is_compared = self._order_is_known = False
+        for unit in units_gathered_below(module):
+            unit.become_idle()
+            abandon_gradients(unit)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 

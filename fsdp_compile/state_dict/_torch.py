@@ -14,9 +14,18 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTens
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
-__all__ = ["ChunkedTensor", "DTensorSpec", "call_plainly", "new_dtensor", "replicated_spec", "tree_map_only"]
+__all__ = [
+    "ChunkedTensor",
+    "DTensorSpec",
+    "call_plainly",
+    "new_dtensor",
+    "replicated_spec",
+    "tree_flatten_with_path",
+    "tree_map_only",
+    "tree_unflatten",
+]
 
 
 def replicated_spec(
