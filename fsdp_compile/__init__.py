@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fsdp_compile.eager.summon import summon_full_params
     from fsdp_compile.eager.unshard import UnshardHandle
     from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-    from fsdp_compile.state_dict.kinds import get_state_dict_type, set_state_dict_type, state_dict_type
+    from fsdp_compile.state_dict.model import get_state_dict_type, set_state_dict_type, state_dict_type
     from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
     from fsdp_compile.wrapper import FullyShardedDataParallel
 
@@ -101,15 +101,15 @@ _MODULES = {
     "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
     "UnshardHandle": "fsdp_compile.eager.unshard",
     "fully_shard": "fsdp_compile.api",
-    "get_state_dict_type": "fsdp_compile.state_dict.kinds",
+    "get_state_dict_type": "fsdp_compile.state_dict.model",
     "optim_state_dict": "fsdp_compile.state_dict.optimizer",
     "optim_state_dict_to_load": "fsdp_compile.state_dict.optimizer",
     "register_fsdp_forward_method": "fsdp_compile.fsdp_module",
     "rekey_optim_state_dict": "fsdp_compile.state_dict.optimizer",
-    "set_state_dict_type": "fsdp_compile.state_dict.kinds",
+    "set_state_dict_type": "fsdp_compile.state_dict.model",
     "share_comm_ctx": "fsdp_compile.fsdp_module",
     "size_based_auto_wrap_policy": "torch.distributed.fsdp.wrap",
-    "state_dict_type": "fsdp_compile.state_dict.kinds",
+    "state_dict_type": "fsdp_compile.state_dict.model",
     "summon_full_params": "fsdp_compile.eager.summon",
 }
 

@@ -40,8 +40,8 @@ from fsdp_compile.construct.validate import Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored, exempt_classes
 from fsdp_compile.core._torch import mark_as_sharded
 from fsdp_compile.core.environment import watchdog_seconds
-from fsdp_compile.core.lookup import add_mixin
 from fsdp_compile.core.ops import call_before_tracing
+from fsdp_compile.core.sharding import add_mixin
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.eager.casting import cast_buffers

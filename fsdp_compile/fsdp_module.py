@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.lookup import original_class
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
+from fsdp_compile.core.sharding import ModuleSharding, original_class, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward

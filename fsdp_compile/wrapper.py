@@ -25,14 +25,18 @@ from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.lookup import CHECKPOINTED, WRAPPED, clean_name
-from fsdp_compile.core.sharding import sharding_of, units_used_below
+from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import TrainingState, never_trace
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
-from fsdp_compile.state_dict.kinds import default_settings, get_state_dict_type, set_state_dict_type, state_dict_type
-from fsdp_compile.state_dict.model import called_by_dcp
+from fsdp_compile.state_dict.model import (
+    called_by_dcp,
+    default_settings,
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
 
 
 class FullyShardedDataParallel(nn.Module):

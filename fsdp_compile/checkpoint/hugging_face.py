@@ -24,7 +24,7 @@ from fsdp_compile.checkpoint.safetensors_file import (
 )
 from fsdp_compile.checkpoint.save_load import all_succeed
 from fsdp_compile.comm.collectives import is_first, on_first_rank
-from fsdp_compile.core.lookup import clean_name
+from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.sharded_value import managed
 

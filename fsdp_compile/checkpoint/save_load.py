@@ -27,7 +27,7 @@ from fsdp_compile.checkpoint.directory import Manifest, committed, open_checkpoi
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
-from fsdp_compile.core.lookup import WRAPPED
+from fsdp_compile.core.sharding import WRAPPED
 
 
 def save(

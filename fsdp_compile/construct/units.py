@@ -17,9 +17,8 @@ from fsdp_compile.construct.validate import NamedParams, PreparedUnit
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper
 from fsdp_compile.core.environment import Switches
-from fsdp_compile.core.lookup import add_lookups, original_class
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, sharding_of, units_gathered_below
+from fsdp_compile.core.sharding import ModuleSharding, add_lookups, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.tensor_parallel import with_local_parameters
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle

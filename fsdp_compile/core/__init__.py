@@ -11,8 +11,7 @@ shard_spec.py     which elements of a sharded tensor each rank stores, as ranges
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
 unsharded_tensor.py   of these, what has all elements here: summoned parameters, gradients accumulated under no_sync
 sharded_operands.py, sharded_reductions.py, sharded_ops.py   what operators do with sharded tensors
-lookup.py         how module code finds unsharded parameters: properties of a swapped class
-sharding.py       what a sharded module knows about itself; walks over a tree of modules
+sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
 environment.py    switches in the environment, and warnings that point at the user's line
 _torch.py         private names of torch about autograd
 """

@@ -1,20 +1,30 @@
-"""What a sharded module knows about itself, and walks over a tree of modules.
+"""A sharded module: what it knows about itself, and how its code finds unsharded parameters.
 
     module._fsdp          ModuleSharding: a module that `fully_shard` was called on or that it chose as a unit
     module._fsdp_units    the units that hold the parameters which a module owns itself; generated look-up code reads it
 
 Both lie in `module.__dict__`. What changes while a step runs lies in the units and in the runtime of the root.
+
+Look-up, not installation: the class of a module that owns managed parameters is replaced by a subclass with a property
+for each. It returns the unit's full view while the unit is gathered, else the sharded parameter. Nothing is set or
+restored per step. Classes are cached by (original class, where each parameter is found, forward, constants of a traced
+forward), so equal modules of equal blocks share one class and one compiled graph, and different models share no code
+object: Dynamo counts recompilations for each, and stops at a limit. All that belongs to an instance, its units, lives
+in the instance.
 """
 
+import functools
+import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.core._torch import RNN_WITHOUT_LIST
+from fsdp_compile.core.unit import Unit, unit_of
 
 
 @dataclass(eq=False)  # not frozen: Dynamo reads every field of a frozen dataclass, and would guard on each of them
@@ -95,3 +105,146 @@ def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
         units |= dict.fromkeys(sharding.units if sharding else ())
         units |= dict.fromkeys(module.__dict__.get("_fsdp_units", ()))
     return list(units)
+
+
+# --- look-up ----------------------------------------------------------------------------------------------------------
+
+WRAPPED, CHECKPOINTED = "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
+_ADDED = (f"{WRAPPED}.", f"{CHECKPOINTED}.", "_orig_mod.")  # by wrappers: ours, checkpoints', the compiler's
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where a module finds one parameter: `module._fsdp_units[slot].unsharded_params[index]`."""
+
+    name: str
+    slot: int
+    index: int
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before its class was swapped."""
+    return getattr(type(module), "_fsdp_original", type(module))
+
+
+def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: type) -> None:
+    """Let `module` find `params`, by name, in the given units at the given indices.
+
+    It becomes an instance of `mixin`, unless it is one of another mixin already.
+    """
+    units = list(module.__dict__.get("_fsdp_units", ()))
+    lookups = list(getattr(type(module), "_fsdp_lookups", ()))
+    for name, (unit, index) in params.items():
+        if unit not in units:
+            units.append(unit)
+        lookups.append(Lookup(name, units.index(unit), index))
+        unit.locations.add(index, module._parameters, name)
+    module.__dict__["_fsdp_units"] = tuple(units)
+    constants = getattr(type(module), "_fsdp_traced_constants", ())
+    _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
+
+
+def add_mixin(module: nn.Module, mixin: type) -> None:
+    """Make `module` an instance of `mixin` as well.
+
+    If that has a `wrap_forward`, it wraps the original forward, and its `wrap_call` what runs hooks and forward.
+    """
+    constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
+    _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
+
+
+def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
+    swapped = _swapped_class(original_class(module), lookups, mixin, constants)  # type: ignore[arg-type]  # they hash
+    module.__class__ = swapped
+
+
+@functools.cache
+def _swapped_class(
+    original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any, constants: tuple[str, ...]
+) -> type[nn.Module]:
+    namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
+    if lookups and issubclass(original, nn.RNNBase):
+        namespace |= RNN_WITHOUT_LIST
+    namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
+    namespace |= {"_fsdp_traced_constants": constants, "__new__": staticmethod(functools.partial(_new, original))}
+    namespace |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    if not hasattr(mixin, "wrap_forward"):
+        return type(original.__name__, (mixin, original), namespace)
+    namespace["forward"] = mixin.wrap_forward(original.forward)
+    namespace["_fsdp_hooked_call"] = mixin.wrap_call(original._call_impl)
+    return type("FSDP" + original.__name__, (mixin, original), namespace)
+
+
+def _new(original: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """What a call of a swapped class makes: an instance of the original one, as when a sharded `Sequential` is sliced.
+
+    Copying and unpickling call this without arguments, and fill in what they get.
+    """
+    return original(*args, **kwargs) if args or kwargs else object.__new__(cls)
+
+
+# Slot, index and name are literals of generated code: as closure variables Dynamo would guard on each of them, for each
+# parameter, on every call.
+_FIND = """
+def find(module):
+    views = module._fsdp_units[{slot}].unsharded_params
+    if views is not None:
+        return views[{index}]
+    return find_closed(module, {name!r}, {slot}, {index})
+"""
+
+_NEAR = 8  # frames between a module's forward and the access to a parameter, at most
+
+
+def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
+    """The parameter as it is stored, for code outside of its unit's forward; traced with gradients, an unsharded one.
+
+    The latter is gathered for this use alone, in the parameter's own dtype, as the operators of sharded tensors do.
+    RuntimeError if that code is the module's own forward: it needs the full parameter (E-FWD-11). Only here is that
+    looked for; a unit that is gathered does not come here, nor do `parameters()` and its like.
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        unit: Unit = module._fsdp_units[slot]
+        if unit.summoned is None and unit.flat_of(index).trains and name in module._parameters:
+            return unit.traced_unshard(full_precision=True)[index]
+    try:
+        param: nn.Parameter | None = module._parameters[name]
+    except KeyError:
+        raise AttributeError(name) from None
+    managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
+    if managed and managed[0].is_sharded and managed[0].summoned is None and _is_in_forward_of(module):
+        raise RuntimeError(
+            f"parameter {name}: expected the forward of the sharded module around {original_class(module).__name__}, "
+            f"which gathers this parameter, found {original_class(module).__name__} run alone; run the sharded module, "
+            f"or call fully_shard on this one first"
+        )
+    return param
+
+
+def _is_in_forward_of(module: nn.Module) -> bool:
+    """Whether code close to the caller is the forward of this very module."""
+    forward = getattr(original_class(module).forward, "__code__", None)
+    frame = inspect.currentframe()
+    for _ in range(_NEAR):
+        frame = frame.f_back if frame else None
+        if frame and frame.f_code is forward and forward.co_varnames:
+            return frame.f_locals.get(forward.co_varnames[0]) is module
+    return False
+
+
+def _property(lookup: Lookup) -> property:
+    scope: dict[str, Any] = {"find_closed": find_closed}
+    exec(_FIND.format(**asdict(lookup)), scope)
+    return property(scope["find"])
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    for prefix in _ADDED:
+        name = name.replace(prefix, "")
+    return name
+
+
+def clean_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """For each parameter its first clean name."""
+    return {param: clean_name(name) for name, param in model.named_parameters()}

@@ -67,7 +67,7 @@ class Unit(UnshardedState):
         tensor_parallel: for each parameter how it is distributed over other ranks beside, or None; empty if none is.
         locations: which modules hold the parameters.
         switches: what the environment asked for when the unit was made.
-        state_settings: the kind of state dicts (state_dict/kinds.py), or None.
+        state_settings: the kind of state dicts (state_dict/model.py), or None.
         ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
 
     Attributes that steps and the user change, beside those of `UnshardedState`:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.lookup import original_class
-from fsdp_compile.core.sharding import ModuleSharding
+from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager._torch import (
     allowed_in_regions,

@@ -1,8 +1,7 @@
 """State of sharded models and optimizers in memory, under the names and in the shapes of the unsharded model.
 
-kinds.py              which kind of state dict is wanted: full, sharded or local
 sharded_value.py      the value in a sharded state dict, which torch.distributed.checkpoint writes and reads by itself
-model.py              `state_dict` and `load_state_dict` of a sharded module
+model.py              `state_dict` and `load_state_dict` of a sharded module: full, sharded or local
 optimizer_values.py   what enters and leaves the state dict of an optimizer over sharded parameters
 optimizer.py          an optimizer's state by parameter names, for every kind; torch's older functions for it
 _torch.py             the private torch names that this folder needs

@@ -23,10 +23,9 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.lookup import clean_names
-from fsdp_compile.core.sharding import units_used_below
+from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict.kinds import FULL, SHARDED, is_first_rank, settings_of
+from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
 from fsdp_compile.state_dict.optimizer_values import (
     State,
     StateDict,

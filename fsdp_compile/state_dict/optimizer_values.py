@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.state_dict.kinds import LOCAL, settings_of
+from fsdp_compile.state_dict.model import LOCAL, settings_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed
 
 StateDict = dict[str, Any]

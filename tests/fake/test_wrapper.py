@@ -25,7 +25,7 @@ from fsdp_compile import (
     fully_shard,
     set_state_dict_type,
 )
-from fsdp_compile.core.lookup import WRAPPED, clean_name
+from fsdp_compile.core.sharding import WRAPPED, clean_name
 
 
 def names(module: nn.Module) -> list[str]:

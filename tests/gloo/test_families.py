@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.lookup import clean_name
+from fsdp_compile.core.sharding import clean_name
 
 from .ranks import Ranks
 from .training import OPTIMIZERS, backward, build, full_parameters, mine, units

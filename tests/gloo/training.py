@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.lookup import clean_name
 from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.sharding import clean_name
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.unsharded import UnshardedUnit
 from fsdp_compile.passes.inductor import fsdp_compile_backend

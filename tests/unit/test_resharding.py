@@ -14,7 +14,7 @@ from states import OPTIMIZERS, as_rank, assert_known, fill, shard, start
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fsdp_compile.core.lookup import clean_names
+from fsdp_compile.core.sharding import clean_names
 from fsdp_compile.state_dict.optimizer_values import watch_state
 
 CASES = MODELS | MODULES
