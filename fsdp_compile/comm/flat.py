@@ -8,6 +8,7 @@ that no pass of ours has expanded.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -60,26 +61,43 @@ def start_average(
         for group in groups:
             if group.size > 1:
                 collectives.start_all_reduce(packed, group.name, how.op, unit)
-
-    def start_last() -> bool:
-        wait()
-        if before_replicas is not None and not before_replicas(mean):
-            return False
-        if replicas is not None:  # hybrid: the shard alone crosses the slow links
-            collectives.start_all_reduce(mean, replicas.name, how.op, unit)
-        return True
-
-    started = start_last() if at_once and replicas is not None else None
-
-    def finish(_held: Tensor | None = packed if at_once else None) -> None:  # its stream has not waited for the reduce
-        if not (start_last() if started is None else started):
-            return
+    average = _Average(mean, wait, how, replicas, before_replicas, unit)
+    if at_once:
+        average.held = packed  # the stream of its memory has not waited for the reduce
         if replicas is not None:
-            collectives.wait(mean)
-        if how.after != 1:
-            mean.div_(how.after)
+            average.start_over_replicas()
+    return mean, average.finish
 
-    return mean, finish
+
+@dataclass
+class _Average:
+    """A mean under way: over groups, which `wait` waits for, then over the replicas; then it is divided."""
+
+    mean: Tensor
+    wait: Callable[[], None]
+    how: "Averaging"
+    replicas: NamedGroup | None
+    before_replicas: Callable[[Tensor], bool] | None
+    unit: str | None
+    goes_on: bool | None = None  # whether replicas and a division follow; None: it is not reduced over groups yet
+    held: Tensor | None = None  # memory that lives until the mean is complete
+
+    def start_over_replicas(self) -> None:
+        """When the mean over groups is there: the shard alone crosses the slow links, if it is to."""
+        self.wait()
+        self.goes_on = self.before_replicas is None or self.before_replicas(self.mean)
+        if self.goes_on and self.replicas is not None:
+            collectives.start_all_reduce(self.mean, self.replicas.name, self.how.op, self.unit)
+
+    def finish(self) -> None:
+        """Complete the mean."""
+        if self.goes_on is None:
+            self.start_over_replicas()
+        if self.goes_on:
+            if self.replicas is not None:
+                collectives.wait(self.mean)
+            if self.how.after != 1:
+                self.mean.div_(self.how.after)
 
 
 def _start_reduce_scatter(

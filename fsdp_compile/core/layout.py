@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import index as as_int
-from typing import NamedTuple
 
 DEFAULT_ALIGNMENT = 16
 """Grid on which parameters start, in elements. Inductor takes a slice of a buffer as aligned for writing only at
@@ -31,15 +30,6 @@ MOST = 512
 _INTEGER = "(?:0|[1-9][0-9]*)"
 _PARAMETER = f"(?:{_INTEGER}(?:x{_INTEGER})*)?@{_INTEGER}"
 _TEXT = re.compile(f"({_PARAMETER}(?:,{_PARAMETER})*)[|]({_INTEGER})/({_INTEGER})%({_INTEGER})")
-
-
-def alignment_of(itemsize: int, minimum_bytes: int = 16) -> int:
-    """The grid of multiples of `minimum_bytes`, counted in elements of `itemsize` bytes (E-FLAT-13).
-
-    At least 1, for elements as wide as that or wider. ValueError if `itemsize` is below 1.
-    """
-    _at_least_one("itemsize", itemsize)
-    return max(1, minimum_bytes // itemsize)
 
 
 @dataclass(frozen=True)
@@ -64,15 +54,6 @@ class Segment:
     def is_padding(self) -> bool:
         """Whether no parameter owns these elements (E-FLAT-18)."""
         return self.parameter is None
-
-
-class ShardSummary(NamedTuple):
-    """The parameters present on one rank, in layout order, as four tuples of equal length (E-SHARD-8)."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of the full parameters
-    numels: tuple[int, ...]  # of the full parameters
-    ranges: tuple[tuple[int, int], ...]  # (first, last), inclusive, in the flattened parameter
 
 
 @dataclass(frozen=True)
@@ -182,11 +163,6 @@ class FlatParamLayout:
         return tuple(segment for segment in segments if segment.numel)
 
     @property
-    def padding_mask(self) -> tuple[bool, ...]:
-        """For each segment, whether it is padding (E-FLAT-18)."""
-        return tuple(segment.is_padding for segment in self.segments)
-
-    @property
     def padding_numel(self) -> int:
         """Elements of the buffer that no parameter owns."""
         return self.numel - sum(self.numels)
@@ -211,21 +187,8 @@ class FlatParamLayout:
         return ShardRecord(offset=low - start, numel=high - low, first=low - origin, last=high - origin - 1)
 
     def records(self, rank: int) -> tuple[ShardRecord | None, ...]:
-        """`record` of every parameter on `rank`. ValueError for a rank not in the world."""
+        """`record` of every parameter on `rank` (E-SHARD-8). ValueError for a rank not in the world."""
         return tuple(self.record(index, rank) for index in range(len(self.shapes)))
-
-    def shard_summary(self, rank: int) -> ShardSummary:
-        """Names, full shapes, full sizes and stored ranges of the parameters present on `rank` (E-SHARD-8).
-
-        ValueError for a rank not in the world.
-        """
-        present = [(index, record) for index, record in enumerate(self.records(rank)) if record]
-        return ShardSummary(
-            names=tuple(self.names[index] for index, _ in present),
-            shapes=tuple(self.shapes[index] for index, _ in present),
-            numels=tuple(self.numels[index] for index, _ in present),
-            ranges=tuple((record.first, record.last) for _, record in present),
-        )
 
     @cached_property
     def text(self) -> str:

@@ -7,6 +7,7 @@ import ast
 import math
 import pickle
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,6 @@ from fsdp_compile.core.layout import (
     FlatParamLayout,
     Segment,
     ShardRecord,
-    ShardSummary,
-    alignment_of,
 )
 
 FP64, FP32, BF16, FP8 = 2, 4, 8, 16  # alignments of the specification's examples, in elements
@@ -72,7 +71,7 @@ def test_segments_of_the_worked_examples(example, segments, mask, numel, shard_n
     """Segments, mask and sizes are those of the specification's table (E-FLAT-15, E-FLAT-16, E-FLAT-18)."""
     layout = EXAMPLES[example]
     assert " ".join("p" * segment.is_padding + str(segment.numel) for segment in layout.segments) == segments
-    assert "".join("FT"[is_padding] for is_padding in layout.padding_mask) == mask
+    assert "".join("FT"[segment.is_padding] for segment in layout.segments) == mask
     assert (layout.numel, layout.shard_numel) == (numel, shard_numel)
     assert layout.padding_numel == sum(int(run[1:]) for run in segments.split() if run.startswith("p"))
 
@@ -110,17 +109,10 @@ def test_records_of_the_worked_examples(example, table):
 
 
 def test_records_of_two_linears_on_rank_1():
-    """L3, rank 1 stores 22..43: nothing of the first layer, all of the second (E-SHARD-6)."""
+    """L3, rank 1 stores 22..43: nothing of the first layer, all of the second, no padding (E-SHARD-6, E-SHARD-8)."""
     layout = EXAMPLES["L3"]
     assert layout.shard_range(1) == (22, 44)
     assert layout.records(1) == (None, None, ShardRecord(2, 15, 0, 14), ShardRecord(18, 3, 0, 2))
-
-
-def test_shard_summary_lists_present_parameters_only():
-    """L1 on rank 1 holds parts of b and c; the summary has their full shapes and sizes (E-SHARD-8)."""
-    summary = EXAMPLES["L1"].shard_summary(1)
-    assert summary == ShardSummary(("b", "c"), ((2, 2), (5,)), (4, 5), ((3, 3), (0, 4)))
-    assert EXAMPLES["L6"].shard_summary(1) == ((), (), (), ())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +167,7 @@ def test_alignment_1_equals_sharding_without_original_parameters(parameters, wor
     layout = FlatParamLayout.build(parameters, world_size, alignment=1)
     assert layout.shard_numel == shard_numel
     assert zeros_per_rank(layout) == zeros
-    assert sum(layout.padding_mask) == 1 and layout.segments[-1].is_padding
+    assert [segment.is_padding for segment in layout.segments][-2:] == [False, True]
     assert present == {
         (rank, layout.names[index]): record
         for rank, records in enumerate(record_table(layout))
@@ -187,22 +179,9 @@ def test_alignment_1_equals_sharding_without_original_parameters(parameters, wor
 # Alignment and shapes
 
 
-@pytest.mark.parametrize(("itemsize", "elements"), [(8, FP64), (4, FP32), (2, BF16), (1, FP8), (16, 1), (32, 1)])
-def test_alignment_of_element_sizes(itemsize, elements):
-    """The grid is 16 bytes in elements, and never under one element (E-FLAT-13)."""
-    assert alignment_of(itemsize) == elements
-
-
-def test_alignment_of_other_minimum():
-    """The byte count may be chosen; an element size below one byte is refused."""
-    assert alignment_of(4, minimum_bytes=128) == 32
-    with pytest.raises(ValueError, match="itemsize must be at least 1, found 0"):
-        alignment_of(0)
-
-
 def test_default_alignment_is_never_under_16_bytes():
-    """The default grid is a multiple of every dtype's 16-byte grid (E-FLAT-13, E-FLAT-14, E-FLAT-21)."""
-    assert all(DEFAULT_ALIGNMENT % alignment_of(itemsize) == 0 for itemsize in (1, 2, 4, 8, 16))
+    """The default grid is 16 bytes even of one-byte elements (E-FLAT-13, E-FLAT-14, E-FLAT-21)."""
+    assert DEFAULT_ALIGNMENT % 16 == 0
     assert FlatParamLayout.build(ABC, 1).offsets == (0, 16, 32)
 
 
@@ -225,7 +204,10 @@ def test_zero_element_parameters_are_stored_nowhere():
     layout = FlatParamLayout.build([("a", (4,)), ("inside", (0,)), ("b", (4,)), ("boundary", (3, 0))], 2, FP64)
     assert layout.offsets == (0, 4, 4, 8)
     assert [segment.parameter for segment in layout.segments] == [0, 2]
-    assert [layout.shard_summary(rank).names for rank in range(2)] == [("a",), ("b",)]
+    assert [[record is not None for record in layout.records(rank)] for rank in range(2)] == [
+        [True, False, False, False],
+        [False, False, True, False],
+    ]
 
 
 def test_padding_before_a_last_zero_element_parameter_is_one_segment():
@@ -272,7 +254,7 @@ def test_segments_cover_every_element_once(layout):
     assert end == layout.numel
     owners = [segment.parameter for segment in layout.segments if not segment.is_padding]
     assert owners == [index for index, numel in enumerate(layout.numels) if numel]
-    assert (True, True) not in set(zip(layout.padding_mask, layout.padding_mask[1:], strict=False))
+    assert not any(one.is_padding and other.is_padding for one, other in pairwise(layout.segments))
     for segment in layout.segments:
         if segment.parameter is not None:
             place = layout.offsets[segment.parameter], layout.numels[segment.parameter]
@@ -339,19 +321,6 @@ def test_records_equal_the_formula_of_the_specification(layout):
                 assert record == ShardRecord(max(0, a - s), last - first + 1, first, last)
             else:
                 assert record is None
-
-
-@fast
-@given(layouts())
-def test_summary_agrees_with_records(layout):
-    """The summary keeps the present records, in layout order (E-SHARD-8)."""
-    for rank in range(layout.world_size):
-        present = [(index, record) for index, record in enumerate(layout.records(rank)) if record]
-        summary = layout.shard_summary(rank)
-        assert summary.names == tuple(layout.names[index] for index, _ in present)
-        assert summary.shapes == tuple(layout.shapes[index] for index, _ in present)
-        assert summary.numels == tuple(math.prod(shape) for shape in summary.shapes)
-        assert summary.ranges == tuple((record.first, record.last) for _, record in present)
 
 
 @fast
@@ -461,7 +430,7 @@ def test_build_refuses(parameters, options, message):
 def test_ranks_outside_the_world_are_refused(rank):
     """No query answers for a rank that stores nothing of this layout (E-SHARD-1)."""
     layout = EXAMPLES["L1"]
-    for query in (layout.shard_range, layout.records, layout.shard_summary, lambda rank: layout.record(0, rank)):
+    for query in (layout.shard_range, layout.records, lambda rank: layout.record(0, rank)):
         with pytest.raises(ValueError, match=f"rank {rank} is not one of the 2 ranks"):
             query(rank)
 
