@@ -36,8 +36,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan, Timeline, simulate
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.plan_pass import plan_log
-from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
+from fsdp_compile.passes.post_grad.plan_pass import TaskProfile, plan_log
 
 WORLD = 8
 PLANNED: dict[str, Any] = {"ours, planned": "auto", "ours, planned, layers": {nn.Linear}}  # units by these policies

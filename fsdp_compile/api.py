@@ -278,7 +278,7 @@ def explain(
         PlanError: no plan fits into `budget`.
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
-    from fsdp_compile.explain.prediction import predict  # imports Inductor
+    from fsdp_compile.explain.report import predict  # imports Inductor
 
     config = CompileConfig(link=link, device=device, budget=budget)
     shard = functools.partial(fully_shard, reshard_after_forward="auto")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.core._torch import norms
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, original_class, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
-from fsdp_compile.eager._torch import norms
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
 from fsdp_compile.eager.convert import convert
 from fsdp_compile.eager.forward import Prologue, gathering, hooked_call

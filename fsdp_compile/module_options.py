@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.comm.groups import separate_group
+from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.sharding import ModuleSharding, units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.reduce import set_sync
 

@@ -46,9 +46,9 @@ from fsdp_compile.comm.membership import (
     mark_replica_lost,
     store_of_generation,
 )
+from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unshard_spec import NamedGroup
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.state_dict.copy_state import copy_state

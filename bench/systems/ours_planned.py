@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from bench.systems import Prepared, Setup, layers_of, ours
-from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
+from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
 
 MEASURED = 5  # steps
 

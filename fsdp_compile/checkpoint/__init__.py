@@ -7,7 +7,6 @@ save_load.py           `save` and `load`: models, optimizers and other states
 safetensors_file.py    files and folders of safetensors, read and written at known bytes
 hugging_face.py        `save_safetensors` and `load_safetensors`: a sharded model in Hugging Face's layout
 convert.py             the command `fsdp-compile checkpoint`: from any format to any other, tensor by tensor
-_torch.py              the private torch names that this folder needs
 """
 
 from fsdp_compile.checkpoint.directory import latest

@@ -40,13 +40,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_compile.checkpoint._torch import (
-    flatten_state_dict,
-    no_memory,
-    offset_in_file,
-    save_holes,
-    unflatten_state_dict,
-)
 from fsdp_compile.checkpoint.directory import MANIFEST, open_checkpoint, sync_folder
 from fsdp_compile.checkpoint.safetensors_file import (
     Export,
@@ -59,6 +52,13 @@ from fsdp_compile.checkpoint.safetensors_file import (
 )
 from fsdp_compile.checkpoint.storage import DirectoryReader, ItemFile, describe, in_order, rank_file
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item, load_value
+from fsdp_compile.state_dict._torch import (
+    flatten_state_dict,
+    no_memory,
+    offset_in_file,
+    save_holes,
+    unflatten_state_dict,
+)
 
 Keys = tuple[str | int, ...]
 

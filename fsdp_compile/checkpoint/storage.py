@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_compile.checkpoint._torch import StorageInfo
 from fsdp_compile.checkpoint.directory import (
     FileSegment,
     Manifest,
@@ -41,6 +40,7 @@ from fsdp_compile.checkpoint.directory import (
     sync,
 )
 from fsdp_compile.checkpoint.untrusted import METADATA, SafeReader
+from fsdp_compile.state_dict._torch import StorageInfo
 
 
 class DirectoryWriter(FileSystemWriter):

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_compile.checkpoint._torch import MemoryFormatEncoding, StorageInfo, layout_named
+from fsdp_compile.state_dict._torch import MemoryFormatEncoding, StorageInfo, layout_named
 
 METADATA = ".metadata"  # DCP's list of what was saved
 MOST_BYTES = 1 << 30  # of it: it has about 200 bytes per chunk of a tensor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec
+from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 
 
 def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup]) -> Tensor:

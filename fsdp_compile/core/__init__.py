@@ -1,8 +1,7 @@
 """What sharded parameters are, without a process group that communicates: the room that all others build on.
 
 layout.py         where each parameter lies in its flat buffer, and which slice each rank stores
-unshard_spec.py   how a flat parameter is gathered and reduced, as one string for graphs
-ops.py            the marker operators of traced graphs: signatures, derivatives, shapes
+ops.py            the marker operators of traced graphs, and the string that says how a unit is gathered and reduced
 autograd.py       between parameters and the flat shard: who gets which gradient, and when reduces are waited for
 flat_param.py     a flat parameter: layout, shard and parameters bound together
 unit_state.py     what changes about a unit while steps run: its state, version counters, parameter locations
@@ -13,5 +12,5 @@ unsharded_tensor.py   of these, what has all elements here: summoned parameters,
 sharded_operands.py, sharded_reductions.py, sharded_ops.py   what operators do with sharded tensors
 sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
 environment.py    switches in the environment, and warnings that point at the user's line
-_torch.py         private names of torch about autograd
+_torch.py         private names of torch about autograd, modules and Dynamo
 """

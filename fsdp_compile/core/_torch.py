@@ -1,16 +1,45 @@
-"""Private names of torch about the autograd engine, wrapper subclasses and modules. Checked on torch 2.11 and 2.13."""
+"""Private names of torch about autograd, wrapper subclasses, modules and Dynamo. Checked on torch 2.11 and 2.13.
+
+torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is active, and frames that it leaves alone. When
+                                                         torch moves: look for `skip_code` and the getter of the
+                                                         eval-frame callback, which is None or False when off.
+torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
+                                                         by `_disable_side_effect_safety_checks_for_current_subtracer`
+torch._foreach_norm                                      norms of many tensors in one kernel
+torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
+torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
+torch.nn.modules.module                                  whether hooks of all modules are registered
+torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
+                                                         parameters
+torch.utils._pytree                                      the tensors in the arguments and outputs of a module
+
+docs/upgrading_torch.md says of the others what to look for.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes  # an active fake mode too
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_compile.comm._torch import current_backward
 
@@ -18,21 +47,34 @@ __all__ = [
     "NO_TORCH_FUNCTION",
     "RNN_WITHOUT_LIST",
     "FakeTensor",
+    "TrainingState",
+    "allowed_in_regions",
+    "allreduce_hook",
+    "bf16_compress_hook",
     "call_after_backward",
     "carries_optimizers",
     "change_wrapper",
     "computes_all_gradients",
     "current_backward",
+    "dynamo_is_active",
     "executes_formula",
+    "fp16_compress_hook",
     "gives_gradients_of_leaves",
+    "has_global_hooks",
     "local_shape_and_offset",
     "mark_as_sharded",
+    "never_trace",
     "new_wrapper",
+    "norms",
+    "reduce_scatter_hook",
     "register_foreach_type",
     "replace_data",
+    "replicated_params",
     "set_plain_grad",
     "step_carried_optimizers",
     "swap_wrapper",
+    "tree_leaves",
+    "tree_map",
     "without_dispatch_modes",
 ]
 
@@ -187,3 +229,35 @@ RNN_WITHOUT_LIST: dict[str, Any] = {
     "_flat_weights": property(_flat_weights, lambda _module, _list: None),
     "flatten_parameters": lambda _module: None,
 }
+
+
+# --- Dynamo, norms and replication ------------------------------------------------------------------------------------
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable)
+
+
+def never_trace(function: FunctionT) -> FunctionT:
+    """Let Dynamo run calls of `function` as they are where it would compile them; it still traces what calls it.
+
+    `torch.compiler.disable` would break the graph of a caller.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+@never_trace
+def dynamo_is_active() -> bool:
+    """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
+    return get_eval_frame_callback() not in (None, False)
+
+
+def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The vector norm of each of `tensors`, all of one dtype and device; scalars of `dtype`."""
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def replicated_params() -> frozenset[nn.Parameter]:
+    """The parameters whose gradients the DistributedDataParallel averages whose forward runs; empty outside of one."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    return frozenset(around._module_parameters if around is not None else ())

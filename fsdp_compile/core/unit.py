@@ -30,7 +30,7 @@ from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.ops import UNSHARD, VIEWS
+from fsdp_compile.core.ops import UNSHARD, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.unit_state import (
     GradientDelivery,
@@ -39,7 +39,6 @@ from fsdp_compile.core.unit_state import (
     UnshardedState,
     VersionCounters,
 )
-from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec, shard_order
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import current_backward
-from fsdp_compile.core.unshard_spec import NamedGroup
+from fsdp_compile.core.ops import NamedGroup
 
 if TYPE_CHECKING:
     from fsdp_compile.core.unit import Unit

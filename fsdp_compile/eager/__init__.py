@@ -15,7 +15,6 @@ Between steps
     writeback.py          what users did to parameters
     convert.py            `.to()` and the like
     summon.py             full parameters in the place of the sharded ones
-_torch.py                 the private names of torch that this folder uses
 
 Notes: [Graph breaks in the forward of a sharded module], [Freeing buffers that autograd has saved], [Streams], [Reduces
 in flight], [Communication hooks].

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fsdp_compile.eager._torch import tree_leaves, tree_map
+from fsdp_compile.core._torch import tree_leaves, tree_map
 
 WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)
 """What may be in an output beside tensors and has none inside."""

@@ -16,11 +16,11 @@ from torch import nn
 
 from fsdp_compile.comm import collectives, watchdog
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.core._torch import replicated_params
 from fsdp_compile.core.environment import check_ranks_timeout
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager._torch import replicated_params
 from fsdp_compile.eager.writeback import refresh
 
 _SETTINGS = {

@@ -18,10 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.sharding import ModuleSharding, original_class
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager._torch import (
+from fsdp_compile.core._torch import (
     allowed_in_regions,
     call_after_backward,
     current_backward,
@@ -29,6 +26,9 @@ from fsdp_compile.eager._torch import (
     has_global_hooks,
     never_trace,
 )
+from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.sharding import ModuleSharding, original_class
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, casting_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams

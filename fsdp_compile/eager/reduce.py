@@ -18,11 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm.flat import dividing, start_average
-from fsdp_compile.core.autograd import check_first_order
-from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
-from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.core.unshard_spec import NamedGroup
-from fsdp_compile.eager._torch import (
+from fsdp_compile.core._torch import (
     allreduce_hook,
     bf16_compress_hook,
     call_after_backward,
@@ -30,6 +26,10 @@ from fsdp_compile.eager._torch import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
+from fsdp_compile.core.autograd import check_first_order
+from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
+from fsdp_compile.core.ops import NamedGroup
+from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import accumulate, take_accumulated
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
+from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager._torch import call_after_backward, current_backward
 from fsdp_compile.eager.checks import OrderCheck, check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams

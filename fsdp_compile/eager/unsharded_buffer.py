@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import alias, view_parameters
+from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import VersionCounters
-from fsdp_compile.core.unshard_spec import NamedGroup
 
 
 class UnshardedBuffer:

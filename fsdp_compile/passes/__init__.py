@@ -27,8 +27,7 @@ from fsdp_compile.passes.post_grad.lower_collectives import (
     reduce_scatter_by_all_to_all,
 )
 from fsdp_compile.passes.post_grad.order import check_order, check_ranks, order, pin_order, place_deferred_reduces
-from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, verify_plan
-from fsdp_compile.passes.post_grad.profile_tasks import record_times
+from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, record_times, verify_plan
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),

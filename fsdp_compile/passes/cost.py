@@ -214,7 +214,7 @@ def compute_seconds(flops: float, moved_bytes: float, dtype: str, device: Device
 
 # --- profile ----------------------------------------------------------------------------------------------------------
 
-# What post_grad/profile_tasks.py recorded, for another graph: seconds by stretch, that is all that computes from one
+# What post_grad/plan_pass.py recorded, for another graph: seconds by stretch, that is all that computes from one
 # matrix product to the next. A plan cuts stretches into tasks, and other plans cut them elsewhere, but none makes other
 # stretches: what was measured under one plan serves another. The tasks of a stretch share its seconds in proportion to
 # their estimates.

@@ -4,5 +4,5 @@ sharded_value.py      the value in a sharded state dict, which torch.distributed
 model.py              `state_dict` and `load_state_dict` of a sharded module: full, sharded or local
 optimizer_values.py   what enters and leaves the state dict of an optimizer over sharded parameters
 optimizer.py          an optimizer's state by parameter names, for every kind; torch's older functions for it
-_torch.py             the private torch names that this folder needs
+_torch.py             the private torch names that this folder and checkpoint/ need
 """

@@ -11,7 +11,7 @@ from models import MODELS, mlp
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.core.unshard_spec import NamedGroup, shard_order
+from fsdp_compile.core.ops import NamedGroup, shard_order
 
 MLP = MODELS["mlp"]
 BLOCKS = 4

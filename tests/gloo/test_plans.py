@@ -10,7 +10,7 @@ from models import MODELS, MODULES, routed
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.post_grad.profile_tasks import TaskProfile
+from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
 
 from .ranks import Ranks
 from .training import build, follow, mine, shard

@@ -52,7 +52,7 @@ def test_names_load_no_passes() -> None:
     "statements",
     [
         "import fsdp_compile.explain",
-        pytest.param("from fsdp_compile import fully_shard; import fsdp_compile.explain.prediction", marks=LATE),
+        pytest.param("from fsdp_compile import fully_shard; import fsdp_compile.explain.report", marks=LATE),
         pytest.param("import fsdp_compile; fsdp_compile.explain; from fsdp_compile.explain import report", marks=LATE),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.unshard_spec import NamedGroup, UnshardSpec
+from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 
 LAYOUT = FlatParamLayout.build([("weight", (5, 3)), ("bias", (5,))], 4)
 GROUPS = st.builds(NamedGroup, st.text(min_size=1, max_size=8), st.integers(1, 64))

@@ -1,16 +1,22 @@
 """Which plan a graph gets: it is read with its costs, a plan is chosen, and the plan is verified.
 
-    read_graph     the graph as tasks and units, with seconds and bytes, for a planner that knows nothing of graphs
-    choose_plan    the plan in a file, the best one that a search finds for these costs, or the one of a fixed rule
-    verify_plan    refuses a plan that breaks a rule or exceeds the budget
+    read_graph      the graph as tasks and units, with seconds and bytes, for a planner that knows nothing of graphs
+    choose_plan     the plan in a file, the best one that a search finds for these costs, or the one of a fixed rule
+    verify_plan     refuses a plan that breaks a rule or exceeds the budget
+    record_times    seconds of tasks, measured while graphs run
 
 Costs are estimates by the roofline of a named device and link (passes/cost.py). A recorded profile replaces the seconds
 of tasks.
 """
 
+import json
 import logging
 import pathlib
 import re
+import statistics
+import time
+from collections import defaultdict
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -18,6 +24,7 @@ from torch import fx
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes._torch import tree_leaves
 from fsdp_compile.passes.cost import (
     DEVICES,
@@ -25,6 +32,7 @@ from fsdp_compile.passes.cost import (
     all_reduce_seconds,
     compute_seconds,
     device,
+    graph_name,
     launch_seconds,
     link,
     transfer_seconds,
@@ -152,3 +160,96 @@ def _dtype_of(node: fx.Node) -> str:
     inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
     dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
     return str(next(dtypes, torch.float32)).removeprefix("torch.")
+
+
+# --- measured seconds -------------------------------------------------------------------------------------------------
+
+# What `CompileConfig.profile` names is a file that `TaskProfile` has saved:
+#
+#     compiled = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
+#     step(compiled)                                   compiles
+#     with TaskProfile() as profile:
+#         for _ in range(5):
+#             step(compiled)
+#     profile.save("profile.json")                     then options={"link": ..., "profile": "profile.json"}, where all
+#                                                      ranks read the same file
+#
+# The pass puts an operator before and one after the nodes of each task, outside of the collectives that are started and
+# waited for before it. On CUDA the operators record events, so that the stream is timed and not the host.
+
+Moment = float | torch.cuda.Event
+
+
+def record_times(context: GraphContext) -> None:
+    """Put a `fsdp_flat::record_time` before and after each task, if the configuration asks for a profile."""
+    starts = tagged(context.graph, "gather", "reduce")
+    if not context.config.record_profile or not starts:
+        return
+    graph, tasks, value = context.graph, context.reading.tasks, starts[0].meta["val"]
+    stretches = stretches_of(tasks)
+    name = graph_name(context.direction, stretches)
+
+    def record(stretch: int, moment: int) -> None:
+        arguments = (name, stretch, moment, value.device)
+        node = graph.create_node("call_function", RECORD_TIME, arguments, name=f"record_time_{moment}")
+        with value.fake_mode:
+            node.meta["val"] = RECORD_TIME(*node.args)
+
+    for index, (nodes, stretch) in enumerate(zip(tasks, stretches, strict=True)):
+        with graph.inserting_before(nodes[0]):
+            record(stretch, 2 * index)
+        with graph.inserting_after(nodes[-1]):
+            record(stretch, 2 * index + 1)
+
+
+class TaskProfile:
+    """Records when the tasks of compiled graphs begin and end, in a `with` statement.
+
+    There is one for all threads at a time, as backward may run in a thread of its own.
+    """
+
+    _active: ClassVar["TaskProfile | None"] = None
+
+    def __init__(self) -> None:
+        self._moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, moment
+
+    def __enter__(self) -> "TaskProfile":
+        TaskProfile._active = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        TaskProfile._active = None
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """By name of a graph, the seconds of each of its stretches: the sum of the medians of its tasks."""
+        table: dict[str, list[float]] = {}
+        for (graph, stretch, moment), begins in self._moments.items():
+            stretches = table.setdefault(graph, [])
+            stretches += [0.0] * (stretch + 1 - len(stretches))
+            if moment % 2 == 0:
+                ends = self._moments[graph, stretch, moment + 1]
+                stretches[stretch] += statistics.median(map(_seconds_between, begins, ends))
+        return table
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write what was measured to `path`, as JSON."""
+        pathlib.Path(path).write_text(json.dumps(self.seconds, indent=1) + "\n")
+
+
+@torch.library.impl("fsdp_flat::record_time", "default")
+def _record_time(graph: str, stretch: int, moment: int, device: torch.device) -> torch.Tensor:
+    if TaskProfile._active is not None:
+        now: Moment = time.perf_counter()
+        if device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        TaskProfile._active._moments[graph, stretch, moment].append(now)
+    return torch.empty(0, device=device)
+
+
+def _seconds_between(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]  # both are floats
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
