@@ -1,9 +1,9 @@
 """Process groups, meshes, and every collective; the only folder that names one or knows a backend.
 
 groups.py        from the arguments of `fully_shard` to the process groups of its units
-collectives.py   the collectives: operators for graphs, functions for eager code and for generated code; what stands in
-                 for gloo's
+collectives.py   the collectives as operators for graphs and as functions for eager code; what stands in for gloo's
 flat.py          a flat parameter gathered and averaged, over one group or two; bodies of the marker operators
+direct.py        the collectives that generated code calls
 comparison.py    ranks compare, through the store, what they are about to run
 watchdog.py      a wait that takes too long raises, and says who is missing
 

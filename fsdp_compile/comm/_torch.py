@@ -34,7 +34,7 @@ def mesh_without_group(size: int, rank: int, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, torch.arange(size), _init_backend=False, _rank=rank)
 
 
-def all_gather_base(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
+def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
     """Begin to all-gather `shard` into `full`; the public function takes as long again before it comes here."""
     return group._allgather_base(full, shard)
 

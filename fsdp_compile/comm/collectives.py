@@ -1,7 +1,7 @@
 """The collectives, by name: nothing outside of this folder names one.
 
 Eager code calls the functions; graph passes use the operators, which are torch's functional collectives. Code that
-Inductor generates calls the process group itself (`DirectCollectives`) and puts on the wire what an eager step does.
+Inductor generates calls the process group itself (direct.py) and puts on the wire what an eager step does.
 """
 
 import pickle
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm import watchdog
-from fsdp_compile.comm._torch import OPERATORS, all_gather_base, group_named, start_broadcast
+from fsdp_compile.comm._torch import OPERATORS, group_named, start_broadcast
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -88,21 +88,14 @@ def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, u
     if not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
-    ranks = group_named(group)
-    if watchdog.is_on():
-        _watch(full, _broadcast_slices(full, shard, ranks), "all-gather", ranks, unit)
-        return
     slices = full.view(group_size, -1)
+    ranks = group_named(group)
     slices[ranks.rank()].copy_(shard)
+    if watchdog.is_on():
+        _watch(full, [start_broadcast(ranks, each, i) for i, each in enumerate(slices)], "all-gather", ranks, unit)
+        return
     for source in range(group_size):
         BROADCAST(slices[source], source, group)
-
-
-def _broadcast_slices(full: Tensor, shard: Tensor, ranks: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to fill `full` as gloo does without copies, straight on the process group (Note [What gloo copies])."""
-    slices = full.view(ranks.size(), -1).unbind()
-    slices[ranks.rank()].copy_(shard)
-    return [start_broadcast(ranks, each, source) for source, each in enumerate(slices)]
 
 
 def wait(tensor: Tensor) -> None:
@@ -275,52 +268,3 @@ def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
     start_all_reduce(denials, group, "sum")
     wait(denials)
     return denials.item() == 0
-
-
-# --- calls of generated code ------------------------------------------------------------------------------------------
-
-# What the dispatcher and torch's own layers put between a compiled graph and the process group costs more than a small
-# collective: on torch 2.13, 10 us for an all-gather and its wait, 32 us for an all-to-all. Graphs hold torch's
-# operators, so that Inductor knows what it deals with; passes/post_grad/lower_collectives.py gives them these names:
-#
-#     _c10d_functional.all_gather_into_tensor_out(shard, 8, '0', out=full)  ->  fsdp_collectives.all_gather(...)
-#     _c10d_functional.all_to_all_single(packed, [...], [...], '0')         ->  fsdp_collectives.all_to_all(...)
-#     _c10d_functional.wait_tensor(full)                                    ->  fsdp_collectives.wait(full)
-
-
-class DirectCollectives:
-    """Collectives on process groups themselves. Each generated module has one, which holds what is in flight.
-
-    Generated code passes nothing between a start and its wait but the tensor that is filled, so the work in between is
-    found by the address of that tensor: nothing else can occupy the address before the wait.
-    """
-
-    def __init__(self) -> None:
-        self._in_flight: dict[int, Sequence[dist.Work | watchdog.WatchedCollective]] = {}
-
-    def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
-        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`."""
-        ranks = group_named(group)
-        works = _broadcast_slices(out, shard, ranks) if copies(out, group) else [all_gather_base(ranks, out, shard)]
-        self._start("all-gather", works, ranks, out)
-
-    def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
-        """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
-
-        All slices have one size; the lists of sizes are those of torch's operator.
-        """
-        received = packed.new_empty(packed.numel())
-        ranks = group_named(group)
-        self._start("reduce", [ranks.alltoall_base(received, packed, [], [])], ranks, received)
-        return received
-
-    def _start(self, kind: str, works: Sequence[dist.Work], ranks: dist.ProcessGroup, full: Tensor) -> None:
-        watched = watchdog.is_on() and full.device.type == "cpu"
-        self._in_flight[full.data_ptr()] = (
-            [watchdog.WatchedCollective(works, kind, ranks, full.numel())] if watched else works
-        )
-
-    def wait(self, full: Tensor) -> None:
-        """Order what follows after the collective that fills `full`."""
-        for work in self._in_flight.pop(full.data_ptr()):
-            work.wait()

@@ -5,7 +5,7 @@
     all_gather_into_buffer          every all-gather writes into a buffer that the graph allocates
 
 The graph keeps torch's operators, so that Inductor knows what it deals with. The all-to-all and the all-gather are
-waited for by an operator of ours, whose lowering lets generated code call the process group (comm/collectives.py).
+waited for by an operator of ours, whose lowering lets generated code call the process group itself (comm/direct.py).
 """
 
 import operator
@@ -182,7 +182,7 @@ class _DirectWait(WaitKernel):
 
     def codegen(self, wrapper: Any) -> None:
         if not V.graph.cpp_wrapper:
-            wrapper.add_import_once("from fsdp_compile.comm.collectives import DirectCollectives")
+            wrapper.add_import_once("from fsdp_compile.comm.direct import DirectCollectives")
             wrapper.add_import_once("fsdp_collectives = DirectCollectives()")
         super().codegen(wrapper)
 

@@ -1,0 +1,64 @@
+"""The collectives that generated code calls: straight on the process group.
+
+What the dispatcher and torch's own layers put between a compiled graph and the process group costs more than a small
+collective: on torch 2.13, 10 us for an all-gather and its wait, 32 us for an all-to-all. Graphs hold torch's operators,
+so that Inductor knows what it deals with; `passes/post_grad/lower_collectives.py` gives them these names.
+
+    _c10d_functional.all_gather_into_tensor_out(shard, 8, '0', out=full)  ->  fsdp_collectives.all_gather(...)
+    _c10d_functional.all_to_all_single(packed, [...], [...], '0')         ->  fsdp_collectives.all_to_all(...)
+    _c10d_functional.wait_tensor(full)                                    ->  fsdp_collectives.wait(full)
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_compile.comm import watchdog
+from fsdp_compile.comm._torch import group_named, start_all_gather, start_broadcast
+from fsdp_compile.comm.collectives import copies
+
+Awaitable = dist.Work | watchdog.WatchedCollective
+
+
+class DirectCollectives:
+    """Collectives on process groups themselves. Each generated module has one, which holds what is in flight.
+
+    Generated code passes nothing between a start and its wait but the tensor that is filled, so the work in between is
+    found by the address of that tensor: nothing else can occupy the address before the wait.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[Awaitable, ...]] = {}
+
+    def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
+        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`."""
+        ranks = group_named(group)
+        if copies(out, group):  # Note [What gloo copies]
+            slices = out.view(group_size, -1).unbind()
+            slices[ranks.rank()].copy_(shard)
+            works: tuple[dist.Work, ...] = tuple(
+                start_broadcast(ranks, each, source) for source, each in enumerate(slices)
+            )
+        else:
+            works = (start_all_gather(ranks, out, shard),)
+        if watchdog.is_on() and out.device.type == "cpu":
+            self._in_flight[out.data_ptr()] = (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel()),)
+        else:
+            self._in_flight[out.data_ptr()] = works
+
+    def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
+        """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
+
+        All slices have one size; the lists of sizes are those of torch's operator.
+        """
+        received = packed.new_empty(packed.numel())
+        ranks = group_named(group)
+        sent = ranks.alltoall_base(received, packed, [], [])
+        watched = watchdog.is_on() and packed.device.type == "cpu"
+        work = watchdog.WatchedCollective([sent], "reduce", ranks, packed.numel()) if watched else sent
+        self._in_flight[received.data_ptr()] = (work,)
+        return received
+
+    def wait(self, full: Tensor) -> None:
+        """Order what follows after the collective that fills `full`."""
+        for work in self._in_flight.pop(full.data_ptr()):
+            work.wait()
