@@ -61,6 +61,7 @@ __all__ = [
     "fp16_compress_hook",
     "gives_gradients_of_leaves",
     "has_global_hooks",
+    "keep_size_static",
     "local_shape_and_offset",
     "mark_as_sharded",
     "never_trace",
@@ -77,6 +78,15 @@ __all__ = [
     "tree_map",
     "without_dispatch_modes",
 ]
+
+
+def keep_size_static(tensor: Tensor) -> Tensor:
+    """Let Dynamo never trace `tensor`, 1-D, with a symbolic size; return it.
+
+    As `torch._dynamo.mark_static`, whose import takes seconds that only users of the compiler should wait.
+    """
+    tensor._dynamo_static_indices = {0}  # type: ignore[attr-defined]
+    return tensor
 
 
 def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core._torch import replace_data
+from fsdp_compile.core._torch import keep_size_static, replace_data
 from fsdp_compile.core.autograd import (
     DeferredGradient,
     GradientReduction,
@@ -128,7 +128,9 @@ class FlatParam:
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
-            self._bound_shard = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
+            bound = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
+            # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
+            self._bound_shard = keep_size_static(bound)
             self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)
         self.autograd_shard = self._bound_shard
         self.trains = self._bound_shard.requires_grad

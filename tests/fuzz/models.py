@@ -251,7 +251,9 @@ class Nest(nn.Module):
                 features = first_of(module(x))
             return x + features
         if node.checkpoint:
-            return first_of(checkpoint(module, x, use_reentrant=node.checkpoint == "reentrant"))
+            # Of what a reentrant checkpoint returns in a dict, torch drops the gradient in eager mode and keeps it in
+            # compiled graphs: so the checkpoint returns a tensor, of whatever the module in it returns.
+            return checkpoint(lambda x: first_of(module(x)), x, use_reentrant=node.checkpoint == "reentrant")
         return first_of(module(x))
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, MODULES, Case, checkpointed, squared_error, vectors
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.testing import assert_close
 
 from fsdp_compile import fully_shard
 
@@ -57,6 +58,48 @@ def test_with_inductor(two: Ranks) -> None:
 
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class _OfManySizes(nn.Module):
+    """Layers of different sizes that one piece of code runs, each compiled by itself."""
+
+    def __init__(self, weights_train: bool) -> None:
+        super().__init__()
+        sizes = [(4, 8), (8, 16), (16, 4), (4, 64)]
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(*size)) for size in sizes)
+        for layer in self.layers:
+            layer[0].weight.requires_grad_(weights_train)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = self._run(layer, x)
+        return x
+
+    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        x = layer(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+
+def _run_many_sizes(rank: int, weights_train: bool) -> None:
+    def gradients(how: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(_OfManySizes(weights_train), auto_wrap_policy={nn.Sequential}, mixed_precision=BF16)
+        run = torch.compile(model, backend="inductor") if how == "inductor" else model
+        torch.manual_seed(rank)
+        run(torch.randn(2, 4)).sum().backward()
+        return [param.grad.full_tensor() for param in model.parameters() if param.requires_grad]
+
+    torch._dynamo.reset()
+    assert_close(gradients("inductor"), gradients("eager"), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("weights_train", [pytest.param(True, marks=LATE), False])
+def test_units_of_many_sizes_run_by_one_piece_of_code(two: Ranks, weights_train: bool) -> None:
+    """Dynamo makes the sizes of inputs symbolic when it meets others; those of flat shards stay constants, also where
+    weights are frozen and the bias alone is reduced, which is a view of a sum."""
+    two.run(_run_many_sizes, weights_train)
 
 
 def _compare(rank: int) -> None:

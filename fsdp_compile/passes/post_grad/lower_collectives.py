@@ -189,12 +189,16 @@ class _DirectWait(WaitKernel):
 
 @register_lowering(WAIT_COLLECTIVE, type_promotion_kind=None)
 def _lower_wait(full: Any, sent: Any) -> Any:
-    """Keep `sent` alive until the wait, which Inductor does for allocating collectives only, and rename both calls."""
+    """Keep what is sent alive until the wait, which Inductor does for allocating collectives only; rename both calls.
+
+    `sent` itself may be a view of what has no buffer. The collective has put it into one of its own then.
+    """
     _DirectWait.create_wait(WAIT, full)
     wait = V.graph.operations[-1]
-    V.graph.additional_star_deps[wait.get_operation_name()].add(sent.get_name())
+    start = next(each for each in reversed(V.graph.operations) if _fills(each, full.get_name()))
+    buffers = {each.get_name() for each in start.inputs} - {full.get_name()}
+    V.graph.additional_star_deps[wait.get_operation_name()].update(buffers)
     if not V.graph.cpp_wrapper:  # where generated code is C++, collectives stay operators
-        start = next(each for each in reversed(V.graph.operations) if _fills(each, full.get_name()))
         start.python_kernel_name, wait.python_kernel_name = _DIRECT[start.op_overload], "fsdp_collectives.wait"
     return full
 
