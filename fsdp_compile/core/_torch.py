@@ -80,13 +80,12 @@ __all__ = [
 ]
 
 
-def keep_size_static(tensor: Tensor) -> Tensor:
-    """Let Dynamo never trace `tensor`, 1-D, with a symbolic size; return it.
+def keep_size_static(tensor: Tensor) -> None:
+    """Let Dynamo never trace `tensor`, 1-D, with a symbolic size.
 
     As `torch._dynamo.mark_static`, whose import takes seconds that only users of the compiler should wait.
     """
     tensor._dynamo_static_indices = {0}  # type: ignore[attr-defined]
-    return tensor
 
 
 def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any] | None = None) -> None:

@@ -128,9 +128,9 @@ class FlatParam:
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
         with torch.enable_grad():
-            bound = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
+            self._bound_shard = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
             # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
-            self._bound_shard = keep_size_static(bound)
+            keep_size_static(self._bound_shard)
             self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)
         self.autograd_shard = self._bound_shard
         self.trains = self._bound_shard.requires_grad
