@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import fully_shard
-from fsdp_compile.comm.collectives import DirectCollectives
+from fsdp_compile.comm.direct import DirectCollectives
 from fsdp_compile.core.unit import unit_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))

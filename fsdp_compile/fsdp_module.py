@@ -16,8 +16,7 @@ from fsdp_compile.core.sharding import ModuleSharding, original_class, units_gat
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
-from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision
-from fsdp_compile.eager.convert import convert
+from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
 from fsdp_compile.eager.forward import Prologue, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply

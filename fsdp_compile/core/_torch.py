@@ -16,7 +16,9 @@ torch.utils._pytree                                      the tensors in the argu
 docs/upgrading_torch.md says of the others what to look for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +48,7 @@ from fsdp_compile.comm._torch import current_backward
 __all__ = [
     "NO_TORCH_FUNCTION",
     "RNN_WITHOUT_LIST",
+    "WITHOUT_TENSORS",
     "FakeTensor",
     "TrainingState",
     "allowed_in_regions",
@@ -62,6 +65,7 @@ __all__ = [
     "gives_gradients_of_leaves",
     "has_global_hooks",
     "keep_size_static",
+    "leaves_of",
     "local_shape_and_offset",
     "mark_as_sharded",
     "never_trace",
@@ -74,7 +78,6 @@ __all__ = [
     "set_plain_grad",
     "step_carried_optimizers",
     "swap_wrapper",
-    "tree_leaves",
     "tree_map",
     "without_dispatch_modes",
 ]
@@ -240,7 +243,7 @@ RNN_WITHOUT_LIST: dict[str, Any] = {
 }
 
 
-# --- Dynamo, norms and replication ------------------------------------------------------------------------------------
+# --- Dynamo, norms, replication and what outputs hold -----------------------------------------------------------------
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable)
@@ -270,3 +273,18 @@ def replicated_params() -> frozenset[nn.Parameter]:
     """The parameters whose gradients the DistributedDataParallel averages whose forward runs; empty outside of one."""
     around = DistributedDataParallel._get_active_ddp_module()
     return frozenset(around._module_parameters if around is not None else ())
+
+
+WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)
+"""What may be in an output beside tensors and has none inside."""
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What is in `value`, through containers that torch's pytrees know, sets and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, (set, frozenset)):
+            yield from leaves_of(list(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from leaves_of([getattr(leaf, field.name, None) for field in fields(leaf)])
+        else:
+            yield leaf

@@ -2,7 +2,7 @@
 
 Each step
     forward.py            the forward of a sharded module, eager and traced; what is checked before a compiled one
-    casting.py            what is in inputs and outputs; these and buffers in mixed precision
+    casting.py            inputs, outputs and buffers in mixed precision; `.to()` and the like
     runtime.py            what units below one root share: order, prefetching, streams, reduces in flight
     checks.py             what is checked of a root, by each rank alone and among ranks
     unshard.py            manual prefetching and resharding
@@ -13,7 +13,6 @@ Each step
     accumulate.py         gradient accumulation without communication
 Between steps
     writeback.py          what users did to parameters
-    convert.py            `.to()` and the like
     summon.py             full parameters in the place of the sharded ones
 
 Notes: [Graph breaks in the forward of a sharded module], [Freeing buffers that autograd has saved], [Streams], [Reduces

@@ -1,32 +1,26 @@
-"""What is in a module's inputs and outputs; what mixed precision makes of these and of buffers; where inputs go.
+"""Dtypes and devices: what mixed precision makes of a module's inputs, outputs and buffers, and what `.to()` converts.
 
 Parameters and gradients are cast where they are gathered and reduced (unsharded_buffer.py, reduce.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from fsdp_compile.core._torch import tree_leaves, tree_map
-
-WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""What may be in an output beside tensors and has none inside."""
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """What is in `value`, through containers that torch's pytrees know, sets and dataclasses."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, (set, frozenset)):
-            yield from leaves_of(list(leaf))
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from leaves_of([getattr(leaf, field.name, None) for field in fields(leaf)])
-        else:
-            yield leaf
+from fsdp_compile.core._torch import tree_map
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.core.sharding import units_used_below
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.eager.accumulate import drop_cleared
+from fsdp_compile.eager.unshard import free_prefetched
+from fsdp_compile.eager.writeback import refresh
 
 
 def computes_in_full_precision(module: Any) -> bool:
@@ -108,3 +102,114 @@ def cast_buffers(module: Any) -> None:
         buffer = buffers.get(attribute)
         if buffer is not None:
             buffers[attribute] = cast_to.setdefault(buffer, buffer.to(dtype if full_precision else policy.buffer_dtype))
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+# `module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`: shards follow. `_apply` would give
+# each parameter new data. Here the function that it applies is called with the shards of flat parameters instead, and
+# parameters are bound to the results; compute dtype and device follow, but for what was set explicitly (E-MP-4).
+# Buffers and ignored parameters are converted by `nn.Module` itself.
+
+
+T = TypeVar("T")
+Convert = Callable[[Tensor], Tensor]
+
+
+def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
+    """Call `function` with the shards and gradients of all units below `module`; `transform` converts all else.
+
+    Raises:
+        ValueError: a unit is not idle.
+        RuntimeError: gradients were accumulated under `no_sync` and not reduced; or shards come out in another size,
+            on several devices, on the meta device, or, offloaded, not on the CPU. Nothing has been converted then.
+    """
+    runtime = module._fsdp_runtime
+    if runtime.converting:  # a sharded module below one that is being converted
+        return transform()
+    units = units_used_below(module)
+    check_idle(units, "Module._apply")
+    for unit in units:
+        _check_reduced(unit)
+        free_prefetched(unit)
+        refresh(unit)
+    with torch.no_grad():
+        shards = [[function(flat.shard) for flat in unit.flats] for unit in units]
+        for unit, new in zip(units, shards, strict=True):
+            _check_shards(unit, new)
+        grads = [[_converted(param.grad, function) for param in unit.params] for unit in units]
+    runtime.converting = True
+    try:
+        with _hidden(units):
+            result = transform()
+    finally:
+        runtime.converting = False
+    for unit, new, of_params in zip(units, shards, grads, strict=True):
+        _bind(unit, new, of_params)
+    return result
+
+
+def _check_reduced(unit: Unit) -> None:
+    for flat in unit.flats:
+        drop_cleared(flat)
+    if any(flat.accumulated is not None for flat in unit.flats):
+        raise RuntimeError(f"Module._apply: expected reduced gradients, found local ones from no_sync in {unit}; "
+                           f"run a backward outside no_sync first")  # fmt: skip
+
+
+def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
+    device = shards[0].device
+    for flat, shard in zip(unit.flats, shards, strict=True):
+        name = flat.layout.names[0]
+        if shard.device != device or shard.is_meta or (unit.offload and device.type != "cpu"):
+            where = "cpu, where an offloaded unit is stored" if unit.offload else f"{device}, as the unit's first"
+            expected = "a device with values" if shard.is_meta and not unit.offload else f"device {where}"
+            raise RuntimeError(f"parameter {name}: expected {expected}, found {shard.device}; convert all "
+                               f"parameters of a unit alike")  # fmt: skip
+        if shard.shape != flat.shard.shape:
+            raise RuntimeError(
+                f"parameter {name}: expected a conversion that leaves the {flat.shard.numel()} elements of its shard, "
+                f"found shape {tuple(shard.shape)}; change dtype or device only"
+            )
+
+
+def _converted(grad: Tensor | None, function: Convert) -> Tensor | None:
+    if isinstance(grad, ShardedTensor):
+        return ShardedTensor(function(grad.local), grad.spec)
+    return None if grad is None else function(grad)
+
+
+@contextmanager
+def _hidden(units: Sequence[Unit]) -> Iterator[None]:
+    """Within, `nn.Module` does not see the units' parameters."""
+    locations = [location for unit in units for of_param in unit.locations.of for location in of_param]
+    held = [parameters.get(name) for parameters, name in locations]
+    try:
+        for (parameters, name), param in zip(locations, held, strict=True):
+            if param is not None:
+                parameters[name] = None
+        yield
+    finally:
+        for (parameters, name), param in zip(locations, held, strict=True):
+            if param is not None:
+                parameters[name] = param
+
+
+def _bind(unit: Unit, shards: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    for param in unit.params:
+        param.grad = None
+    for flat, shard in zip(unit.flats, shards, strict=True):
+        if shard is not flat.shard:
+            flat.bind(_with_values(flat, shard))
+    for param, grad in zip(unit.params, grads, strict=True):
+        if grad is not None:
+            set_grad(param, grad)
+    if not unit.offload:
+        unit.device = unit.flats[0].shard.device
+    unit.update_dtypes()
+
+
+def _with_values(flat: FlatParam, shard: Tensor) -> Tensor:
+    """`shard` as a tensor that may be trained: one that inference mode made may not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return shard.clone() if shard.is_inference() else shard

@@ -49,7 +49,7 @@ class Runtime:
             a rank that failed alone would wait for ever for the others.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
         shard_as_one: shards the root anew as one unit, where "auto" divided it; else None, as in a copy of the model.
-        converting: whether `Module._apply` is running (eager/convert.py).
+        converting: whether `Module._apply` is running (eager/casting.py).
     """
 
     def __init__(

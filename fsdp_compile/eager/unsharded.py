@@ -19,12 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core._torch import call_after_backward, current_backward
+from fsdp_compile.core._torch import WITHOUT_TENSORS, call_after_backward, current_backward, leaves_of
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import UnitState
-from fsdp_compile.eager.casting import WITHOUT_TENSORS, leaves_of
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 from fsdp_compile.eager.unsharded_buffer import KeptUnsharded, UnshardedBuffer

@@ -21,9 +21,8 @@ from torch import nn
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.explain._torch import FakeStore, FakeTensorMode, reset_dynamo
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes.graph.reading import read
+from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.bound import lower_bound
@@ -31,6 +30,7 @@ from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, 
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
+from fsdp_compile.passes.reading import read
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _process_group(world_size: int | None) -> Iterator[None]:
         return
     if world_size is None:
         raise ValueError("world_size: expected the number of ranks, as no process group is initialized, found None")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
     try:
         yield
     finally:

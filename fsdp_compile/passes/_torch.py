@@ -12,6 +12,10 @@ get_graph_being_compiled                  "model__<index>_<joint|forward|backwar
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
 ShapeEnv.backed_var_to_val                the size that each symbol had in tracing
+FakeStore                                 a store that holds nothing, for process groups of the backend "fake". It may
+                                          leave `torch.testing`; `init_process_group("fake", store=...)` must accept it
+FakeTensorMode                            tensors without memory: a model made under it may be larger than this machine
+reset_dynamo                              `torch.compiler.reset` clears more than Dynamo (also the caches of Inductor)
 
 Order of nodes: `preserve_node_ordering(graph, {node: OrderedSet(earlier)})` wraps nodes in `control_deps`, which pins
 their order through Inductor's scheduler. When torch moves: a wrapped matrix product gets a buffer of its own (if that
@@ -32,6 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
+from torch._dynamo import reset as reset_dynamo
 from torch._dynamo.callback import callback_handler
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
@@ -44,11 +49,13 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "CustomGraphPass",
+    "FakeTensorMode",
     "OpOverload",
     "OrderedSet",
     "fallback_handler",
@@ -56,6 +63,7 @@ __all__ = [
     "lowerings",
     "preserve_node_ordering",
     "register_lowering",
+    "reset_dynamo",
     "tree_leaves",
 ]
 
@@ -63,6 +71,13 @@ ir: Any = _ir  # annotated differently in the two versions of torch
 V: Any = _V
 ops: Any = _ops
 WaitKernel: Any = _ir._WaitKernel
+
+
+def fake_store() -> Any:
+    """The store of a process group of the backend "fake", for predictions."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # only they import what tests of torch use
+
+    return FakeStore()
 
 
 def call_after_compiling(function: Callable[[Any], None]) -> None:

@@ -15,7 +15,7 @@ from fsdp_compile.passes.cost import (
     link,
     transfer_seconds,
 )
-from fsdp_compile.passes.graph.costs import Work, node_work
+from fsdp_compile.passes.node_costs import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
 PLAIN = Device("plain", {"float32": 100.0}, bandwidth=10.0, memory=None, source="this test", efficiency=0.5)

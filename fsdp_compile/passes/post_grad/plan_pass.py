@@ -38,12 +38,12 @@ from fsdp_compile.passes.cost import (
     transfer_seconds,
     with_profile,
 )
-from fsdp_compile.passes.graph.costs import node_work, size_of
-from fsdp_compile.passes.graph.nodes import tagged
-from fsdp_compile.passes.graph.reading import Costs, read, stretches_of
+from fsdp_compile.passes.node_costs import node_work, size_of
+from fsdp_compile.passes.nodes import tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
+from fsdp_compile.passes.reading import Costs, read, stretches_of
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 

@@ -17,7 +17,7 @@ from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
 from fsdp_compile.passes.cost import step_with_profile
-from fsdp_compile.passes.graph.nodes import (
+from fsdp_compile.passes.nodes import (
     derived,
     get_tag,
     is_pointwise,
@@ -28,11 +28,11 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.reading import read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
+from fsdp_compile.passes.reading import read, stretches_of
 
 
 def choose_reshard(context: GraphContext) -> None:
