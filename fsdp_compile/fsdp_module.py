@@ -258,9 +258,8 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
         units = units_gathered_below(self)
         for unit in units:
             if unit.comm_hook is not None:
-                raise AssertionError(
-                    f"register_comm_hook: expected no hook yet, found {_name(unit.comm_hook[1])}; register once"
-                )
+                name = getattr(unit.comm_hook[1], "__qualname__", repr(unit.comm_hook[1]))
+                raise AssertionError(f"register_comm_hook: expected no hook yet, found {name}; register once")
         if not callable(hook):
             raise ValueError(
                 f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
@@ -342,7 +341,3 @@ def _check_root(module: Any, what: str, error: type[Exception]) -> None:
     if not module._fsdp.is_root:
         raise error(f"{what}: expected the root module, found {type(module).__name__} inside another sharded module; "
                     f"call it on that one")  # fmt: skip
-
-
-def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", repr(hook))

@@ -211,7 +211,9 @@ def _undo(module: nn.Module) -> None:
         for flat in unit.flats:
             flat.release()
         for param, values in zip(unit.params, full, strict=True):
-            _become_plain(param, values)
+            swap_wrapper(param, values)
+            for name in ("_fsdp_unit", "local", "spec", "_is_param"):
+                vars(param).pop(name, None)
     for each in module.modules():
         _restore_class(each)
 
@@ -225,12 +227,6 @@ def _full(param: nn.Parameter) -> nn.Parameter:
         torch.empty(shape, dtype=param.dtype, device="meta") if param.is_meta else param.spec.gather_split(param.local)
     )
     return nn.Parameter(values, param.requires_grad)
-
-
-def _become_plain(param: nn.Parameter, values: nn.Parameter) -> None:
-    swap_wrapper(param, values)
-    for name in ("_fsdp_unit", "local", "spec", "_is_param"):
-        vars(param).pop(name, None)
 
 
 def _restore_class(module: Any) -> None:

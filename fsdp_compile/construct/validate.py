@@ -3,7 +3,7 @@
 See Note [Nothing is changed on refusal].
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,9 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[
         placement = place(own.strategy, own.groups)
         _check_distributions(params, path, placement)
         prepared.append(PreparedUnit(module, path, params, named, own, placement, device, on_meta))
-    _warn_one_rank(of_units)
+    for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
+        if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
+            warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
     if any(own.sync for own in of_units):
         _check_sendable(model, prepared, carried)
     return prepared
@@ -195,13 +197,6 @@ def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[
         modules += new
         seen.update(new)
     return modules
-
-
-def _warn_one_rank(of_units: Iterable[Settings]) -> None:
-    """Say that nothing is split although it was asked for (E-STRAT-6)."""
-    for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
-        if strategy is not ShardingStrategy.NO_SHARD:
-            warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
 
 
 def _check_container(module: nn.Module, path: str) -> None:

@@ -149,7 +149,12 @@ def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]
 
 def _ask(model: nn.Module, policy: AutoWrapPolicy, ignored: Ignored) -> Chosen:
     if isinstance(policy, Set):
-        policy = _of_classes(policy)
+        for each in policy:
+            if not (isinstance(each, type) and issubclass(each, nn.Module)):
+                raise TypeError(
+                    f"auto_wrap_policy: expected a set of module classes, found {each!r} in it; pass classes"
+                )
+        policy = ModuleWrapPolicy(policy)
     if isinstance(policy, CustomPolicy):
         return {**_ask_custom_policy(model, policy, ignored), model: {}}
     if policy is None:
@@ -166,13 +171,6 @@ def _ask(model: nn.Module, policy: AutoWrapPolicy, ignored: Ignored) -> Chosen:
             f"a callable (module, recurse, nonwrapped_numel) -> bool, found {type(policy).__name__}"
         )
     return {module: {} for module in (*chosen, model)}
-
-
-def _of_classes(classes: Set[Any]) -> ModuleWrapPolicy:
-    for each in classes:
-        if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise TypeError(f"auto_wrap_policy: expected a set of module classes, found {each!r} in it; pass classes")
-    return ModuleWrapPolicy(classes)
 
 
 def repeated_blocks(model: nn.Module, ignored: Ignored = Ignored()) -> list[nn.Module]:

@@ -83,7 +83,10 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         elif not mutable:
             return gather(func, args, kwargs)
         elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            _refuse_data(func)
+            raise RuntimeError(
+                f"{func._schema.name}: expected sharded operands, found a plain one, which may differ by rank, for an "
+                f"edit in place that autograd records; write it out of place, as x = x * y for x.mul_(y)"
+            )
     spec = target.spec if target is not None else _common_spec(tensors)
     if spec is None:
         return gather(func, args, kwargs)
@@ -108,13 +111,6 @@ def _common_spec(tensors: list[Any]) -> ShardSpec | None:
         if not shape and len({tensor.dtype for tensor in tensors}) > 1:
             return None
     return next((each.spec for each in tensors if is_sharded(each) and each.shape == shape), None)
-
-
-def _refuse_data(func: Any) -> None:
-    raise RuntimeError(
-        f"{func._schema.name}: expected sharded operands, found a plain one, which may differ by rank, for an edit in "
-        f"place that autograd records; write it out of place, as x = x * y for x.mul_(y)"
-    )
 
 
 # --- foreach and fused ------------------------------------------------------------------------------------------------

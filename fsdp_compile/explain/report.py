@@ -115,16 +115,12 @@ def _limit(report: Report, step: Step, span: Span, size: int, queued: bool) -> s
     if queued and span.start > 0:
         return "link"
     if step.kind == "reduce":
-        return "memory" if _waited_for(report, step) < len(report.workload.tasks) else "dependency"
+        waited_for = next(each.at for each in report.plan.of("wait_reduce") if each.units == step.units)
+        return "memory" if waited_for < len(report.workload.tasks) else "dependency"
     if step.at == start:
         return "dependency"
     full = report.budget is not None and report.timeline.memory[step.at - 1] + size > report.budget
     return "memory" if full else "compute"
-
-
-def _waited_for(report: Report, reduce: Step) -> int:
-    """The index of the task before which the plan waits for a reduce."""
-    return next(step.at for step in report.plan.of("wait_reduce") if step.units == reduce.units)
 
 
 def _table(collectives: list[Collective]) -> Iterator[str]:

@@ -138,11 +138,8 @@ def _format_node(node: fx.Node) -> str:
     arguments = [_format_argument(a) for a in node.args] + [
         f"{k}={_format_argument(v)}" for k, v in node.kwargs.items()
     ]
-    return f"{node.name}: {_format_value(node)} = {_format_target(node)}({', '.join(arguments)}){note}"
-
-
-def _format_target(node: fx.Node) -> str:
-    return str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.").removesuffix(".default")
+    target = str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.").removesuffix(".default")
+    return f"{node.name}: {_format_value(node)} = {target}({', '.join(arguments)}){note}"
 
 
 def _format_value(node: fx.Node) -> str:

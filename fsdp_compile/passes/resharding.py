@@ -30,7 +30,6 @@ from fsdp_compile.passes.nodes import (
 )
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
 from fsdp_compile.passes.reading import read, stretches_of
 
@@ -51,24 +50,19 @@ def choose_reshard(context: GraphContext) -> None:
         return
     costs = costs_of(graph, config)
     reading = read(graph, costs, joint=True)
+    step = reading.workload
     if costs:
-        step = reading.workload
         if config.profile is not None:
             step = step_with_profile(step, stretches_of(reading.tasks), config.profile)
         names = search_plan(step, config.budget).keep_unsharded
     else:
-        names = _first_in_backward(reading.workload)
+        by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
+        names = tuple(step.units[unit].name for unit in by_first_read[:1])
     unsharded = {tag_of(reading.gathers[name].start[-1]).unit for name in names}
     for node in graph.nodes:
         tag = get_tag(node)
         if tag is not None and tag.reshard is None:
             set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
-
-
-def _first_in_backward(workload: Workload) -> tuple[str, ...]:
-    """The unit that backward reads first: it has just been read."""
-    by_first_read = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
-    return tuple(workload.units[unit].name for unit in by_first_read[:1])
 
 
 # Note [Why gathers are tagged for recomputation]

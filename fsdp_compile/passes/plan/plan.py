@@ -264,15 +264,14 @@ class Timeline:
         events: list[dict[str, object]] = []
         for lane, (name, spans) in enumerate(lanes.items()):
             events.append({"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}})
-            events += [_event(span, lane) for span in spans]
+            events += [
+                {"ph": "X", "pid": 0, "tid": lane, "name": s.name, "ts": s.start * 1e6, "dur": s.seconds * 1e6}
+                for s in spans
+            ]
         starts = [*(span.start for span in self.compute), self.makespan]
         for at, live in zip(starts, self.memory, strict=True):
             events.append({"ph": "C", "pid": 0, "name": "memory", "ts": at * 1e6, "args": {"bytes": live}})
         return json.dumps({"traceEvents": events})
-
-
-def _event(span: Span, lane: int) -> dict[str, object]:
-    return {"ph": "X", "pid": 0, "tid": lane, "name": span.name, "ts": span.start * 1e6, "dur": span.seconds * 1e6}
 
 
 class _Run:

@@ -9,7 +9,6 @@ waited for by an operator of ours, whose lowering lets generated code call the p
 """
 
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from fsdp_compile.comm.collectives import (
 )
 from fsdp_compile.core.ops import CAST_SHARD, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, lowerings, register_lowering
-from fsdp_compile.passes.nodes import CAST, Tag, set_tag, tag_of, tagged
+from fsdp_compile.passes.nodes import CAST, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.reading import can_coalesce
 
@@ -64,7 +63,7 @@ def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
         call = graph.call_function(COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
         results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(starts))]
     call.meta["val"] = [start.meta["val"] for start in starts]
-    set_tag(call, _joined_tag(starts))
+    set_tag(call, replace(tag_of(starts[0]), path=" ".join(tag_of(start).path or "root" for start in starts)))
     for start, result in zip(starts, results, strict=True):
         result.meta["val"] = start.meta["val"]
         start.replace_all_uses_with(result)
@@ -72,12 +71,6 @@ def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
     call.name = "_".join([names[0], *(name.partition("_")[2] for name in names[1:])])
     for result, name in zip(results, names, strict=True):
         result.name = name
-
-
-def _joined_tag(starts: Sequence[fx.Node]) -> Tag:
-    """The tag of the first of `starts`, with the paths of all their units."""
-    tags = [tag_of(start) for start in starts]
-    return replace(tags[0], path=" ".join(tag.path or "root" for tag in tags))
 
 
 # --- reduce-scatter on gloo -------------------------------------------------------------------------------------------
