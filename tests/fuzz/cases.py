@@ -186,8 +186,8 @@ def _supported(nodes: tuple[Node, ...], wrap: str) -> tuple[Node, ...]:
     """The nodes without what is refused, or outside of docs/limits.md.
 
     A module that is run in several places runs within the forward of its unit; which units other policies than "units"
-    choose is not known here. A rank may leave out parts of units, but not in a checkpoint ("Smaller ones"), and not
-    units, which a module that is run again may hold.
+    choose is not known here. A rank may leave out parts of units, but neither with a checkpoint around or in it
+    ("Smaller ones"), nor with a unit in it, which a module that is run again may hold.
     """
     units: list[int | None] = []  # for each node the innermost unit around it; None: it is one
     known = wrap in ("units", "none")
@@ -197,11 +197,12 @@ def _supported(nodes: tuple[Node, ...], wrap: str) -> tuple[Node, ...]:
         shares = known and not is_unit and 0 <= node.same < index and units[node.same] == unit
         units.append(None if is_unit else unit)
         checkpointed |= node.checkpoint != ""
+        below = any(each.checkpoint for each in nodes_of(node.children))
         return replace(
             node,
             children=tuple(visit(child, index if is_unit else unit, checkpointed) for child in node.children),
             same=node.same if shares else -1,
-            gate="" if node.gate == "rank" and (checkpointed or shares or not known) else node.gate,
+            gate="" if node.gate == "rank" and (checkpointed or below or shares or not known) else node.gate,
         )
 
     return tuple(visit(node, -1, False) for node in nodes)
