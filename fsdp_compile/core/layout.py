@@ -44,16 +44,11 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of the full buffer, in elements: one parameter or one gap of padding (E-FLAT-4). Never empty."""
+    """A run of the full buffer, in elements: one parameter or one gap of padding (E-FLAT-4, E-FLAT-18). Never empty."""
 
     offset: int
     numel: int
     parameter: int | None  # index into the layout's shapes; None for padding
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether no parameter owns these elements (E-FLAT-18)."""
-        return self.parameter is None
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ def zeros_per_rank(layout):
 def test_segments_of_the_worked_examples(example, segments, mask, numel, shard_numel):
     """Segments, mask and sizes are those of the specification's table (E-FLAT-15, E-FLAT-16, E-FLAT-18)."""
     layout = EXAMPLES[example]
-    assert " ".join("p" * segment.is_padding + str(segment.numel) for segment in layout.segments) == segments
-    assert "".join("FT"[segment.is_padding] for segment in layout.segments) == mask
+    assert " ".join("p" * (segment.parameter is None) + str(segment.numel) for segment in layout.segments) == segments
+    assert "".join("FT"[segment.parameter is None] for segment in layout.segments) == mask
     assert (layout.numel, layout.shard_numel) == (numel, shard_numel)
     assert layout.padding_numel == sum(int(run[1:]) for run in segments.split() if run.startswith("p"))
 
@@ -167,7 +167,7 @@ def test_alignment_1_equals_sharding_without_original_parameters(parameters, wor
     layout = FlatParamLayout.build(parameters, world_size, alignment=1)
     assert layout.shard_numel == shard_numel
     assert zeros_per_rank(layout) == zeros
-    assert [segment.is_padding for segment in layout.segments][-2:] == [False, True]
+    assert [segment.parameter is None for segment in layout.segments][-2:] == [False, True]
     assert present == {
         (rank, layout.names[index]): record
         for rank, records in enumerate(record_table(layout))
@@ -252,9 +252,9 @@ def test_segments_cover_every_element_once(layout):
         assert segment.offset == end and segment.numel > 0
         end += segment.numel
     assert end == layout.numel
-    owners = [segment.parameter for segment in layout.segments if not segment.is_padding]
+    owners = [segment.parameter for segment in layout.segments if segment.parameter is not None]
     assert owners == [index for index, numel in enumerate(layout.numels) if numel]
-    assert not any(one.is_padding and other.is_padding for one, other in pairwise(layout.segments))
+    assert not any(one.parameter is other.parameter is None for one, other in pairwise(layout.segments))
     for segment in layout.segments:
         if segment.parameter is not None:
             place = layout.offsets[segment.parameter], layout.numels[segment.parameter]

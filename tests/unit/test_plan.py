@@ -10,12 +10,11 @@ from fsdp_compile.passes.plan.search import no_prefetch, search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
-def test_text_and_json():
-    """A plan that is printed and read again, as text or JSON, is the same plan."""
+def test_text():
+    """A plan that is printed and read again is the same plan."""
     for seed in range(20):
         plan = search_plan(random_workload(random.Random(seed), 4)).plan
         assert Plan.parse(str(plan)) == plan
-        assert Plan.parse(plan.to_json()) == plan
         assert hash(Plan.parse(str(plan))) == hash(plan)
 
 
@@ -25,8 +24,6 @@ def test_text_and_json():
         ("at 0 gather", "line 1: expected 'at TASK KIND UNIT...', found 'at 0 gather'"),
         ("\nat x gather a", "line 2: expected the number of a task, found x"),
         ("at 0 fetch a", "line 1: expected one of gather, wait, free, reduce, wait_reduce, found fetch"),
-        ('[[0, "gather"]]', r"step 1: expected \[TASK, KIND, \[UNIT, ...\]\]"),
-        ("[0,", "expected JSON"),
     ],
 )
 def test_unreadable(text, message):

@@ -56,48 +56,25 @@ class Plan:
         """The steps of some kinds, in order."""
         return [step for step in self.steps if step.kind in kinds]
 
-    @property
-    def order(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The collectives in the order of their launches: what has to be equal on all ranks."""
-        return tuple((step.kind, step.units) for step in self.of("gather", "reduce"))
-
-    def to_json(self) -> str:
-        """A JSON list of `[at, kind, [unit, ...]]`, one step a line."""
-        lines = (json.dumps([step.at, step.kind, list(step.units)]) for step in self.steps)
-        return "[\n" + ",\n".join(lines) + "\n]\n"
-
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Read the text form or the JSON form. PlanError, with the number of the line, if it is neither."""
-        return cls(tuple(_from_json(text) if text.lstrip().startswith("[") else _from_text(text)))
+        """Read what `str` gives. PlanError, with the number of the line, if it cannot be read."""
+        return cls(tuple(_parsed(text)))
 
 
-def _from_text(text: str) -> Iterable[Step]:
+def _parsed(text: str) -> Iterator[Step]:
     for count, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
-        if words:
-            if len(words) < 4 or words[0] != "at":
-                raise PlanError(f"line {count}: expected 'at TASK KIND UNIT...', found {line.strip()!r}")
-            yield _step(f"line {count}", words[1], words[2], words[3:])
-
-
-def _from_json(text: str) -> Iterable[Step]:
-    try:
-        entries = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"line {error.lineno}: expected JSON, found {error.msg}") from None
-    for count, entry in enumerate(entries, 1):
-        if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], list)):
-            raise PlanError(f"step {count}: expected [TASK, KIND, [UNIT, ...]], found {json.dumps(entry)}")
-        yield _step(f"step {count}", entry[0], entry[1], entry[2])
-
-
-def _step(where: str, at: object, kind: object, units: Iterable[object]) -> Step:
-    if not str(at).isdecimal():
-        raise PlanError(f"{where}: expected the number of a task, found {at}")
-    if kind not in KINDS:
-        raise PlanError(f"{where}: expected one of {', '.join(KINDS)}, found {kind}")
-    return Step(kind, tuple(map(str, units)), int(str(at)))  # type: ignore[arg-type]  # checked in the line above
+        if not words:
+            continue
+        if len(words) < 4 or words[0] != "at":
+            raise PlanError(f"line {count}: expected 'at TASK KIND UNIT...', found {line.strip()!r}")
+        _, at, kind, *units = words
+        if not at.isdecimal():
+            raise PlanError(f"line {count}: expected the number of a task, found {at}")
+        if kind not in KINDS:
+            raise PlanError(f"line {count}: expected one of {', '.join(KINDS)}, found {kind}")
+        yield Step(kind, tuple(units), int(at))  # type: ignore[arg-type]  # checked in the line above
 
 
 _FOLLOWS = {"gather": "free", "wait": "gather", "free": "wait", "reduce": None, "wait_reduce": "reduce"}
