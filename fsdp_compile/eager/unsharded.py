@@ -260,6 +260,10 @@ class UnshardedUnit:
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             self.reopen()
+        elif (
+            self in self.unit.awaiting_backward
+        ):  # a recomputed forward has opened it; another one may have closed since
+            self.unit.show_unsharded(self.views, self.as_flats)
 
     def reopen(self) -> None:
         """Let the running backward pass read the parameters: gather again what was freed."""

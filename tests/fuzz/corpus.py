@@ -62,4 +62,22 @@ CORPUS: tuple[tuple[str, Case], ...] = (
             wrap="auto",
         ),
     ),
+    (
+        "two forwards alive: the parameters that a recomputed forward had opened were closed by another forward's backward",
+        Case(
+            nodes=(
+                Node(
+                    kind="nest",
+                    checkpoint="non-reentrant",
+                    children=(
+                        Node(kind="nest", unit=True),
+                        Node(kind="nest", children=(Node(checkpoint="non-reentrant"),), times=2),
+                        Node(),
+                    ),
+                ),
+            ),
+            wrap="policy",
+            steps=(Step(forwards="apart"),),
+        ),
+    ),
 )
