@@ -63,7 +63,7 @@ CORPUS: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
-        "two forwards alive: the parameters that a recomputed forward had opened were closed by another forward's backward",
+        "two forwards alive: what a recomputed forward had opened was closed by the backward of another forward",
         Case(
             nodes=(
                 Node(
