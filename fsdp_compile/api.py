@@ -27,13 +27,13 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.construct.arguments import (
     PlacementFn,
     check_type,
+    given_device,
     ignored_of,
     mesh_to_shard,
     offload_of,
     precision_of,
     resolve_strategy,
 )
-from fsdp_compile.construct.devices import given_device
 from fsdp_compile.construct.initial_values import InitFn
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
 from fsdp_compile.construct.validate import Settings, prepare_units

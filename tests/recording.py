@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.eager.streams import Device, Streams
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
+from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 
 
 class Log:

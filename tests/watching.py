@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.eager.streams import Device, Streams
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
+from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 
 COMPUTE = "compute"
 _LIBRARIES = os.path.dirname(os.path.dirname(torch.__file__))

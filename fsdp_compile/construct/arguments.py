@@ -5,13 +5,15 @@ cpu_offload, offload_policy              -> Offload
 ignored_states, ignored_params           -> one collection of parameters or modules
 mesh, dp_mesh_dims                       -> a mesh of one dimension, or of two: (replicas, shards)
 sharding_strategy, reshard_after_forward -> a strategy
+device_id                                -> a device with an index, or None
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,9 +29,6 @@ from torch.distributed.tensor import Shard
 from fsdp_compile.comm.groups import RESHARDING
 from fsdp_compile.core.environment import warn_caller
 
-if TYPE_CHECKING:
-    import torch
-
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
@@ -38,7 +37,7 @@ class Precision:
     """The dtypes of a unit: those that FSDP1 knows, and that of floating outputs, which only FSDP2 sets."""
 
     dtypes: MixedPrecision | None
-    output: "torch.dtype | None"
+    output: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,48 @@ def resolve_strategy(
             f"{strategy.name}; pass one of the two"
         )
     return strategy
+
+
+CPU = torch.device("cpu")
+
+
+def given_device(device_id: int | str | torch.device | None) -> torch.device | None:
+    """The device that the argument names, with an index unless it is the CPU (E-INIT-14).
+
+    Raises:
+        TypeError: neither an int, a torch.device nor the name of one.
+        ValueError: the meta device, or an index without an accelerator to count.
+    """
+    if device_id is None:
+        return None
+    if isinstance(device_id, str):
+        device_id = torch.device(device_id)
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
+        raise TypeError(f"device_id: expected an int, a torch.device or None, found {type(device_id).__name__}")
+    if device_id == CPU or device_id == torch.device("cpu", 0):
+        return CPU
+    if device_id == torch.device("meta"):
+        raise ValueError("device_id: expected a device that holds values, found meta; pass the one to compute on")
+    current = current_device()
+    if current is None:
+        raise ValueError(
+            f"device_id: expected a device of this machine, found {device_id} and no accelerator; "
+            f"pass torch.device('cpu') or nothing"
+        )
+    if isinstance(device_id, int):
+        return torch.device(current.type, device_id)
+    if device_id == torch.device(device_id.type):
+        warn_caller(f"device_id: expected an index, found {device_id}; taking the current device, {current}")
+        return current
+    return device_id
+
+
+def current_device() -> torch.device | None:
+    """The accelerator that is current here; None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if accelerator else None
 
 
 # Note [Which elements a rank stores]

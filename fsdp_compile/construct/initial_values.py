@@ -193,6 +193,21 @@ def _full_name(path: str, name: str, tensor: Tensor) -> str:
     return f"{kind} {path}.{name}" if path else f"{kind} {name}"
 
 
+def move_from_cpu(params: Iterable[nn.Parameter], modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move what is on the CPU, of `params` and of the modules' own buffers, to `device` (E-INIT-15).
+
+    Every tensor stays the object it is, so ties hold.
+    """
+    if device.type == "cpu":
+        return
+    tensors: list[Tensor] = [*params]
+    for module in modules:
+        tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.to(device)
+
+
 # --- equal on all ranks: the first sends its tensors to the others, many of them in one message -----------------------
 
 BUCKET_BYTES = 250 * 2**20

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile.construct.devices import move_from_cpu
-from fsdp_compile.construct.initial_values import broadcast_states, materialize
+from fsdp_compile.construct.initial_values import broadcast_states, materialize, move_from_cpu
 from fsdp_compile.construct.validate import NamedParams, PreparedUnit
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper

@@ -3,7 +3,7 @@
 See Note [Nothing is changed on refusal].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,17 @@ from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, Sh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place, resolve_groups
-from fsdp_compile.construct.arguments import Offload, PlacementFn, check_placements, offload_of
-from fsdp_compile.construct.devices import carried_devices, compute_device, given_device
+from fsdp_compile.construct.arguments import (
+    CPU,
+    Offload,
+    PlacementFn,
+    check_placements,
+    current_device,
+    given_device,
+    offload_of,
+)
 from fsdp_compile.construct.initial_values import InitFn, must_stay_on_meta, unsent_buffers
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.environment import Switches, warn_caller
@@ -83,7 +91,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[
     _check_same_switch(model)
     paths = {module: path for path, module in model.named_modules()}
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
-    carried = carried_devices(settings.groups.shard)
+    carried = frozenset(backends(settings.groups.shard))  # device types
     divided = list(_divide(chosen, settings.ignored))
     named_modules = [[(paths[each], each) for each in modules] for _, _, modules in divided]
     uninitialized = [
@@ -197,6 +205,81 @@ def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[
         modules += new
         seen.update(new)
     return modules
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+# The CPU is treated as any other device. Each unit decides for itself where it computes, from the devices of the
+# parameters it manages (E-INIT-12 to 17). Parameters on the meta device have no device yet: they follow the others.
+
+
+def compute_device(
+    devices: Iterable[tuple[str, torch.device]], given: torch.device | None, carried: frozenset[str]
+) -> torch.device:
+    """The device that a unit computes on.
+
+    Args:
+        devices: name and device of each parameter that the unit manages; names are for messages.
+        given: what `device_id` says, or None.
+        carried: the device types that the unit's group communicates from.
+
+    Raises:
+        RuntimeError: the parameters are spread over devices in a way that `given` does not settle (E-INIT-12, 13).
+        ValueError: they are on another device than `given` (E-INIT-16).
+    """
+    first: dict[torch.device, str] = {}
+    for name, device in devices:
+        first.setdefault(device, name)
+    first.pop(torch.device("meta"), None)
+    others = [device for device in first if device.type != "cpu"]
+    _check_spread(first, others, given)
+    if given is not None:
+        if others and others[0] != given:
+            raise ValueError(
+                f"parameter {first[others[0]]}: expected device {given}, as device_id says, found {others[0]} on rank "
+                f"{dist.get_rank()}; move it there or to the CPU, or pass its device"
+            )
+        return given
+    if others:
+        return others[0]
+    if CPU in first:
+        return CPU if "cpu" in carried else _instead_of_cpu(first[CPU])
+    current = current_device()
+    return current if current and current.type in carried else CPU
+
+
+def _check_spread(first: dict[torch.device, str], others: Sequence[torch.device], given: torch.device | None) -> None:
+    """One device, or the CPU and one other that `device_id` names."""
+    if len(others) > 1:
+        one, other = others[:2]
+        remedy = "use one kind of accelerator" if one.type != other.type else "move the unit's parameters to one device"
+        raise RuntimeError(
+            f"parameter {first[other]}: expected device {one}, as {first[one]} of this unit has, found {other}; "
+            f"{remedy} before fully_shard"
+        )
+    if others and CPU in first and given is None:
+        raise RuntimeError(
+            f"parameter {first[CPU]}: expected device {others[0]}, as {first[others[0]]} of this unit has, found cpu; "
+            f"pass device_id to move what is on the CPU"
+        )
+
+
+def _instead_of_cpu(name: str) -> torch.device:
+    """Where to compute if parameters are on the CPU and the group cannot communicate from there."""
+    device = current_device()
+    if device is None:
+        raise RuntimeError(
+            f"parameter {name}: expected a device that its process group communicates from, found cpu and no "
+            f"accelerator; use a group with a backend for the CPU, such as gloo"
+        )
+    warn_caller(
+        f"parameter {name}: expected a device that its process group communicates from, found cpu; moving the unit to "
+        f"the current device, {device}. Pass device_id, or initialise the model there, which is faster"
+    )
+    return device
+
+
+# --- modules and parameters -------------------------------------------------------------------------------------------
 
 
 def _check_container(module: nn.Module, path: str) -> None:

@@ -7,8 +7,7 @@ Each step
     checks.py             what is checked of a root, by each rank alone and among ranks
     unshard.py            manual prefetching and resharding
     unsharded.py          the unsharded parameters of one forward: gathered, freed, gathered again in backward, freed
-    unsharded_buffer.py   the memory of these
-    streams.py            streams and events behind one interface
+    streams.py            streams and events behind one interface; the memory of these parameters
     reduce.py             gradients packed and reduced, by collectives or communication hooks, and waited for late
     accumulate.py         gradient accumulation without communication
 Between steps

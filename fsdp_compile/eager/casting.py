@@ -1,6 +1,6 @@
 """Dtypes and devices: what mixed precision makes of a module's inputs, outputs and buffers, and what `.to()` converts.
 
-Parameters and gradients are cast where they are gathered and reduced (unsharded_buffer.py, reduce.py).
+Parameters and gradients are cast where they are gathered and reduced (streams.py, reduce.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

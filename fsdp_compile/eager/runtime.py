@@ -24,10 +24,9 @@ from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.checks import OrderCheck, check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
-from fsdp_compile.eager.streams import Device, Streams
+from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
 from fsdp_compile.eager.unsharded import UnshardedUnit
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
 
 
 class Runtime:

@@ -25,8 +25,7 @@ from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import UnitState
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
-from fsdp_compile.eager.streams import NO_STREAMS, Streams
-from fsdp_compile.eager.unsharded_buffer import KeptUnsharded, UnshardedBuffer
+from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
 from fsdp_compile.eager.writeback import refresh
 
 # Note [Freeing buffers that autograd has saved]

@@ -23,9 +23,8 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.eager import reduce, unsharded, writeback
-from fsdp_compile.eager.streams import Streams
+from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
 
 LOW = MixedPrecision(torch.bfloat16)
 OFFLOAD = {"cpu_offload": CPUOffload(True), "mixed_precision": LOW}  # with casts: between CPU and CPU nothing is copied

@@ -19,8 +19,8 @@ from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.core.unsharded_tensor import UnreducedGradient
+from fsdp_compile.eager.streams import UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

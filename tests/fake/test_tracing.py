@@ -17,8 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.ops import UNSHARD, VIEWS
-from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
+from fsdp_compile.eager.streams import Streams, UnshardedBuffer
 
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.eager.unsharded_buffer import UnshardedBuffer
+from fsdp_compile.eager.streams import UnshardedBuffer
 
 from .ranks import Ranks
 from .training import OPTIMIZERS, backward, local, mine, shard, units

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.construct.devices import compute_device, given_device
+from fsdp_compile.construct.arguments import given_device
+from fsdp_compile.construct.validate import compute_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 CUDA0, CUDA1, XPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("xpu:0")
