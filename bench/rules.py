@@ -8,7 +8,7 @@ from fsdp_compile.passes.plan.workload import Workload
 def one_ahead(workload: Workload) -> Plan:
     """A fixed prefetch: where a unit is waited for, the next one's gather is issued before; two reduces in flight.
 
-    DeepCompile's and our own passes' rule without a planner (passes/reorder.py).
+    DeepCompile's and our own passes' rule without a planner (passes/plan/search.py).
     """
     return prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=2)
 
