@@ -1,4 +1,4 @@
-"""Steps shaped like Llama 3's: dimensions as in the published configurations, costs from passes/cost.py.
+"""Steps shaped like Llama 3's: dimensions as in the published configurations, costs from passes/cost/roofline.py.
 
 bf16, gradients reduced in fp32, AdamW's states in fp32, activation checkpoints around blocks, 8192 tokens a sequence.
 Embedding, each block and head are units, and one task per direction each.
@@ -6,7 +6,7 @@ Embedding, each block and head are units, and one task per direction each.
 
 from dataclasses import dataclass
 
-from fsdp_compile.passes.cost import Device, Link, compute_seconds, launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.roofline import Device, Link, compute_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192

@@ -23,6 +23,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
+from fsdp_compile.passes.graph.reading import read
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.bound import lower_bound
@@ -30,7 +31,6 @@ from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, 
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
-from fsdp_compile.passes.reading import read
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,12 @@
 
 pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided; graphs as text
 inductor.py    the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
-nodes.py       what a node is: to us, by its tag; and of which kind, a view, a matrix product, a loop
-node_costs.py  operations and bytes of one node; bytes that are alive beside it
-reading.py     a graph as tasks and units: what the planner sees, and the nodes that a plan moves
-cost.py        seconds of collectives and of computing: hardware, roofline, recorded profiles
 _torch.py      private names of the compiler
 
-insertion.py   forward and backward in one graph: markers become collectives
-resharding.py  likewise: which units reshard after forward
+graph/         reading a graph: what its nodes are to us, what they cost, which tasks and units it has
+joint/         forward and backward in one graph: markers become collectives, and units reshard after forward
 post_grad/     each graph alone: gradients in place, reading, planning, ordering, lowering, checks, pinning
+cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
 plan/          plans as data, without torch: rules, search, simulation, verification
 
 A step of training goes through
@@ -20,7 +17,8 @@ A step of training goes through
     backward    the same, with pack_in_place and reuse_gathered before it is read
 """
 
-from fsdp_compile.passes.insertion import insert_collectives
+from fsdp_compile.passes.joint.insert_collectives import insert_collectives
+from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered
 from fsdp_compile.passes.post_grad.lower_collectives import (
@@ -30,7 +28,6 @@ from fsdp_compile.passes.post_grad.lower_collectives import (
 )
 from fsdp_compile.passes.post_grad.order import check_order, check_ranks, order, pin_order, place_deferred_reduces
 from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, record_times, verify_plan
-from fsdp_compile.passes.resharding import check_saved, choose_reshard, reshard
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),

@@ -31,7 +31,7 @@ from fsdp_compile.passes._torch import (
     inductor_config,
     sort,
 )
-from fsdp_compile.passes.nodes import is_ours
+from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.nodes import Kind, get_tag, tagged
+from fsdp_compile.passes.graph.nodes import Kind, get_tag, tagged
 
 if TYPE_CHECKING:
+    from fsdp_compile.passes.graph.reading import Reading
     from fsdp_compile.passes.plan.plan import Plan
     from fsdp_compile.passes.plan.workload import Workload
-    from fsdp_compile.passes.reading import Reading
 
 log = logging.getLogger("fsdp_compile")
 

@@ -21,9 +21,9 @@ from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
+from fsdp_compile.passes.graph.node_costs import live_bytes
+from fsdp_compile.passes.graph.nodes import is_view, tagged
 from fsdp_compile.passes.inductor import CompileNotice, Pipeline, compile_with, fsdp_compile_backend, install, pipelines
-from fsdp_compile.passes.node_costs import live_bytes
-from fsdp_compile.passes.nodes import is_view, tagged
 from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
 
 X = torch.ones(4, 3)

@@ -16,7 +16,6 @@ from models import routed
 from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain, fully_shard
-from fsdp_compile.passes import resharding
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.search import PlannedStep, search_plan
@@ -137,7 +136,7 @@ def test_auto_keeps_by_measured_times(
         seen.append(workload)
         return search_plan(workload, budget)
 
-    monkeypatch.setattr(resharding, "search_plan", see)
+    monkeypatch.setattr(reshard, "search_plan", see)
     path = tmp_path / "profile.json"
     options: dict[str, object] = {"link": SLOW, "profile": str(path)}
     table = {"forward of 10 products": [0.5] * 11, "forward of 900 products": [9.0] * 901}

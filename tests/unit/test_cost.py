@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compile.passes.cost import (
+from fsdp_compile.passes.cost.roofline import (
     LINKS,
     Device,
     Link,
@@ -15,7 +15,7 @@ from fsdp_compile.passes.cost import (
     link,
     transfer_seconds,
 )
-from fsdp_compile.passes.node_costs import Work, node_work
+from fsdp_compile.passes.graph.node_costs import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
 PLAIN = Device("plain", {"float32": 100.0}, bandwidth=10.0, memory=None, source="this test", efficiency=0.5)

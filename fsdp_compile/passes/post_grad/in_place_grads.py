@@ -19,7 +19,7 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
-from fsdp_compile.passes.nodes import (
+from fsdp_compile.passes.graph.nodes import (
     SAME_ORDER,
     get_tag,
     is_pointwise,
@@ -29,9 +29,9 @@ from fsdp_compile.passes.nodes import (
     tag_of,
     tagged,
 )
+from fsdp_compile.passes.graph.reading import gradients_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
-from fsdp_compile.passes.reading import gradients_of
 
 aten = torch.ops.aten
 

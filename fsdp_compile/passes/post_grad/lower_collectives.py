@@ -27,9 +27,9 @@ from fsdp_compile.comm.collectives import (
 )
 from fsdp_compile.core.ops import CAST_SHARD, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, lowerings, register_lowering
-from fsdp_compile.passes.nodes import CAST, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.reading import can_coalesce
 
 aten = torch.ops.aten
 _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}

@@ -19,10 +19,10 @@ from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
 from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
-from fsdp_compile.passes.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.reading import Reading, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
-from fsdp_compile.passes.reading import Reading, with_preparation
 
 
 def place_deferred_reduces(context: GraphContext) -> None:

@@ -5,7 +5,7 @@
     verify_plan     refuses a plan that breaks a rule or exceeds the budget
     record_times    seconds of tasks, measured while graphs run
 
-Costs are estimates by the roofline of a named device and link (passes/cost.py). A recorded profile replaces the seconds
+Costs are estimates by the roofline of a named device and link (passes/cost). A recorded profile replaces the seconds
 of tasks.
 """
 
@@ -26,7 +26,7 @@ from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes._torch import tree_leaves
-from fsdp_compile.passes.cost import (
+from fsdp_compile.passes.cost.roofline import (
     DEVICES,
     Device,
     all_reduce_seconds,
@@ -38,12 +38,12 @@ from fsdp_compile.passes.cost import (
     transfer_seconds,
     with_profile,
 )
-from fsdp_compile.passes.node_costs import node_work, size_of
-from fsdp_compile.passes.nodes import tagged
+from fsdp_compile.passes.graph.node_costs import node_work, size_of
+from fsdp_compile.passes.graph.nodes import tagged
+from fsdp_compile.passes.graph.reading import Costs, read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
-from fsdp_compile.passes.reading import Costs, read, stretches_of
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
@@ -100,7 +100,7 @@ def verify_plan(context: GraphContext) -> None:
 # --- costs of one graph -----------------------------------------------------------------------------------------------
 
 _FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
-"""How much a device computes while it moves a byte (passes/cost.py): the CPU in float32, an H100 in bfloat16."""
+"""How much a device computes while it moves a byte (passes/cost): the CPU in float32, an H100 in bfloat16."""
 
 
 def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
-from fsdp_compile.passes.cost import step_with_profile
-from fsdp_compile.passes.nodes import (
+from fsdp_compile.passes.cost.roofline import step_with_profile
+from fsdp_compile.passes.graph.nodes import (
     derived,
     get_tag,
     is_pointwise,
@@ -28,10 +28,10 @@ from fsdp_compile.passes.nodes import (
     tag_of,
     tagged,
 )
+from fsdp_compile.passes.graph.reading import read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
-from fsdp_compile.passes.reading import read, stretches_of
 
 
 def choose_reshard(context: GraphContext) -> None:

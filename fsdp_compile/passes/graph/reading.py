@@ -18,8 +18,8 @@ from torch import fx
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.node_costs import live_bytes, size_of
-from fsdp_compile.passes.nodes import CAST, get_tag, is_product, is_view, module_path, readers, tag_of, tagged
+from fsdp_compile.passes.graph.node_costs import live_bytes, size_of
+from fsdp_compile.passes.graph.nodes import CAST, get_tag, is_product, is_view, module_path, readers, tag_of, tagged
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 Span = tuple[int, int]  # first and last position

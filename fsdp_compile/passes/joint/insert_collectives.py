@@ -25,7 +25,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.flat import averaging
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD, UnshardSpec
-from fsdp_compile.passes.nodes import CAST, Kind, Tag, module_path, set_tag
+from fsdp_compile.passes.graph.nodes import CAST, Kind, Tag, module_path, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten

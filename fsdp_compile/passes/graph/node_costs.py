@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fsdp_compile.passes._torch import inductor_config, is_caller_owned, size_hint, tree_leaves
-from fsdp_compile.passes.nodes import (
+from fsdp_compile.passes.graph.nodes import (
     aten,
     flop_formula,
     is_loop,
