@@ -17,6 +17,7 @@ from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
 from fsdp_compile.passes.plan.search import PlannedStep, search_plan
 from fsdp_compile.passes.plan.workload import Workload
