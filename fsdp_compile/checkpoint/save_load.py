@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -21,12 +23,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from fsdp_compile.checkpoint.directory import Manifest, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
+from fsdp_compile.comm.phases import SharedWork
 from fsdp_compile.core.sharding import WRAPPED
 
 
@@ -53,14 +58,17 @@ def save(
         process_group: the ranks that call it; default: all.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write its part.
+        CheckpointError: on all ranks, if one of them could not give its state or write its part.
+        RuntimeError: a rank did not come in the time of `FSDP_COMPILE_WATCHDOG`, or is gone. Earlier checkpoints stay.
         ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`;
             or something with a `state_dict()` lies deeper than in `state` itself.
     """
-    writer = DirectoryWriter(root, step, keep)
+    stateful, doing = _as_stateful(state), f"saving step {step} in {root}"
+    work = SharedWork(doing, process_group)
+    writer = _Writer(root, step, keep, work)
     try:
-        with _errors_of_ranks(f"saving step {step} in {root}"):
-            dcp.save(_as_stateful(state), storage_writer=writer, process_group=process_group)
+        with _errors_of_ranks(doing), work:
+            dcp.save(_collect(stateful, doing, work), storage_writer=writer, process_group=work.group)
     finally:
         writer.discard()
 
@@ -95,6 +103,7 @@ def load(
         CheckpointError: on all ranks, if a file is missing or was truncated or altered; the message names the file and
             the tensor. Or if `state` asks for what the checkpoint does not have, or what needs `trust`. What was read
             before it stays.
+        RuntimeError: a rank did not come in the time of `FSDP_COMPILE_WATCHDOG`, or is gone.
     """
 
     def find() -> tuple[Path, Manifest]:
@@ -106,25 +115,85 @@ def load(
         return checkpoint
 
     stateful = _as_stateful(state)
-    manifest = _load_latest(stateful, find, trust, process_group)
+    manifest = _load_latest(stateful, Path(root), find, trust, process_group)
     state.update((key, value) for key, value in stateful.items() if not isinstance(value, Stateful))
     return manifest.step or 0
 
 
 def _load_latest(
-    stateful: dict[str, Any], find: Callable[[], tuple[Path, Manifest]], trust: bool, group: dist.ProcessGroup | None
+    stateful: dict[str, Any],
+    root: Path,
+    find: Callable[[], tuple[Path, Manifest]],
+    trust: bool,
+    group: dist.ProcessGroup | None,
 ) -> Manifest:
     """Load what `find` finds, or what it finds next, if another job removes that meanwhile to make room."""
     while True:
-        path, manifest = on_first_rank(find, group)  # so that all ranks load the same
+        with SharedWork(f"looking for a checkpoint in {root}", group) as work:
+            path, manifest = on_first_rank(find, work.group)  # so that all ranks load the same
         try:
-            with _errors_of_ranks(f"loading {path}"):
-                reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
-                dcp.load(stateful, storage_reader=reader, planner=planner, process_group=group)
+            _load(stateful, path, manifest, trust, group)
             return manifest
         except CheckpointError:  # on all ranks
             if on_first_rank(path.is_dir, group):
                 raise
+
+
+def _load(
+    stateful: dict[str, Any], path: Path, manifest: Manifest, trust: bool, group: dist.ProcessGroup | None
+) -> None:
+    doing = f"loading {path}"
+    work = SharedWork(doing, group)
+    with _errors_of_ranks(doing), work:
+        state, planner = _collect(stateful, doing, work), ValuePlanner(trust)
+        reader = _Reader(path, manifest, work)
+        dcp.load(state, storage_reader=reader, planner=planner, process_group=work.group)
+        with work.doing("taking over its state"):
+            for key, value in stateful.items():
+                if isinstance(value, Stateful):
+                    value.load_state_dict(state[key])
+                else:
+                    stateful[key] = state[key]
+
+
+def _collect(stateful: dict[str, Any], doing: str, work: SharedWork) -> dict[str, Any]:
+    """The state of each model, optimizer and other object, and all other values; CheckpointError on all ranks."""
+    state = dict(stateful)
+
+    def collect() -> None:
+        with work.doing("collecting its state"):
+            state.update((key, value.state_dict()) for key, value in state.items() if isinstance(value, Stateful))
+
+    all_succeed(collect, doing, work.group)
+    return state
+
+
+class _Writer(DirectoryWriter):
+    """Writes one checkpoint, and says what this rank does."""
+
+    def __init__(self, root: str | os.PathLike[str], step: int, keep: int | None, work: SharedWork) -> None:
+        super().__init__(root, step, keep)
+        self.work = work
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with self.work.doing("writing its file"):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self.work.doing("committing the checkpoint"):
+            super().finish(metadata, results)
+
+
+class _Reader(DirectoryReader):
+    """Reads one checkpoint, and says what this rank does."""
+
+    def __init__(self, path: Path, manifest: Manifest, work: SharedWork) -> None:
+        super().__init__(path, manifest)
+        self.work = work
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with self.work.doing("reading its tensors"):
+            return super().read_data(plan, planner)
 
 
 # --- models and optimizers --------------------------------------------------------------------------------------------
@@ -214,8 +283,17 @@ def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup |
     Raises:
         CheckpointError: on all ranks, if `work` raised on any.
     """
-    if said := errors_on_ranks(work, group):
-        raise _failed(doing, said)
+    own: list[Exception] = []
+
+    def work_and_keep_error() -> None:
+        try:
+            work()
+        except Exception as error:
+            own.append(error)
+            raise
+
+    if said := errors_on_ranks(work_and_keep_error, group):
+        raise _failed(doing, said) from (own[0] if own else None)
 
 
 def _failed(doing: str, said: Mapping[int, str]) -> CheckpointError:

@@ -12,6 +12,7 @@ neighbors         0..7, 8..15                     gathers the rest with 8..15, a
 import os
 import weakref
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -210,7 +211,7 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
 # one world share what the world, or one of its shard groups, has been divided into. Nothing of torch finds a group by
 # its ranks, and no model owns the world: the table is of the process, and forgets a world that is gone.
 _Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], _Pair]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, float], _Pair]] = weakref.WeakKeyDictionary()
 
 
 def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
@@ -248,6 +249,17 @@ def separate_group(name: str) -> dist.ProcessGroup:
         second = _group_of(dist.get_process_group_ranks(group))
         known["separate", 0] = (second, second)
     return known["separate", 0][0]
+
+
+def group_with_limit(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
+    """A gloo group of the ranks of `group`, whose collectives fail after `seconds`; made once, by all of them."""
+    known = _made.setdefault(group, {})
+    key = ("seconds", seconds)
+    if key not in known:
+        ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=seconds)
+        made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+        known[key] = (made, made)
+    return known[key][0]
 
 
 def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:

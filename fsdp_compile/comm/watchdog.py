@@ -1,12 +1,14 @@
 """A wait for other ranks that takes too long raises, and says who is missing: `FSDP_COMPILE_WATCHDOG=20` (seconds).
 
 Collectives of tensors on the CPU are waited for by the host, which then waits with a time limit. After half of it a
-rank writes what it waits for into the store of the process group, under `fsdp_flat/waits/<rank>`; when the time is up
-it reads what the others have written, and raises. No other step touches the store. Collectives on CUDA are not waited
-for by the host: NCCL has a watchdog of its own.
+rank writes what it waits for, and of which ranks, into the store of the default group, under `fsdp_flat/waits/<rank>`;
+when the time is up it reads what those ranks have written, and the ranks that they wait for, and raises. So with
+several groups it names the rank that all wait for at the end. No other step touches the store. Collectives on CUDA are
+not waited for by the host: NCCL has a watchdog of its own.
 """
 
 import atexit
+import json
 import os
 import sys
 import threading
@@ -20,7 +22,7 @@ from fsdp_compile.comm._torch import current_backward, store_of
 from fsdp_compile.comm.comparison import in_words
 
 OBJECTS = "objects"
-"""What stands for the unit where ranks exchange Python objects: state dicts, checkpoints."""
+"""What stands for the unit where ranks exchange Python objects, such as state dicts."""
 
 _STORE_LIMIT = 2.0  # seconds until a store does not answer: the process that hosts it may be the one that is gone
 _seconds: float | None = None
@@ -43,6 +45,12 @@ def name_unit(numel: int, unit: str) -> None:
 def is_on() -> bool:
     """Whether waits have a time limit."""
     return _seconds is not None
+
+
+def seconds() -> float:
+    """How long a wait may take; to be asked if `is_on`."""
+    assert _seconds is not None
+    return _seconds
 
 
 class WatchedCollective:
@@ -78,28 +86,34 @@ class WatchedCollective:
             work.wait(_half)
         except RuntimeError as error:
             if work.is_completed():
+                self._write(str(self))  # for those who wait for this rank in another group
                 error.add_note(f"This was the {self}.")
                 raise
             return False
         return True
 
     def _write(self, text: str) -> None:
-        _in_time(lambda: store_of(self.group).set(f"fsdp_flat/waits/{self.group.rank()}", text))
+        waits = json.dumps([text, self._ranks() if text else []])
+        in_time(lambda: _store().set(_key(dist.get_rank()), waits))
+
+    def _ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
 
     def _late(self) -> str:
-        size, ranks = self.group.size(), dist.get_process_group_ranks(self.group)
         texts: dict[int, str] = {}
 
         def read() -> None:
-            store = store_of(self.group)
-            for rank in range(size):
-                key = f"fsdp_flat/waits/{rank}"
-                texts[ranks[rank]] = store.get(key).decode() if store.check([key]) else ""
+            store, unread = _store(), self._ranks()
+            while unread:
+                rank = unread.pop(0)
+                text, ranks = json.loads(store.get(_key(rank))) if store.check([_key(rank)]) else ("", [])
+                texts[rank] = text
+                unread += [each for each in ranks if each not in texts and each not in unread]
 
-        if not _in_time(read):
+        if not in_time(read):
             said = "no answer of the store, whose process may be the one that is gone"
         else:
-            missing = [rank for rank, text in texts.items() if not text]
+            missing = sorted(rank for rank, text in texts.items() if not text)
             waiting: dict[str, list[int]] = defaultdict(list)
             for rank, text in texts.items():
                 if text:
@@ -119,8 +133,17 @@ class WatchedCollective:
         return f"{self.kind} of {unit}{' in forward' if paths and self.unit != OBJECTS else ''}"
 
 
-def _in_time(action: Callable[[], None]) -> bool:
-    """Whether `action` ended well in `_STORE_LIMIT` seconds; else it is left to itself."""
+def _store() -> dist.Store:
+    assert dist.group.WORLD is not None  # there are other groups
+    return store_of(dist.group.WORLD)
+
+
+def _key(rank: int) -> str:
+    return f"fsdp_flat/waits/{rank}"
+
+
+def in_time(action: Callable[[], None]) -> bool:
+    """Whether `action`, with the store, ended well in `_STORE_LIMIT` seconds; else it is left to itself."""
     ended = threading.Event()
 
     def run() -> None:

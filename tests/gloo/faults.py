@@ -2,9 +2,10 @@
 
     python faults.py FOLDER SCENARIO STAGE HOW [SCENARIO STAGE HOW ...]
 
-Rank 1 of three takes one good step, and in the second one it fails in STAGE; it does not end, which would tell the
-others at once, but for `kill`. Prints a line of JSON for each row: what the ranks said after how many seconds, None if
-that was before the second step. This process never makes a process group, so its forks can, and torch is imported once.
+HOW is what runs the model, on three ranks, or on four with hybrid sharding, as in "eager hybrid". Rank 1 takes one good
+step, and in the second one it fails in STAGE; it does not end, which would tell the others at once, but for `kill`.
+Prints a line of JSON for each row: what the ranks said after how many seconds, None if that was before the second step.
+This process never makes a process group, so its forks can, and torch is imported once.
 """
 
 import json
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import MixedPrecision, checkpoint, fully_shard
 
-RANKS, STEPS, LIMIT = 3, 3, 90.0
-WATCHDOG = {"eager": 3, "aot_eager": 10, "inductor": 30}  # seconds, by what runs the model: more than it compiles
+STEPS, LIMIT = 3, 90.0
+WATCHDOG = {"eager": 3, "aot_eager": 10, "inductor": 20}  # seconds, by what runs the model: more than it compiles
 
 
 def fail(scenario: str) -> None:
@@ -41,7 +44,7 @@ class Fault:
 
     def __init__(self, rank: int, scenario: str, stage: str) -> None:
         self.is_mine = rank == 1 and scenario in ("raise", "out of memory", "kill", "stop")
-        self.scenario, self.stage, self.is_armed = scenario, stage, False
+        self.scenario, self.stage, self.is_armed, self.is_loading = scenario, stage, False, False
 
     def at(self, stage: str, *_: Any) -> None:
         """Fail, if this is the moment."""
@@ -49,13 +52,21 @@ class Fault:
             fail(self.scenario)
 
 
+def ranks_of(how: str) -> int:
+    """How many ranks a row has."""
+    return 4 if how.endswith("hybrid") else 3
+
+
 def train(rank: int, folder: Path, scenario: str, stage: str, how: str) -> None:
-    """Three steps and a save each, as one rank."""
+    """Three steps, with a save and a load each if STAGE is one of theirs, as one rank."""
     torch.manual_seed(0)
-    odd = rank == 1
+    how, odd = how.split()[0], rank == 1
     precision = MixedPrecision(reduce_dtype=torch.bfloat16) if scenario == "option" and odd else MixedPrecision()
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
-    model = fully_shard(model, auto_wrap_policy={nn.Linear}, mixed_precision=precision)
+    options: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "mixed_precision": precision}
+    if dist.get_world_size() == 4:
+        options |= {"mesh": init_device_mesh("cpu", (2, 2)), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = fully_shard(model, **options)
     fault = Fault(rank, scenario, stage)
     if how == "eager":  # in the middle of the model
         model[1].register_forward_pre_hook(partial(fault.at, "forward"))
@@ -77,23 +88,47 @@ def train(rank: int, folder: Path, scenario: str, stage: str, how: str) -> None:
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        state = {"model": model, "optimizer": optimizer, "fault": _InSave(fault)}
-        if stage == "save":
-            checkpoint.save(state, folder / "checkpoints", step + 1)
+        if stage in ("save", "write", "load"):
+            save(folder / "checkpoints", step + 1, {"model": model, "optimizer": optimizer}, rank, fault)
 
 
-class _InSave:
-    """Part of a checkpoint that fails when it is asked for its state."""
+def save(root: Path, step: int, state: dict[str, Any], rank: int, fault: Fault) -> None:
+    """Save, and load what was saved; if that raises, the checkpoint before must be there, or also the new one."""
+    fails = {"calls": _Calls(fault), "pickled": {f"of rank {rank}": _Pickled(fault)}}
+    try:
+        checkpoint.save(state | fails, root, step)
+        fault.is_loading = True
+        checkpoint.load(state | {"calls": fails["calls"]}, root, step)
+        fault.is_loading = False
+    except BaseException as error:
+        newest = checkpoint.latest(root)
+        error.add_note(f"newest checkpoint: {newest and newest.name}")
+        raise
+
+
+class _Calls:
+    """Part of a checkpoint that fails when it is asked for its state: to save it, or to load it."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
     def state_dict(self) -> dict[str, int]:
-        self.fault.at("save")
+        self.fault.at("load" if self.fault.is_loading else "save")
         return {"nothing": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Nothing to load."""
+
+
+class _Pickled:
+    """A value that fails when it is written."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.fault.at("write")
+        return (int, ())
 
 
 def note(folder: Path, rank: int, kind: str, text: str) -> None:
@@ -106,12 +141,12 @@ def note(folder: Path, rank: int, kind: str, text: str) -> None:
 def live(rank: int, folder: Path, *row: str) -> None:
     """A rank's life, to its end or its error."""
     torch.set_num_threads(1)
-    os.environ["FSDP_COMPILE_WATCHDOG"] = str(WATCHDOG[row[2]])
+    os.environ["FSDP_COMPILE_WATCHDOG"] = str(WATCHDOG[row[2].split()[0]])
     if row[0] == "cache":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
             str(folder.parent / "warm") if rank == 1 else str(folder / f"cold_{rank}")
         )
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks_of(row[2]))
     try:
         train(rank, folder, *row)
     except BaseException as error:
@@ -136,9 +171,9 @@ def start(rank: int, folder: Path, *row: str) -> int:
 def run(folder: Path, *row: str) -> dict[str, Any]:
     """One row of the table."""
     folder.mkdir()
-    ranks = [start(rank, folder, *row) for rank in range(RANKS)]
+    ranks = [start(rank, folder, *row) for rank in range(ranks_of(row[2]))]
     end = time.monotonic() + LIMIT
-    expected = [rank for rank in range(RANKS) if rank != 1 or row[0] not in ("kill", "stop")]
+    expected = [rank for rank in range(ranks_of(row[2])) if rank != 1 or row[0] not in ("kill", "stop")]
     while time.monotonic() < end and not all((folder / f"end_{rank}").exists() for rank in expected):
         time.sleep(0.02)
     said = {}

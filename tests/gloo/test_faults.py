@@ -14,10 +14,11 @@ import fsdp_compile
 from .faults import WATCHDOG
 
 LATE = (
-    r"^RuntimeError: .*{where}.*: expected all ranks within {limit} s .*, found no sign of rank 1; ranks 0, 2 in the "
+    r"^RuntimeError: .*{where}.*: expected all ranks within {limit} s .*, found no sign of rank 1; "
+    r"ranks? {waiting} in the "
 )
 LOST = r"^RuntimeError: .*(closed by peer|reset by peer|Broken pipe).* This was the .*{where}"
-SAID = {  # by scenario, what ranks 0 and 2 say; rank 1 in the same place of a pair
+SAID = {  # by scenario, what the other ranks say; rank 1 in the same place of a pair
     "raise": (LATE, "^ArithmeticError"),
     "out of memory": (LATE, "^OutOfMemoryError"),
     "stop": (LATE, None),
@@ -31,18 +32,57 @@ WHERE = {  # by stage, the collective that the others wait for
     "forward": r"all-gather of .*Linear, FULL_SHARD\) in forward",
     "backward": r"(all-gather|reduce) of .*in backward",
     "optimizer": r"all-gather of .*in forward",
-    "save": r"all-gather of objects",
 }
-DAILY = [("stop", "forward", "eager")]
+HYBRID = r"(all-gather|reduce) of .*HYBRID_SHARD\) in (forward|backward)"  # in each of which other ranks wait
+MISSING = (
+    r"^RuntimeError: {where}: expected all ranks within {limit} s .*, found no sign of rank 1, last seen {last}; "
+    r"ranks {waiting}, waiting after {last}; .* newest checkpoint: step-0000000{newest}$"
+)
+TOLD = r"^CheckpointError: {where}: rank 1: {text} newest checkpoint: step-0000000{newest}$"
+SAID_OF_CHECKPOINTS = {
+    "raise": (TOLD.replace("{text}", "the user's code fails"),) * 2,
+    "out of memory": (TOLD.replace("{text}", "out of memory"),) * 2,
+    "stop": (MISSING, None),
+    "kill": (MISSING, None),
+}
+CHECKPOINTS = {  # by stage, what is being done, in which the last of rank 1 was, and the newest checkpoint after it
+    "save": ("saving step 2 in .*", "collecting its state", 1),
+    "write": ("saving step 2 in .*", "writing its file", 1),
+    "load": ("loading .*step-00000002", "collecting its state", 2),
+}
+DAILY = [("stop", "forward", "eager"), ("stop", "write", "eager"), ("raise", "save", "eager")]
 ROWS = [
     (scenario, stage, how)
-    for how in ("eager", "aot_eager")
+    for how in ("eager", "aot_eager", "inductor")
     for scenario in ("raise", "out of memory", "stop", "kill")
-    for stage in ("forward", "backward", "optimizer")  # a save is within torch: it waits for the timeout of the group
+    for stage in ("forward", "backward", "optimizer", "save", "write")
 ]
+ROWS += [(scenario, "load", "eager") for scenario in ("raise", "stop", "kill")]
 ROWS += [(scenario, "forward", how) for how in ("eager", "aot_eager", "inductor") for scenario in ("batch", "option")]
 ROWS += [("skip", "forward", how) for how in ("eager", "aot_eager", "inductor")] + [("cache", "forward", "inductor")]
-ROWS += [("stop", "backward", "inductor"), ("raise", "forward", "inductor"), ("kill", "backward", "inductor")]
+ROWS += [
+    ("stop", stage, f"{how} hybrid")
+    for how in ("eager", "aot_eager")
+    for stage in ("forward", "backward", "optimizer", "write")
+]
+
+
+def _expected(scenario: str, stage: str, how: str) -> dict[str, str]:
+    """By rank, the pattern of what it says."""
+    is_hybrid, limit = how.endswith("hybrid"), str(WATCHDOG[how.split()[0]])
+    ranks = ["0", "2", "3"] if is_hybrid else ["0", "2"]
+    doing, last, newest = CHECKPOINTS.get(stage, ("", "", 0))
+    others, odd = (SAID_OF_CHECKPOINTS if doing else SAID)[scenario]
+    where = doing or (HYBRID if is_hybrid else WHERE[stage])
+    waiting = "[023]" if is_hybrid and not doing else ", ".join(ranks)
+    named = {"where": where, "limit": limit, "last": last, "newest": newest, "waiting": waiting}
+
+    def pattern(text: str) -> str:
+        for name, value in named.items():
+            text = text.replace(f"{{{name}}}", str(value))
+        return text
+
+    return {rank: pattern(others) for rank in ranks} | ({"1": pattern(odd)} if odd is not None else {})
 
 
 def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
@@ -60,12 +100,10 @@ def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
     for line in found:
         print(json.dumps(line))
         (scenario, stage, how), said = line["row"], line["said"]
-        others, odd = SAID[scenario]
-        expected = {"0": others, "2": others} | ({"1": odd} if odd is not None else {})
-        for rank, pattern in expected.items():
+        limit = WATCHDOG[how.split()[0]]
+        for rank, pattern in _expected(scenario, stage, how).items():
             seconds, text = said.get(rank, [None, "nothing"])
-            pattern = pattern.replace("{where}", WHERE[stage]).replace("{limit}", str(WATCHDOG[how]))
-            in_time = scenario == "option" if seconds is None else seconds <= WATCHDOG[how] + 5
+            in_time = scenario == "option" if seconds is None else seconds <= limit + 5
             if not re.search(pattern, text, re.DOTALL) or not in_time:
                 wrong.append(f"rank {rank} in {line['row']}: {seconds} s: {text}")
     assert len(found) == len(rows), f"{found}\n{run.stderr[-4000:]}"
@@ -73,13 +111,16 @@ def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
 
 
 def test_a_rank_fails(tmp_path: Path) -> None:
-    """A rank is stopped: the others raise when the time of the watchdog is up, and name it."""
+    """A rank is stopped, in forward or while it writes a checkpoint: the others raise when the time of the watchdog is
+    up, and name it. If it raises while it saves, all raise at once. The checkpoint before is still the newest.
+    """
     _run(tmp_path, DAILY)
 
 
 @pytest.mark.nightly
-def test_fault_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+def test_fault_table(tmp_path: Path, how: str) -> None:
     """Raise, out of memory, SIGSTOP, SIGKILL, another batch size, another option, a skipped step, a cache on one rank;
-    in forward, backward and optimizer; eager, `aot_eager` and Inductor.
+    in forward, backward, optimizer, save, and load; on three ranks, and on two replicas of two.
     """
-    _run(tmp_path, ROWS)
+    _run(tmp_path, [row for row in ROWS if row[2].split()[0] == how])
