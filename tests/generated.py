@@ -67,9 +67,7 @@ class Step:
 
     @property
     def is_reduce(self) -> bool:
-        return any(
-            name in self.function for name in ("fsdp_collectives.all_to_all", "reduce_scatter_tensor", "all_reduce")
-        )
+        return any(name in self.function for name in (".all_to_all", "reduce_scatter_tensor", "all_reduce"))
 
 
 @dataclass

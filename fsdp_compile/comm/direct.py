@@ -7,6 +7,9 @@ so that Inductor knows what it deals with; `passes/post_grad/lower_collectives.p
     _c10d_functional.all_gather_into_tensor_out(shard, 8, '0', out=full)  ->  fsdp_collectives.all_gather(...)
     _c10d_functional.all_to_all_single(packed, [...], [...], '0')         ->  fsdp_collectives.all_to_all(...)
     _c10d_functional.wait_tensor(full)                                    ->  fsdp_collectives.wait(full)
+
+The first of a graph is called by `fsdp_collectives.at_start`, for an earlier call of the graph may have failed between
+a collective and its wait.
 """
 
 import torch.distributed as dist
@@ -28,6 +31,18 @@ class DirectCollectives:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, tuple[Awaitable, ...]] = {}
+
+    @property
+    def at_start(self) -> "DirectCollectives":
+        """Itself, where a call of the graph begins: waits for what is left of a call that failed, and lets go of it.
+
+        Until then works hold their buffers. A buffer must not be freed while the collective that fills it runs.
+        """
+        while self._in_flight:
+            _, works = self._in_flight.popitem()
+            for work in works:
+                work.wait()
+        return self
 
     def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
         """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`."""
@@ -60,5 +75,5 @@ class DirectCollectives:
 
     def wait(self, full: Tensor) -> None:
         """Order what follows after the collective that fills `full`."""
-        for work in self._in_flight.pop(full.data_ptr()):
+        for work in self._in_flight.pop(full.data_ptr(), ()):  # empty: `at_start` was not first, and has waited for it
             work.wait()

@@ -68,7 +68,7 @@ def test_code_that_is_not_known_is_an_error() -> None:
 
 # --- seeded faults ----------------------------------------------------------------------------------------------------
 
-GATHER, REDUCE = r"fsdp_collectives\.all_gather\(", r"reduce_scatter_tensor\.default\("
+GATHER, REDUCE = r"fsdp_collectives\.(?:at_start\.)?all_gather\(", r"reduce_scatter_tensor\.default\("
 WAIT, WAIT_REDUCE = r"fsdp_collectives\.wait\((\w+)", r"wait_tensor\.default\((\w+)"
 KERNEL = r"extern_kernels\.|\.run\("
 Lines = list[str]

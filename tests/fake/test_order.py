@@ -163,7 +163,7 @@ def fsdp_compile_backend_with_memory_pass(gm: torch.fx.GraphModule, inputs: Any,
 def test_received_rows_are_reduced_at_once() -> None:
     """The mean of rows follows its wait directly: fused with a later one it would keep whole gradients alive."""
     _, backward = cached("gpt", "default")
-    received = {step.out for step in backward.steps if step.function == "fsdp_collectives.all_to_all"}
+    received = {step.out for step in backward.steps if step.function.endswith(".all_to_all")}
     assert len(received) == sum(step.is_reduce for step in backward.steps) == 4
     for step, following in pairwise(backward.steps):
         if step.is_wait and step.names[0] in received:
@@ -203,4 +203,5 @@ def test_gathers_are_not_the_coalesced_form(name: str, backend: str) -> None:
     """Every gather is given its output: the allocating form corrupts gloo's memory on torch 2.13."""
     gathers = [step for program in cached(name, backend) for step in program.steps if step.is_gather]
     assert gathers
-    assert all(gather.function == "fsdp_collectives.all_gather" for gather in gathers)
+    names = {gather.function for gather in gathers}
+    assert names <= {"fsdp_collectives.all_gather", "fsdp_collectives.at_start.all_gather"}

@@ -141,6 +141,7 @@ def note(folder: Path, rank: int, kind: str, text: str) -> None:
 def live(rank: int, folder: Path, *row: str) -> None:
     """A rank's life, to its end or its error."""
     torch.set_num_threads(1)
+    parent = os.getppid()
     os.environ["FSDP_COMPILE_WATCHDOG"] = str(WATCHDOG[row[2].split()[0]])
     if row[0] == "cache":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
@@ -154,7 +155,8 @@ def live(rank: int, folder: Path, *row: str) -> None:
         note(folder, rank, "end", f"{type(error).__name__}: {error} {notes}")
     else:
         note(folder, rank, "end", "")
-    time.sleep(1000)
+    while os.getppid() == parent:
+        time.sleep(0.5)
 
 
 def start(rank: int, folder: Path, *row: str) -> int:

@@ -118,6 +118,7 @@ def test_a_rank_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
 def test_fault_table(tmp_path: Path, how: str) -> None:
     """Raise, out of memory, SIGSTOP, SIGKILL, another batch size, another option, a skipped step, a cache on one rank;

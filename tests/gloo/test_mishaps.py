@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -238,9 +239,15 @@ def _fails_often(rank: int, failures: int) -> None:
         alive.append(_bytes_alive() if seed in (3, failures - 1) else 0)
     assert alive[-1] <= alive[3], alive  # the unit before was being gathered each time
     hook.remove()
+    _assert_equal_steps(model, other, "eager")
+
+
+def _assert_equal_steps(model: nn.Module, other: nn.Module, how: str) -> None:
+    """Three steps of both have the same bits."""
+    executors = [executor(each, how) for each in (model, other)]
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (model, other)]
     for seed in range(3):
-        for each, optimizer in zip((model, other), optimizers, strict=True):
+        for each, optimizer in zip(executors, optimizers, strict=True):
             squared_error(each, mine(MLP, seed)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -248,12 +255,71 @@ def _fails_often(rank: int, failures: int) -> None:
         assert torch.equal(param.to_local(), expected.to_local())
 
 
-@pytest.mark.parametrize("failures", [20, pytest.param(200, marks=pytest.mark.nightly)])
+often = pytest.mark.parametrize("failures", [20, pytest.param(200, marks=pytest.mark.nightly)])
+
+
+@often
 def test_failures_in_a_row_leak_nothing(two: Ranks, failures: int) -> None:
     """Memory is flat while backward passes fail that had begun to gather units; later steps have the bits of a model
     that never failed.
     """
     two.run(_fails_often, failures)
+
+
+_armed = False
+
+
+@torch.library.custom_op("fsdp_compile_tests::copy", mutates_args=())
+def _copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("fsdp_compile_tests::copy_unless_armed", mutates_args=())
+def _copy_unless_armed(grad: Tensor) -> Tensor:
+    if _armed:
+        raise ArithmeticError("a user's operator fails")
+    return grad.clone()
+
+
+_copy.register_fake(torch.empty_like)
+_copy_unless_armed.register_fake(torch.empty_like)
+_copy.register_autograd(lambda ctx, grad: _copy_unless_armed(grad))
+
+
+class _MayFail(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return _copy(super().forward(x))
+
+
+def _fails_often_compiled(rank: int, how: str, failures: int) -> None:
+    global _armed
+    torch.manual_seed(0)
+    model = Stack([Residual(11, 9), _MayFail(11, 9), Residual(11, 9)])
+    other = deepcopy(model)
+    run, other = executor(fully_shard(model), how), fully_shard(other)
+    squared_error(run, mine(MLP, 0)).backward()
+    model.zero_grad()
+    alive, in_registry = [], []
+    _armed = True
+    for seed in range(failures):
+        with pytest.raises(ArithmeticError):
+            squared_error(run, mine(MLP, seed)).backward()
+        model.zero_grad()
+        if seed in (3, failures - 1):
+            alive.append(_bytes_alive())
+            in_registry.append(torch._C._distributed_c10d._get_work_registry_size())
+    _armed = False
+    assert alive[1] <= alive[0] and in_registry[1] <= in_registry[0], (alive, in_registry)
+    _assert_equal_steps(model, other, how)
+
+
+@often
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_failures_of_compiled_backward_in_a_row_leak_nothing(two: Ranks, how: str, failures: int) -> None:
+    """Memory, and torch's list of collectives that are not waited for, are flat while an operator in a compiled
+    backward fails, between collectives and their waits; later steps have the bits of a model that never failed.
+    """
+    two.run(_fails_often_compiled, how, failures)
 
 
 def _changed_before_backward(rank: int, strategy: str) -> None:

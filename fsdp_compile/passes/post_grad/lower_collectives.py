@@ -161,7 +161,7 @@ def _lower_cast_shard(shard: Any, dtype: torch.dtype) -> Any:
 # --- calls of the process group ---------------------------------------------------------------------------------------
 
 
-_DIRECT = {ALL_GATHER_INTO: "fsdp_collectives.all_gather", ALL_TO_ALL: "fsdp_collectives.all_to_all"}
+_DIRECT = {ALL_GATHER_INTO: "all_gather", ALL_TO_ALL: "all_to_all"}  # methods of `DirectCollectives`
 
 
 def _call_directly(start: fx.Node) -> None:
@@ -188,14 +188,12 @@ def _lower_wait(full: Any, sent: Any) -> Any:
     """
     _DirectWait.create_wait(WAIT, full)
     wait = V.graph.operations[-1]
-    start = next(each for each in reversed(V.graph.operations) if _fills(each, full.get_name()))
+    starts = [each for each in V.graph.operations if getattr(each, "op_overload", None) in _DIRECT]
+    start = next(each for each in reversed(starts) if full.get_name() in (each.get_name(), *each.alias_names))
     buffers = {each.get_name() for each in start.inputs} - {full.get_name()}
     V.graph.additional_star_deps[wait.get_operation_name()].update(buffers)
     if not V.graph.cpp_wrapper:  # where generated code is C++, collectives stay operators
-        start.python_kernel_name, wait.python_kernel_name = _DIRECT[start.op_overload], "fsdp_collectives.wait"
+        caller = "fsdp_collectives.at_start" if start is starts[0] else "fsdp_collectives"
+        start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
+        wait.python_kernel_name = "fsdp_collectives.wait"
     return full
-
-
-def _fills(operation: Any, name: str) -> bool:
-    """Whether `operation` starts the collective that fills the buffer `name`."""
-    return getattr(operation, "op_overload", None) in _DIRECT and name in (operation.get_name(), *operation.alias_names)
