@@ -6,6 +6,7 @@ flat.py          a flat parameter gathered and averaged, over one group or two; 
 direct.py        the collectives that generated code calls
 comparison.py    ranks compare, through the store, what they are about to run
 watchdog.py      a wait that takes too long raises, and says who is missing
+phases.py        work that ranks do together through code of torch, whose waits end too
 
 Importing any of it registers the bodies of `fsdp_flat::unshard` and `fsdp_flat::reduce_grads`.
 """

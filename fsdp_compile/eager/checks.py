@@ -201,6 +201,8 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
         for flat in unit.flats:
             flat.unit_path = path
             watchdog.name_unit(flat.layout.numel, path)
+            if unit.replicas is not None:  # whose average is of shards
+                watchdog.name_unit(flat.shard.numel(), path)
     if timeout is None or not groups:
         return True
     for unit in units:
