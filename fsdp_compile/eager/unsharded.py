@@ -75,10 +75,11 @@ class UnshardParams(torch.autograd.Function):
 
 
 class Reader(Flag):
-    """Who, in a backward pass, reads unsharded parameters after the gradients of those that train are there."""
+    """Who reads unsharded parameters in a backward pass, so that they cannot be freed yet."""
 
     NOBODY = 0
     FROZEN_PARAMETERS = auto()  # their part of backward runs until the unit's inputs have their gradients
+    TRAINED_PARAMETERS = auto()  # beside frozen ones: until the gradients of those that train are there
     RECOMPUTED_FORWARD = auto()  # a checkpoint within the unit, of this forward or of another one
 
 
@@ -250,6 +251,8 @@ class UnshardedUnit:
         needed = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
             self.readers |= Reader.FROZEN_PARAMETERS
+            if self.unit.trains:  # autograd computes the gradient of an input that is a leaf before those of parameters
+                self.readers |= Reader.TRAINED_PARAMETERS
             hook = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
             weakref.finalize(self, hook.remove)  # an input that outlives this forward collects no hooks
 
@@ -312,6 +315,7 @@ class UnshardedUnit:
         The several parts of one unit that are recomputed in one backward pass all read these parameters: the last
         closes them. A reentrant checkpoint runs a backward pass of its own within the one that opened them.
         """
+        self.readers &= ~Reader.TRAINED_PARAMETERS
         in_this_pass = self.backward_pass in (-1, current_backward())
         if in_this_pass and Reader.FROZEN_PARAMETERS not in self.readers and not self._is_shared():
             self.close()
@@ -319,6 +323,8 @@ class UnshardedUnit:
 
     def _inputs_ready(self) -> None:
         self.readers &= ~Reader.FROZEN_PARAMETERS
+        if Reader.TRAINED_PARAMETERS in self.readers:
+            return  # `gradients_ready` follows, or else the end of the backward pass
         if self.backward_pass == current_backward() and not self._is_shared():
             self.close()
             self._prefetch_next(BackwardPrefetch.BACKWARD_POST)  # a frozen unit has no gradients to be ready (E-PRE-6)

@@ -80,4 +80,11 @@ CORPUS: tuple[tuple[str, Case], ...] = (
             steps=(Step(forwards="apart"),),
         ),
     ),
+    (
+        "a unit with frozen parameters in a reentrant checkpoint was freed while its others had no gradients: SIGSEGV",
+        Case(
+            nodes=(Node(kind="scale", unit=True, frozen="first", checkpoint="reentrant"),),
+            steps=(Step(), Step(forwards="two")),
+        ),
+    ),
 )
