@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_compile.core.text_files import read_text
+
 
 @dataclass(frozen=True)
 class CompileConfig:
@@ -33,7 +35,7 @@ class CompileConfig:
             `link`.
         profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same
             file on all ranks.
-        plan: path of a file with plans to follow, as `str(plan)` or JSON under the headings `forward:` and `backward:`.
+        plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
         record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
 
     Raises:
@@ -64,8 +66,13 @@ class CompileConfig:
 
     @property
     def file_contents(self) -> tuple[str, ...]:
-        """Contents of the files that the configuration names: they decide generated code, so cache keys hold them."""
-        return tuple(pathlib.Path(path).read_text() for path in (self.profile, self.plan) if path is not None)
+        """Contents of the files that the configuration names: they decide generated code, so cache keys hold them.
+
+        Raises:
+            ValueError: a file cannot be read, and is named.
+        """
+        files = {"profile": self.profile, "plan": self.plan}
+        return tuple(_text_of(name, path) for name, path in files.items() if path is not None)
 
     @classmethod
     def from_environment(cls) -> "CompileConfig":
@@ -87,6 +94,13 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "profile": str,
     "plan": str,
 }
+
+
+def _text_of(name: str, path: str) -> str:
+    try:
+        return read_text(pathlib.Path(path))
+    except ValueError as error:
+        raise ValueError(f"{name}: expected a file of text, found {path}: {error}") from None
 
 
 def _parse(name: str, variable: str) -> Any:

@@ -35,8 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, file_in, read_json
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, file_in
 from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.text_files import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest

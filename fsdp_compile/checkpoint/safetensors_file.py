@@ -29,7 +29,8 @@ from torch import Tensor
 
 from fsdp_compile.checkpoint.directory import sync, sync_folder, write_synced
 from fsdp_compile.checkpoint.storage import in_order
-from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in, read_json
+from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in
+from fsdp_compile.core.text_files import read_json
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package

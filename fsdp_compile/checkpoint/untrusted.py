@@ -1,6 +1,6 @@
 """Reading folders that may come from anybody: nothing in them runs, and nothing outside of them is read.
 
-file_in, read_json   names of files, which lie in the folder; files of JSON
+file_in              names of files, which lie in the folder
 read_metadata        DCP's list of what was saved, a pickle, by an unpickler that knows DCP's own classes alone
 ValuePlanner         DCP's planner, which loads plain values alone
 printable            a name from a file, for a terminal
@@ -9,7 +9,6 @@ Pickled values are another matter: see `trust` of `checkpoint.load` and `fsdp-co
 """
 
 import io
-import json
 import math
 import pickle
 from collections import OrderedDict
@@ -33,7 +32,6 @@ from fsdp_compile.state_dict._torch import MemoryFormatEncoding, StorageInfo, la
 
 METADATA = ".metadata"  # DCP's list of what was saved
 MOST_BYTES = 1 << 30  # of it: it has about 200 bytes per chunk of a tensor
-MOST_JSON = 1 << 28  # bytes of a file of JSON
 
 _CLASSES: tuple[Any, ...] = (
     BytesStorageMetadata,
@@ -58,7 +56,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or what was read is not what was written."""
 
 
-# --- files and JSON ---------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def file_in(folder: Path, name: str, listed_in: str) -> Path:
@@ -80,18 +78,6 @@ def file_in(folder: Path, name: str, listed_in: str) -> Path:
     if target.exists() and not target.is_file():
         raise CheckpointError(f"{path}: expected a regular file, found another kind; remove it")
     return path
-
-
-def read_json(path: Path) -> Any:
-    """What a file of JSON says. ValueError if it is no regular file, too large, or nested too deeply."""
-    if not path.is_file():
-        raise ValueError(f"no regular file {path.name}")
-    if path.stat().st_size > MOST_JSON:
-        raise ValueError(f"{path.stat().st_size} bytes, and {MOST_JSON} are the most that is read")
-    try:
-        return json.loads(path.read_text())
-    except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
 
 
 # --- the list of what was saved ---------------------------------------------------------------------------------------

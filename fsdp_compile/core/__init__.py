@@ -11,6 +11,7 @@ sharded_tensor.py parameters, gradients and optimizer state as user code sees th
 unsharded_tensor.py   of these, what has all elements here: summoned parameters, gradients accumulated under no_sync
 sharded_operands.py, sharded_reductions.py, sharded_ops.py   what operators do with sharded tensors
 sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
+text_files.py     files of text and JSON that may come from anybody
 environment.py    switches in the environment, and warnings that point at the user's line
 _torch.py         private names of torch about autograd, modules and Dynamo
 """

@@ -20,11 +20,11 @@ ALLOWED = {
     "construct": {"core", "comm"},
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
-    "passes": {"core.ops", "core.layout", "config", "comm"},
+    "passes": {"core.ops", "core.layout", "core.text_files", "config", "comm"},
     "state_dict": {"core", "comm"},
     "checkpoint": {"state_dict", "core", "comm"},
     "explain": {"core", "construct", "passes", "config"},
-    "config": set(),
+    "config": {"core.text_files"},
 }
 PLAIN = {"passes.plan": {"torch"}, "passes.cost": {"torch"}}  # folders that import nothing of these packages
 

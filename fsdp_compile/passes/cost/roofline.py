@@ -5,12 +5,14 @@ roofline    seconds of a collective by its bytes and ranks, and of computing by 
 profile     measured seconds in place of estimated ones
 """
 
-import json
 import math
-import pathlib
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from fsdp_compile.core.text_files import read_json
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.workload import Task, Workload
 
@@ -25,6 +27,9 @@ class Link:
         bandwidth: bytes per second that one rank sends and at the same time receives.
         source: where the figures come from.
         hop: seconds that each step of a ring or tree adds to a launch.
+
+    Raises:
+        ValueError: a figure is no finite number, or below what it can be.
     """
 
     name: str
@@ -32,6 +37,10 @@ class Link:
     bandwidth: float
     source: str
     hop: float = 0.0
+
+    def __post_init__(self) -> None:
+        _expect_finite(f"link {self.name}", {"latency": self.latency, "hop": self.hop})
+        _expect_finite(f"link {self.name}", {"bandwidth": self.bandwidth}, above_zero=True)
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,9 @@ class Device:
         memory: bytes of its memory; None: of the machine, whichever it is.
         source: where the figures come from.
         efficiency: the part of `flops` that large matrix products reach.
+
+    Raises:
+        ValueError: a figure is no finite number above 0.
     """
 
     name: str
@@ -53,6 +65,24 @@ class Device:
     memory: int | None
     source: str
     efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        figures = {f"flops of {dtype}": flops for dtype, flops in self.flops.items()}
+        figures |= {"bandwidth": self.bandwidth, "efficiency": self.efficiency}
+        figures |= {} if self.memory is None else {"memory": self.memory}
+        _expect_finite(f"device {self.name}", figures, above_zero=True)
+
+
+def _expect_finite(of: str, figures: Mapping[str, float], above_zero: bool = False) -> None:
+    for name, value in figures.items():
+        if not _is_finite(value) or (value == 0 and above_zero):
+            least = "above" if above_zero else "of at least"
+            raise ValueError(f"{of}, {name}: expected a finite number {least} 0, found {value!r}")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether `value` is a finite int or float of at least 0. A bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 _NCCL = "NCCL 2.27: tuning.cc (ring, Simple: 8.4 us, 3.4 us a step by NVLink, 14 us by network), topo.h "
@@ -149,7 +179,7 @@ def _custom(text: str) -> Link:
         latency, bandwidth = map(float, text.removeprefix("custom:").split(","))
     except ValueError:
         latency, bandwidth = -1.0, 0.0
-    if not (0 <= latency < float("inf") and bandwidth > 0):
+    if not (0 <= latency < math.inf and 0 < bandwidth < math.inf):
         raise ValueError(f"link: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
                          f"custom:2e-5,1e9, found {text!r}")  # fmt: skip
     return Link(text, latency, bandwidth, "the caller")
@@ -220,6 +250,8 @@ def compute_seconds(flops: float, moved_bytes: float, dtype: str, device: Device
 # their estimates.
 
 Profile = dict[str, list[float]]  # by `graph_name`, the seconds of each stretch
+MOST_SECONDS = 1_000_000  # of a stretch: twelve days, so that no sum overflows
+_GRAPH_NAME = re.compile(r"(?:forward|backward|inference) of ([0-9]{1,9}) products")
 
 
 def graph_name(direction: str, stretches: Sequence[int]) -> str:
@@ -237,7 +269,7 @@ def with_profile(workload: Workload, stretches: Sequence[int], direction: str, p
         path: of the profile.
 
     Raises:
-        PlanError: the profile lacks a graph of this direction and as many products.
+        PlanError: the profile is none, or lacks a graph of this direction and as many products.
     """
     profile, name = _load(path), graph_name(direction, stretches)
     if name not in profile:
@@ -252,7 +284,7 @@ def step_with_profile(workload: Workload, stretches: Sequence[int], path: str) -
     numbers of products differ, the whole direction is one stretch, as measured in the graph whose number is nearest.
 
     Raises:
-        PlanError: the profile lacks a direction.
+        PlanError: the profile is none, or lacks a direction.
     """
     profile, split, tasks = _load(path), workload.backward, list[Task]()
     before = stretches[split - 1] if split else 0
@@ -288,13 +320,25 @@ def _share(tasks: Sequence[Task], stretches: Sequence[int], seconds: Sequence[fl
 
 
 def _load(path: str) -> Profile:
-    profile = {
-        name: [float(each) for each in seconds] for name, seconds in json.loads(pathlib.Path(path).read_text()).items()
-    }
-    for name, seconds in profile.items():
-        if not all(0 <= each < math.inf for each in seconds):
-            raise PlanError(f"profile: expected finite seconds of at least 0 in {path}, found {seconds} for {name}")
-    return profile
+    """The profile in a file that anybody may have written."""
+    try:
+        table = read_json(Path(path))
+    except ValueError as error:
+        raise PlanError(f"profile: expected {path} to be JSON as TaskProfile.save writes it, found {error}") from None
+    if type(table) is not dict:
+        raise PlanError(f"profile: expected {path} to be an object of seconds by graph, found {reprlib.repr(table)}")
+    for name, seconds in table.items():
+        where, graph = f"profile: {path}, {reprlib.repr(name)}", _GRAPH_NAME.fullmatch(name)
+        if graph is None:
+            raise PlanError(f"{where}: expected the name of a graph, such as 'forward of 10 products', found another")
+        if type(seconds) is not list or len(seconds) != int(graph[1]) + 1:
+            raise PlanError(f"{where}: expected a list of {int(graph[1]) + 1} seconds, one more than products, found "
+                            f"{reprlib.repr(seconds)}")  # fmt: skip
+        for stretch, each in enumerate(seconds):
+            if not _is_finite(each) or each > MOST_SECONDS:
+                raise PlanError(f"{where}, number {stretch} of its list: expected seconds from 0 to {MOST_SECONDS:,}, "
+                                f"found {reprlib.repr(each)}")  # fmt: skip
+    return {name: list(map(float, seconds)) for name, seconds in table.items()}
 
 
 def _not_measured(path: str, expected: str, profile: Profile) -> PlanError:

@@ -70,8 +70,8 @@ def _parsed(text: str) -> Iterator[Step]:
         if len(words) < 4 or words[0] != "at":
             raise PlanError(f"line {count}: expected 'at TASK KIND UNIT...', found {line.strip()!r}")
         _, at, kind, *units = words
-        if not at.isdecimal():
-            raise PlanError(f"line {count}: expected the number of a task, found {at}")
+        if not at.isdecimal() or len(at) > 9:
+            raise PlanError(f"line {count}: expected the number of a task, found {at[:40]}")
         if kind not in KINDS:
             raise PlanError(f"line {count}: expected one of {', '.join(KINDS)}, found {kind}")
         yield Step(kind, tuple(units), int(at))  # type: ignore[arg-type]  # checked in the line above

@@ -13,6 +13,7 @@ import json
 import logging
 import pathlib
 import re
+import reprlib
 import statistics
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import RECORD_TIME
+from fsdp_compile.core.text_files import read_text
 from fsdp_compile.passes._torch import tree_leaves
 from fsdp_compile.passes.cost.roofline import (
     DEVICES,
@@ -85,11 +87,18 @@ def choose_plan(context: GraphContext) -> None:
 
 def plan_in_file(path: str, heading: str) -> Plan:
     """The plan under `heading:` in a file. PlanError if there is none, or if it cannot be read."""
-    sections = re.split(r"^(\w+):[ \t]*$", pathlib.Path(path).read_text(), flags=re.MULTILINE)
+    try:
+        sections = re.split(r"^(\w+):[ \t]*$", read_text(pathlib.Path(path)), flags=re.MULTILINE)
+    except ValueError as error:
+        raise PlanError(f"plan: expected {path} to be text with plans, found {error}") from None
     plans = dict(zip(sections[1::2], sections[2::2], strict=True))
-    if heading not in plans:
-        raise PlanError(f"{path}: expected a plan under '{heading}:', found {', '.join(plans) or 'no heading'}")
-    return Plan.parse(plans[heading])
+    if sections[1::2].count(heading) != 1:
+        headings = ", ".join(map(reprlib.repr, sections[1::2])) or "no heading"
+        raise PlanError(f"plan: expected {path} to have one plan under '{heading}:', found {headings}")
+    try:
+        return Plan.parse(plans[heading])
+    except PlanError as error:
+        raise PlanError(f"plan: {path}, {heading}, {error}") from None
 
 
 def verify_plan(context: GraphContext) -> None:
