@@ -10,7 +10,6 @@
                                                                            runtime accumulates, or a hook reduces
     pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`;
                                                                            Inductor may put it `into` a given buffer
-    cast_shard(shard)          it in another dtype, in one buffer          Inductor's graphs
     wait_collective(full,      `full` once its collective has ended;       Inductor's graphs
       sent)                    `sent` is alive until then
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
@@ -67,7 +66,6 @@ torch.library.define(
     "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False) -> Tensor",
     tags=_OPAQUE,
 )
-torch.library.define("fsdp_flat::cast_shard", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
 torch.library.define("fsdp_flat::wait_collective", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
@@ -83,7 +81,6 @@ PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
 ADD_ACCUMULATED = torch.ops.fsdp_flat.add_accumulated.default
 ADD_ACCUMULATED_ = torch.ops.fsdp_flat.add_accumulated_.default
 DEFER_REDUCE = torch.ops.fsdp_flat.defer_reduce.default
-CAST_SHARD = torch.ops.fsdp_flat.cast_shard.default
 WAIT_COLLECTIVE = torch.ops.fsdp_flat.wait_collective.default
 CHECK_RANKS = has_side_effect(torch.ops.fsdp_flat.check_ranks.default)
 RECORD_TIME = has_side_effect(torch.ops.fsdp_flat.record_time.default)
@@ -202,11 +199,6 @@ def _add_accumulated_in_place_fake(packed: Tensor, flat_param_id: Tensor) -> Non
 @torch.library.register_fake("fsdp_flat::defer_reduce")
 def _defer_reduce_fake(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
     return packed.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake("fsdp_flat::cast_shard")
-def _cast_shard_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(shard, dtype=dtype)
 
 
 @torch.library.register_fake("fsdp_flat::wait_collective")

@@ -5,20 +5,21 @@ inductor.py    the two ways in: Inductor's hooks for plain `torch.compile`, and 
 _torch.py      private names of the compiler
 
 graph/         reading a graph: what its nodes are to us, what they cost, which tasks and units it has
-joint/         forward and backward in one graph: markers become collectives, and units reshard after forward
+joint/         forward and backward in one graph: markers become collectives, smaller gathers, units reshard
 post_grad/     each graph alone: gradients in place, reading, planning, ordering, lowering, checks, pinning
 cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
 plan/          plans as data, without torch: rules, search, simulation, verification
 
 A step of training goes through
 
-    joint       insert_collectives -> choose_reshard -> reshard            then the partitioner splits the graph
+    joint       insert_collectives -> smallest_gather -> choose_reshard -> reshard      then the partitioner splits it
     forward     check_saved -> read_graph -> choose_plan -> verify_plan -> order -> check_order -> ... -> pin_order
     backward    the same, with pack_in_place and reuse_gathered before it is read
 """
 
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
+from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.pipeline import Pass
 from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered
 from fsdp_compile.passes.post_grad.lower_collectives import (
@@ -31,6 +32,7 @@ from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, rec
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),
+    Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",)),
     Pass("choose_reshard", "joint", choose_reshard),
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),

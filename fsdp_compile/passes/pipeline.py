@@ -19,7 +19,7 @@ at level DEBUG.
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.graph.nodes import Kind, get_tag, tagged
 
 if TYPE_CHECKING:
+    from fsdp_compile.core.ops import UnshardSpec
     from fsdp_compile.passes.graph.reading import Reading
     from fsdp_compile.passes.plan.plan import Plan
     from fsdp_compile.passes.plan.workload import Workload
@@ -50,6 +51,7 @@ class GraphContext:
         config: the configuration of this compilation.
         direction: "joint", "forward", "backward" or "inference".
         graph_index: the index that AOTAutograd gave to the graph; its joint graph, forward and backward share it.
+        specs: by unit, as tags count them, how it is gathered; in a joint graph.
         reading: tasks, units and the nodes of their collectives, as `read_graph` found them.
         workload: what of that the planner sees, with measured seconds if the configuration names a profile.
         plan: the plan that the graph follows.
@@ -59,6 +61,7 @@ class GraphContext:
     config: CompileConfig
     direction: str
     graph_index: int
+    specs: "Mapping[int, UnshardSpec]" = field(init=False)
     reading: "Reading" = field(init=False)
     workload: "Workload" = field(init=False)
     plan: "Plan" = field(init=False)

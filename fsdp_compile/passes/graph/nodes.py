@@ -7,7 +7,7 @@ that views, products and fusion mean the same to planned seconds, to planned mem
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,9 +17,12 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_compile.passes._torch import OpOverload
 
 _KEY = "fsdp_compile"
+_OWN_KEYS = (_KEY, "val", "tensor_meta", "eager_input_vals", "recompute", "ac_graph_id")  # that no other node inherits
 
 Kind = Literal[
     "cast",
+    "local",
+    "maximum",
     "gather",
     "wait",
     "view",
@@ -40,6 +43,8 @@ class Tag:
     Attributes:
         kind: what the node does:
             cast            of the shard before its gather, or of a gradient before it is packed
+            local           computed on the shard, so that what is gathered is smaller
+            maximum         of parameters, over all ranks: the all-reduce, its wait, and what is taken from it
             gather, wait    all-gather of the parameters, and the wait for it
             view            of one parameter in the gathered buffer
             pack            the gradients into one buffer
@@ -85,6 +90,30 @@ def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
     """The nodes with a tag of one of `kinds`, in graph order; not a placeholder that brings what such a node made."""
     calls = (node for node in graph.nodes if node.op == "call_function")
     return [n for n in calls if (tag := get_tag(n)) is not None and tag.kind in kinds]
+
+
+Emit = Callable[..., fx.Node]  # (kind, target, *args, **kwargs)
+
+
+def emitter(graph: fx.Graph, before: fx.Node, tag: Tag, like: fx.Node | None = None) -> Emit:
+    """A function that adds a node before `before`, tagged like `tag` but for its kind, with the value it would have.
+
+    Metadata come from `like`, or else from `before`, except for what decides about recomputation: `reshard` does that.
+    """
+    inherited = {key: value for key, value in (like or before).meta.items() if key not in _OWN_KEYS}
+    mode = (like or before).meta["val"].fake_mode
+
+    def emit(kind: Kind, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with graph.inserting_before(before):
+            node = graph.create_node("call_function", target, args, kwargs, name=f"{kind}_{tag.path or 'root'}")
+        node.meta = dict(inherited)
+        values, options = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
+        with mode:
+            node.meta["val"] = target(*values, **options)
+        set_tag(node, replace(tag, kind=kind))
+        return node
+
+    return emit
 
 
 def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:

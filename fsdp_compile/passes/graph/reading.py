@@ -27,15 +27,21 @@ Span = tuple[int, int]  # first and last position
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather: the nodes that start it, those that wait for it and view it, and those that read it.
+    """What gathers a unit: the nodes that start it, those that wait for it and view it, and those that read it.
 
-    In two stages, `first` starts the first one, and `start` waits for it.
+    In two stages, `first` starts the first one, and `start` waits for it. Parameters that are gathered in another form
+    than the rest of the unit have an all-gather of their own, which is launched before that of the rest.
     """
 
     first: list[fx.Node]
     start: list[fx.Node]
     wait: list[fx.Node]
     readers: list[fx.Node]
+
+    @property
+    def starts(self) -> list[fx.Node]:
+        """The all-gathers of the last stage, in the order in which they are launched."""
+        return [node for node in self.start if node.target in STARTS]
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Reading:
         tasks: the nodes of each task.
         gathers: by name of the unit.
         reduces: likewise.
+        prologue: nodes that come before all gathers: maxima of parameters.
         tail: nodes that read what was reduced, such as a sum of two; they come after all tasks.
     """
 
@@ -86,6 +93,7 @@ class Reading:
     tasks: list[list[fx.Node]]
     gathers: dict[str, Gather]
     reduces: dict[str, Reduce]
+    prologue: list[fx.Node]
     tail: list[fx.Node]
 
 
@@ -98,9 +106,14 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         joint: whether it is forward and backward in one: backward begins where a gradient of an output is first read.
     """
     names = _names(graph)
-    gathers = {names[start]: _gather(start) for start in tagged(graph, "gather") if start in names}
+    prologue = _with_ancestors(tagged(graph, "maximum"))
+    starts: dict[str, list[fx.Node]] = {}
+    for start in tagged(graph, "gather"):
+        if start in names:
+            starts.setdefault(names[start], []).append(start)
+    gathers = {name: _gather(of_unit, prologue) for name, of_unit in starts.items()}
     reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
-    computing, tail = _computing(graph, gathers, reduces)
+    computing, tail = _computing(graph, prologue, gathers, reduces)
     position = {node: index for index, node in enumerate(computing)}
     backward = _first_of_backward(computing) if joint else 0
     reads = {name: _spans(gather.readers, position, backward) for name, gather in gathers.items()}
@@ -126,9 +139,10 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         backward=cuts.index(backward) if backward < len(computing) else len(tasks),
         units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
         latency=costs.latency if costs else 0.0,
-        can_coalesce=all(can_coalesce([each.start[-1] for each in kind.values()]) for kind in (gathers, reduces)),
+        can_coalesce=can_coalesce([start for each in gathers.values() for start in each.starts])
+        and can_coalesce([each.start[-1] for each in reduces.values()]),
     )
-    return Reading(workload, tasks, gathers, reduces, tail)
+    return Reading(workload, tasks, gathers, reduces, prologue, tail)
 
 
 def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
@@ -167,21 +181,24 @@ def _is_further_reduce(start: fx.Node) -> bool:
 # --- what a plan moves ------------------------------------------------------------------------------------------------
 
 
-def _gather(start: fx.Node) -> Gather:
-    (wait,) = (user for user in start.users if user.target is WAIT)
-    views, others = readers(wait)
+def _gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
+    waits = [user for start in starts for user in start.users if user.target is WAIT]
+    both = [readers(wait) for wait in waits]
+    views = sorted({view for each, _ in both for view in each})
+    others = [reader for _, each in both for reader in each]
     others = [reader for reader in others if reader.target is not PACK_GRADS]  # which writes there, when all have read
-    nodes = _with_ancestors(start)
-    split = next((index + 1 for index, node in enumerate(nodes[:-1]) if node.target in STARTS), 0)
-    return Gather(nodes[:split], nodes[split:], [wait, *sorted(views)], others)
+    nodes = _with_ancestors(starts, prologue)
+    firsts = [index + 1 for index, node in enumerate(nodes) if node.target in STARTS and node not in starts]
+    split = max(firsts, default=0)
+    return Gather(nodes[:split], nodes[split:], [*waits, *views], list(dict.fromkeys(others)))
 
 
-def _with_ancestors(start: fx.Node) -> list[fx.Node]:
-    """`start` and what it is computed from, a cast or a view of an input, in the graph's order."""
-    ancestors = {start}
-    work = [start]
+def _with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) -> list[fx.Node]:
+    """`nodes` and what they are computed from, such as a cast of an input, in the graph's order."""
+    ancestors = set(nodes)
+    work = list(nodes)
     while work:
-        inputs = {node for node in work.pop().all_input_nodes if node.op != "placeholder"} - ancestors
+        inputs = {node for node in work.pop().all_input_nodes if node.op != "placeholder"} - ancestors - set(without)
         ancestors |= inputs
         work += inputs
     return sorted(ancestors)
@@ -245,10 +262,12 @@ def can_coalesce(starts: Sequence[fx.Node]) -> bool:
 
 
 def _computing(
-    graph: fx.Graph, gathers: Mapping[str, Gather], reduces: Mapping[str, Reduce]
+    graph: fx.Graph, prologue: Sequence[fx.Node], gathers: Mapping[str, Gather], reduces: Mapping[str, Reduce]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nodes that no plan moves, in order; and those among them that read what was reduced."""
-    moved = {node for gather in gathers.values() for node in (*gather.first, *gather.start, *gather.wait)}
+    moved = set(prologue) | {
+        node for gather in gathers.values() for node in (*gather.first, *gather.start, *gather.wait)
+    }
     reduced = {node for reduce in reduces.values() for node in (*reduce.wait, *reduce.end)}
     moved |= {node for reduce in reduces.values() for node in reduce.start}
     computing: list[fx.Node] = []
@@ -340,7 +359,7 @@ def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs 
     further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
     return UnitCost(
         name,
-        gather=sum(map(costs.collective, (*gather.first[-1:], gather.start[-1]))) if costs and gather else 0.0,
+        gather=sum(costs.collective(node) for node in _starts(gather)) if costs and gather else 0.0,
         reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
         gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
@@ -348,6 +367,11 @@ def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs 
         keep_unsharded=_keep_unsharded(gather.start[-1]) if gather else False,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
     )
+
+
+def _starts(gather: Gather) -> list[fx.Node]:
+    """All that a gather puts on the wire, in all stages."""
+    return [node for node in (*gather.first, *gather.start) if node.target in STARTS]
 
 
 def _allocates(node: fx.Node) -> bool:

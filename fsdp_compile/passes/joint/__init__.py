@@ -1,5 +1,8 @@
 """Passes on forward and backward in one graph, before the partitioner splits it.
 
 insert_collectives.py   markers become functional collectives; a unit that is called several times is gathered once
+smallest_gather.py      what to gather of each parameter, so that the fewest bytes are on the wire
+parameter_values.py     which values follow from one parameter alone
+local_programs.py       the edit: programs on shards, one all-reduce of maxima, smaller gathers
 reshard.py              which units reshard after forward, how the partitioner is told, and the check that it happened
 """

@@ -16,7 +16,8 @@ Then each marker is replaced:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,14 +26,13 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.flat import averaging
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD, UnshardSpec
-from fsdp_compile.passes.graph.nodes import CAST, Kind, Tag, module_path, set_tag
+from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 
 _REDUCES = (REDUCE_GRADS, DEFER_REDUCE)
-_RECOMPUTE_KEYS = ("recompute", "ac_graph_id")  # of a checkpoint around the marker; `reshard` decides instead
 
 # Note [Graphs without a rank]
 # All ranks must run the same collectives in the same order, and on the CPU they share one compile cache. So no constant
@@ -46,31 +46,25 @@ def insert_collectives(context: GraphContext) -> None:
     """Replace the markers; tag what takes their place."""
     graph = context.graph
     _merge_calls(graph)
-    for marker, unit in _units_of_markers(graph).items():
+    units = _units_of_markers(graph)
+    context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is UNSHARD}
+    for marker, unit in units.items():
         _EXPANSIONS[marker.target](graph, marker, unit)
 
 
-class _Unit(NamedTuple):
-    """What a tag says besides its kind."""
-
-    unit: int
-    path: str
-    reshard: bool | None
-
-
-def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, _Unit]:
+def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, Tag]:
     """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard.
 
     Raises:
         RuntimeError: no unshard before a reduce has its sequence number.
     """
-    units: dict[fx.Node, _Unit] = {}
-    by_sequence: dict[Any, _Unit] = {}
+    units: dict[fx.Node, Tag] = {}
+    by_sequence: dict[Any, Tag] = {}
     for node in graph.nodes:
         sequence = node.meta.get("seq_nr")
         if node.target is UNSHARD:
-            reshard = UnshardSpec.parse(node.args[3]).reshard_after_forward
-            units[node] = by_sequence[sequence] = _Unit(len(units), module_path(node), reshard)
+            tag = Tag("gather", len(units), module_path(node), _spec(node).reshard_after_forward)
+            units[node] = by_sequence[sequence] = tag
         elif node.target in _REDUCES:
             if sequence is None or sequence not in by_sequence:
                 raise RuntimeError(
@@ -79,6 +73,10 @@ def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, _Unit]:
                 )
             units[node] = by_sequence[sequence]
     return units
+
+
+def _spec(unshard: fx.Node) -> UnshardSpec:
+    return UnshardSpec.parse(unshard.args[3])  # type: ignore[arg-type]  # fx arguments are untyped
 
 
 # --- several calls of one unit ----------------------------------------------------------------------------------------
@@ -164,14 +162,13 @@ def _is_zeros(segment: fx.Node) -> bool:
 # --- each marker ------------------------------------------------------------------------------------------------------
 
 
-def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
-    shard, _, _, text = marker.args
-    spec = UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    emit = _emitter(graph, marker, unit)
+def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
+    shard, spec = marker.args[0], _spec(marker)
+    emit = emitter(graph, marker, unit)
     full: Any = shard if spec.compute_dtype is None else emit("cast", CAST, shard, spec.compute_dtype)
     for index, group in enumerate(spec.groups if spec.is_sharded else ()):
         is_last = index == len(spec.groups) - 1  # what an earlier stage brings is retained for backward
-        gather = emit if is_last else _emitter(graph, marker, unit._replace(reshard=False))
+        gather = emit if is_last else emitter(graph, marker, replace(unit, reshard=False))
         full = gather("wait", collectives.WAIT, gather("gather", collectives.ALL_GATHER, full, group.size, group.name))
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         for element in list(split.users):  # a slice for each one that is used: unlike the split, it can be moved
@@ -184,11 +181,11 @@ def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     graph.erase_node(marker)
 
 
-def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
+def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
     packed: Any
     packed, text = marker.args
     spec = UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    emit = _emitter(graph, marker, unit)
+    emit = emitter(graph, marker, unit)
     how = averaging(packed.meta["val"].dtype, spec.data_parallel_size)
     if packed.target is ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
@@ -212,21 +209,19 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
     graph.erase_node(marker)
 
 
-def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> None:
+def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
     packed, flat_param_id, text = marker.args
-    emit = _emitter(graph, marker, unit)
+    emit = emitter(graph, marker, unit)
     packed = _pack(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
     marker.replace_all_uses_with(emit("defer_reduce", DEFER_REDUCE, packed, flat_param_id, text))
     graph.erase_node(marker)
 
 
-_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, _Unit], None]] = {
+_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, Tag], None]] = {
     UNSHARD: _expand_unshard,
     REDUCE_GRADS: _expand_reduce,
     DEFER_REDUCE: _expand_defer_reduce,
 }
-
-Emit = Callable[..., fx.Node]
 
 
 def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.Node:
@@ -255,21 +250,3 @@ def _prepare(grad: fx.Node, dtype: Any, divisor: float, emit: Emit) -> fx.Node:
             grad.append(prepared)
         grad = prepared
     return grad
-
-
-def _emitter(graph: fx.Graph, marker: fx.Node, unit: _Unit) -> Emit:
-    """A function that adds a tagged node in the marker's place, with the value that it would have."""
-    dropped = (*_RECOMPUTE_KEYS, "val", "tensor_meta", "eager_input_vals")
-    inherited = {key: value for key, value in marker.meta.items() if key not in dropped}
-
-    def emit(kind: Kind, target: Any, *args: Any) -> fx.Node:
-        with graph.inserting_before(marker):
-            node = graph.create_node("call_function", target, args, name=f"{kind}_{unit.path or 'root'}")
-        node.meta = dict(inherited)
-        values = fx.map_arg(args, lambda arg: arg.meta["val"])
-        with marker.meta["val"].fake_mode:
-            node.meta["val"] = target(*values)
-        set_tag(node, Tag(kind, *unit))
-        return node
-
-    return emit

@@ -83,11 +83,11 @@ def reshard(context: GraphContext) -> None:
 
     See Note [Why gathers are tagged for recomputation].
     """
-    for node in tagged(context.graph, "gather", "wait", "view"):
+    for node in tagged(context.graph, "local", "gather", "wait", "view"):
         tag = tag_of(node)
         if tag.reshard:
             _set_policy((node, *derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
-        elif tag.kind != "view":
+        elif tag.kind in ("gather", "wait"):
             _set_policy((node,), CheckpointPolicy.MUST_SAVE)
     _set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
 

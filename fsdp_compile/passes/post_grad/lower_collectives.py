@@ -25,9 +25,10 @@ from fsdp_compile.comm.collectives import (
     WAIT,
     copies,
 )
-from fsdp_compile.core.ops import CAST_SHARD, WAIT_COLLECTIVE
-from fsdp_compile.passes._torch import V, WaitKernel, lowerings, register_lowering
-from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
+from fsdp_compile.core.ops import WAIT_COLLECTIVE
+from fsdp_compile.core.shard_ops import SEND
+from fsdp_compile.passes._torch import V, WaitKernel, register_lowering
+from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
 from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.pipeline import GraphContext
 
@@ -130,8 +131,11 @@ def all_gather_into_buffer(context: GraphContext) -> None:
         if gather.target is ALL_GATHER:
             _allocate(graph, gather)
             shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-            if shard.target is CAST:
-                shard.target = CAST_SHARD
+            if shard.op == "call_function" and shard.target not in (WAIT, WAIT_COLLECTIVE):
+                with graph.inserting_after(shard):
+                    sent = graph.call_function(SEND, (shard,))
+                sent.meta = dict(shard.meta)
+                gather.replace_input_with(shard, sent)
             _call_directly(gather)
 
 
@@ -150,12 +154,11 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
     gather.kwargs = {"out": buffer}
 
 
-@register_lowering(CAST_SHARD, type_promotion_kind=None)
-def _lower_cast_shard(shard: Any, dtype: torch.dtype) -> Any:
-    """Cast into one buffer: Inductor would compute the cast anew for the gather and for its wait."""
-    cast = lowerings[CAST](shard, dtype)
-    cast.realize()
-    return cast
+@register_lowering(SEND, type_promotion_kind=None)
+def _lower_send(payload: Any) -> Any:
+    """What is sent is in one buffer: Inductor would compute it anew for the gather and for its wait."""
+    payload.realize()
+    return payload
 
 
 # --- calls of the process group ---------------------------------------------------------------------------------------

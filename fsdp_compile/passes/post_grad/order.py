@@ -47,7 +47,7 @@ def order(context: GraphContext) -> None:
         steps_before[step.at].append(step)
     gathered = [name for step in plan.of("gather") for name in step.units]
     ahead = {one: reading.gathers[following].first for one, following in pairwise(gathered)}
-    ordered: dict[fx.Node, None] = {}
+    ordered: dict[fx.Node, None] = dict.fromkeys(reading.prologue)
     for task, steps in zip([*reading.tasks, reading.tail], steps_before, strict=True):
         for step in steps:
             ordered.update(dict.fromkeys(_nodes_of(step, reading, ahead)))
@@ -61,8 +61,10 @@ def order(context: GraphContext) -> None:
 def _tag_launches(reading: Reading, plan: Plan) -> None:
     """Note on the nodes that start collectives which of them the plan launches at once."""
     for launch, step in enumerate(plan.of("gather", "reduce")):
-        for name in step.units if len(step.units) > 1 else ():
-            start = _nodes_of_unit(step.kind, name, reading)[-1]
+        gathers = [reading.gathers[name].starts for name in step.units if step.kind == "gather"]
+        reduces = [reading.reduces[name].start[-1:] for name in step.units if step.kind == "reduce"]
+        starts = list(chain(*gathers, *reduces))
+        for start in starts if len(starts) > 1 else ():
             set_tag(start, replace(tag_of(start), launch=launch))
 
 
@@ -156,7 +158,7 @@ def _is_event(node: fx.Node) -> bool:
 def check_ranks(context: GraphContext) -> None:
     """Put `fsdp_flat::check_ranks` at the start of the graph (Note [Why ranks compare before the first collective])."""
     graph = context.graph
-    starts = tagged(graph, "gather", "reduce")
+    starts = [node for node in tagged(graph, "gather", "reduce", "maximum") if node.target in STARTS]
     if not starts:
         return
     names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
