@@ -106,7 +106,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         joint: whether it is forward and backward in one: backward begins where a gradient of an output is first read.
     """
     names = _names(graph)
-    prologue = _with_ancestors(tagged(graph, "maximum"))
+    prologue = with_ancestors(tagged(graph, "maximum"))
     starts: dict[str, list[fx.Node]] = {}
     for start in tagged(graph, "gather"):
         if start in names:
@@ -120,7 +120,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     writes = {name: _writes(name, reduce, reads, position) for name, reduce in reduces.items()}
     cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
-    units = list(dict.fromkeys([*gathers, *reduces]))
+    units, first = list(dict.fromkeys([*gathers, *reduces])), next(iter(gathers), None)
     ready = [spans[-1][1] for spans in writes.values()]
     memory = [0] * len(computing)
     if costs and costs.memory:
@@ -137,7 +137,10 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
             for begin, end in pairwise((*cuts, len(computing)))
         ),
         backward=cuts.index(backward) if backward < len(computing) else len(tasks),
-        units=tuple(_unit(name, gathers.get(name), reduces.get(name), costs) for name in units),
+        units=tuple(
+            _unit(name, gathers.get(name), reduces.get(name), costs, prologue if name == first else ())
+            for name in units
+        ),
         latency=costs.latency if costs else 0.0,
         can_coalesce=can_coalesce([start for each in gathers.values() for start in each.starts])
         and can_coalesce([each.start[-1] for each in reduces.values()]),
@@ -187,13 +190,13 @@ def _gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
     views = sorted({view for each, _ in both for view in each})
     others = [reader for _, each in both for reader in each]
     others = [reader for reader in others if reader.target is not PACK_GRADS]  # which writes there, when all have read
-    nodes = _with_ancestors(starts, prologue)
+    nodes = with_ancestors(starts, prologue)
     firsts = [index + 1 for index, node in enumerate(nodes) if node.target in STARTS and node not in starts]
     split = max(firsts, default=0)
     return Gather(nodes[:split], nodes[split:], [*waits, *views], list(dict.fromkeys(others)))
 
 
-def _with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) -> list[fx.Node]:
+def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) -> list[fx.Node]:
     """`nodes` and what they are computed from, such as a cast of an input, in the graph's order."""
     ancestors = set(nodes)
     work = list(nodes)
@@ -355,11 +358,17 @@ def _beside_matrices(reduce: Reduce) -> int:
     return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
 
 
-def _unit(name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None) -> UnitCost:
+def _unit(
+    name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None, prologue: Sequence[fx.Node]
+) -> UnitCost:
+    """What a unit costs. The first gather waits for the `prologue`, whose seconds count as its own."""
+    before = [node for node in prologue if node.target in STARTS]
     further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
     return UnitCost(
         name,
-        gather=sum(costs.collective(node) for node in _starts(gather)) if costs and gather else 0.0,
+        gather=sum(map(costs.collective, (*before, *_starts(gather)))) + len(before) * costs.latency
+        if costs and gather
+        else 0.0,
         reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
         gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,

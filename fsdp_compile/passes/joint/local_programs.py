@@ -2,9 +2,9 @@
 
 smallest_gather.py decides what is gathered (`GatherChoice`); here the graph is edited:
 
-    scalars     part_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them
+    scalars     segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them
     each unit   spread of its scalars, the program on the whole shard, gather, slices of what was gathered
-                take of the parts that need another program, gather, parts joined to parameters
+                take of the segments that need another program, gather, segments joined to parameters
 
 No constant depends on the rank, as Note [Graphs without a rank] demands: operators that need the rank ask for it when
 they run (core/shard_ops.py).
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import UnshardSpec
-from fsdp_compile.core.shard_ops import PART_MAXIMA, SPREAD, TAKE, parts_of
+from fsdp_compile.core.shard_ops import SEGMENT_MAXIMA, SPREAD, TAKE, segments_of
 from fsdp_compile.passes.graph.nodes import CAST, Tag, emitter, get_tag, is_view, set_tag
 from fsdp_compile.passes.joint.parameter_values import MAXIMA, Elements, ParameterValues, Scalar, nodes_in
 
@@ -66,7 +66,7 @@ Items = Sequence[tuple[int, fx.Node]]  # parameters of one unit, by index, and w
 
 @dataclass(frozen=True)
 class GatherChoice:
-    """What is gathered of a unit: `main` in the places of the parameters, each of `rest` as parts, end to end."""
+    """What is gathered of a unit: `main` in the places of the parameters, each of `rest` as segments, end to end."""
 
     main: Items
     rest: tuple[Items, ...]
@@ -80,18 +80,19 @@ class LocalPrograms:
     """
 
     def __init__(
-        self, graph: fx.Graph, values: ParameterValues, choices: list[tuple[GatheredUnit, GatherChoice]]
+        self,
+        graph: fx.Graph,
+        values: ParameterValues,
+        units: Sequence[GatheredUnit],
+        choices: Sequence[tuple[GatheredUnit, GatherChoice]],
     ) -> None:
         self.graph, self.values, self.choices = graph, values, choices
-        self.unit_of = {root: unit for unit, _ in choices for root in unit.roots}
+        self.unit_of = {root: unit for unit in units for root in unit.roots}
         self.new: dict[fx.Node, fx.Node] = {}
 
     def run(self, local: set[fx.Node]) -> None:
         """Edit the graph. `local` are the nodes that are computed on shards."""
         first = min(unit.starts[0] for unit, _ in self.choices)
-        for unit, _ in self.choices:  # programs may begin before all gathers
-            if unit.shard.op != "placeholder" and first < unit.shard:
-                first.prepend(unit.shard)
         self._reduce_scalars([node for node in self.values.values if node in local], first)
         for unit, choice in self.choices:
             _UnitPrograms(self, unit, unit.starts[0]).gather(choice)
@@ -124,17 +125,20 @@ class LocalPrograms:
         for node in maxima:
             source = _elements(node.args[0], self.values)
             alike[self._unit_of_maximum(node).tag.unit, source.program, MAXIMA[node.target]].append(node)  # type: ignore[index]  # one of them
-        pieces, order = [], []
+        shares, order = [], []
         for (_, _, smallest), nodes in alike.items():
             unit = self._unit_of_maximum(nodes[0])
+            _move_before(first, unit.shard)
             programs = _UnitPrograms(self, unit, first)
             params = [unit.roots[_elements(node.args[0], self.values).root] for node in nodes]
             sources = [self.values.first(node.args[0]) for node in nodes]  # type: ignore[arg-type]  # likewise
             local = programs.evaluate(list(zip(params, sources, strict=True)))
-            pieces.append(programs.emit("local", PART_MAXIMA, local, unit.layout.text, unit.groups, params, smallest))
+            shares.append(
+                programs.emit("local", SEGMENT_MAXIMA, local, unit.layout.text, unit.groups, params, smallest)
+            )
             order += [(node, smallest) for node in nodes]
         emit = emitter(self.graph, first, _MAXIMUM, first)
-        reduced = pieces[0] if len(pieces) == 1 else emit("maximum", aten.cat.default, pieces, 1)
+        reduced = shares[0] if len(shares) == 1 else emit("maximum", aten.cat.default, shares, 1)
         for group in groups:
             reduced = emit("maximum", WAIT, emit("maximum", ALL_REDUCE, reduced, "max", group))
         is_nan = emit("maximum", aten.gt.Scalar, emit("maximum", aten.select.int, reduced, 0, 1), 0)
@@ -154,8 +158,8 @@ class LocalPrograms:
         """Let all that read the nodes with a new one read that, and erase what nothing reads any more."""
         made = set(self.new.values())
         for node, new in self.new.items():
-            for twin in (node, *self.values.alike(node)):
-                twin.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
+            for other in (node, *self.values.alike(node)):
+                other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
         for node in reversed(list(self.graph.nodes)):
             is_ours = node.op == "call_function" and (self.values.of(node) is not None or _is_local(node))
             if is_ours and not node.users:
@@ -175,6 +179,14 @@ def _elements(node: Any, values: ParameterValues) -> Elements:
     return value
 
 
+def _move_before(first: fx.Node, node: fx.Node) -> None:
+    """Move `node`, and what it is computed from, before `first` where that stands earlier."""
+    if node.op != "placeholder" and first < node:
+        for each in node.all_input_nodes:
+            _move_before(first, each)
+        first.prepend(node)
+
+
 def _is_local(node: fx.Node) -> bool:
     tag = get_tag(node)
     return tag is not None and tag.kind in ("local", "maximum") and node.target not in (ALL_REDUCE, WAIT)
@@ -183,9 +195,9 @@ def _is_local(node: fx.Node) -> bool:
 class _UnitPrograms:
     """The programs and gathers of one unit, which stand before its old gather."""
 
-    def __init__(self, whole: LocalPrograms, unit: GatheredUnit, before: fx.Node) -> None:
-        self.whole, self.unit = whole, unit
-        self.emit = emitter(whole.graph, before, unit.tag, unit.starts[0])
+    def __init__(self, edit: LocalPrograms, unit: GatheredUnit, before: fx.Node) -> None:
+        self.edit, self.unit = edit, unit
+        self.emit = emitter(edit.graph, before, unit.tag, unit.starts[0])
         self._evaluated: dict[tuple[tuple[int, fx.Node], ...], fx.Node] = {}
 
     def gather(self, choice: GatherChoice) -> None:
@@ -206,11 +218,11 @@ class _UnitPrograms:
         for param, node in choice.main:
             begin = layout.offsets[param]
             run = self.emit("view", aten.slice.Tensor, full, 0, begin, begin + layout.numels[param])
-            self.whole.new[node] = self._as(node, run)
+            self.edit.new[node] = self._as(node, run)
         begin = 0  # of the items in a rank's row, in elements on the wire
-        for items, part in zip(choice.rest, taken, strict=True):
+        for items, segment in zip(choice.rest, taken, strict=True):
             self._join(items, rest[0], sent[0].meta["val"].numel(), begin)
-            begin += part.meta["val"].numel()
+            begin += segment.meta["val"].numel()
 
     def evaluate(self, items: Items) -> fx.Node:
         """What the nodes of `items` compute, all by one program, on the whole shard: 1-D."""
@@ -221,19 +233,19 @@ class _UnitPrograms:
 
     def _computed(self, node: fx.Node) -> fx.Node:
         """The node beneath views and copies: order does not matter on the shard."""
-        node = self.whole.values.first(node)
-        while isinstance(self.whole.values.of(node), Elements) and (is_view(node) or node.target is aten.clone.default):
+        node = self.edit.values.first(node)
+        while isinstance(self.edit.values.of(node), Elements) and (is_view(node) or node.target is aten.clone.default):
             if node in self.unit.roots:
                 break
-            node = self.whole.values.first(node.args[0])  # type: ignore[arg-type]  # fx arguments are untyped
+            node = self.edit.values.first(node.args[0])  # type: ignore[arg-type]  # fx arguments are untyped
         return node
 
     def _evaluate(self, items: Items) -> fx.Node:
-        values = self.whole.values
+        values = self.edit.values
         leader = items[0][1]
         value = values.of(leader)
         if isinstance(value, Scalar):
-            return self._spread({param: self.whole.new[values.first(node)] for param, node in items})
+            return self._spread({param: self.edit.new[values.first(node)] for param, node in items})
         assert value is not None
         if value.root is leader:
             return self.unit.shard
@@ -257,7 +269,7 @@ class _UnitPrograms:
 
     def _through_groups(self, sent: list[fx.Node]) -> list[fx.Node]:
         """All ranks' `sent`, gathered in as many stages as the unit; what an earlier stage brings is retained."""
-        retained = emitter(self.whole.graph, self.unit.starts[0], replace(self.unit.tag, reshard=False))
+        retained = emitter(self.edit.graph, self.unit.starts[0], replace(self.unit.tag, reshard=False))
         groups = self.unit.spec.groups
         for index, group in enumerate(groups):
             emit = self.emit if index + 1 == len(groups) else retained
@@ -266,32 +278,32 @@ class _UnitPrograms:
         return sent
 
     def _join(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
-        """Parameters out of their parts in the ranks' rows of `full`, which begin there, in elements on the wire."""
+        """Parameters out of their segments in the ranks' rows of `full`, which begin there, in elements on the wire."""
         wire = full.meta["val"].dtype
         params, dtype = tuple(param for param, _ in items), items[0][1].meta["val"].dtype
         wide = dtype.itemsize // wire.itemsize
-        by_rank = [parts_of(self.unit.layout, params, rank) for rank in range(self.unit.layout.world_size)]
+        by_rank = [segments_of(self.unit.layout, params, rank) for rank in range(self.unit.layout.world_size)]
         for position, (_, node) in enumerate(items):
-            pieces = []
-            for rank, parts in enumerate(by_rank):
-                part = parts[position]
-                if part is not None:
-                    at = rank * row + begin + part.in_taken * wide
-                    pieces.append(self.emit("view", aten.slice.Tensor, full, 0, at, at + part.numel * wide))
-            run = pieces[0] if len(pieces) == 1 else self.emit("view", aten.cat.default, pieces)
+            shares = []
+            for rank, segments in enumerate(by_rank):
+                segment = segments[position]
+                if segment is not None:
+                    at = rank * row + begin + segment.in_taken * wide
+                    shares.append(self.emit("view", aten.slice.Tensor, full, 0, at, at + segment.numel * wide))
+            run = shares[0] if len(shares) == 1 else self.emit("view", aten.cat.default, shares)
             if wire not in (dtype, _SENT_AS.get(dtype)):
                 run = self.emit("view", aten.view.dtype, run, dtype)
-            self.whole.new[node] = self._as(node, run)
+            self.edit.new[node] = self._as(node, run)
 
     def _sendable(self, items: Items) -> fx.Node:
-        """What is sent of `items`, on the whole shard, before parts are taken of it."""
+        """What is sent of `items`, on the whole shard, before segments are taken of it."""
         local = self.evaluate(items)
         sent_as = _SENT_AS.get(local.meta["val"].dtype)
         return local if sent_as is None else self.emit("local", CAST, local, sent_as)
 
     def _as(self, node: fx.Node, run: fx.Node) -> fx.Node:
         """The elements of a parameter, 1-D, in the shape, with the strides and in the dtype of `node`."""
-        value, dtype = _elements(node, self.whole.values), node.meta["val"].dtype
+        value, dtype = _elements(node, self.edit.values), node.meta["val"].dtype
         dims = range(len(value.size))
         order = sorted(dims, key=lambda dim: (-value.stride[dim], value.size[dim] == 1, dim))
         shaped = self.emit("view", aten.view.default, run, [value.size[dim] for dim in order])

@@ -1,4 +1,4 @@
-"""Which values of a joint graph follow from one parameter alone, so that each rank can compute its part of them.
+"""Which values of a joint graph follow from one parameter alone, so that each rank can compute its segment of them.
 
     w -> cast -> permute                 elements of w: each is computed from the element of w in the same place
     w -> abs -> amax -> reciprocal       a scalar: the largest of all ranks' maxima, and what follows from it
@@ -68,7 +68,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A tensor of one element that every rank can compute from parts of parameters, with all-reduces of maxima.
+    """A tensor of one element that every rank can compute from segments of parameters, with all-reduces of maxima.
 
     Attributes:
         program: what is computed, with the names of the nodes that it is computed from.
@@ -135,8 +135,8 @@ class ParameterValues:
         if node.op != "call_function" or not isinstance(value, Tensor):
             return None
         if not inputs:
-            is_number = node.target in _CONSTANTS and value.numel() == 1
-            return Scalar(self._short(f"{node.target}{node.args}{dict(node.kwargs)}"), 0) if is_number else None
+            is_constant = node.target in _CONSTANTS and value.numel() == 1
+            return Scalar(self._short(f"{node.target}{node.args}{dict(node.kwargs)}"), 0) if is_constant else None
         known = [self.of(each) for each in inputs]
         if any(each is None for each in known):
             return None
@@ -153,17 +153,17 @@ class ParameterValues:
         return self._pointwise(node, first, [each for each in known if isinstance(each, Scalar)])
 
     def _scalar_of_scalars(self, node: fx.Node, level: int) -> Scalar | None:
-        is_kept = is_view(node) and node.target is not aten.expand.default
-        if node.meta["val"].numel() != 1 or not (is_kept or is_deterministic_pointwise(node)):
+        is_reshaped = is_view(node) and node.target is not aten.expand.default
+        if node.meta["val"].numel() != 1 or not (is_reshaped or is_deterministic_pointwise(node)):
             return None
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.first(each).name)
         return Scalar(self._short(f"{node.target}{args}{kwargs}"), level)
 
     def _maximum(self, node: fx.Node, of: Elements) -> Scalar | None:
         dims = node.args[1] if len(node.args) > 1 else ()
-        is_whole = node.meta["val"].numel() == 1 and (not dims or len(dims) == len(of.size))  # type: ignore[arg-type]  # fx
+        is_complete = node.meta["val"].numel() == 1 and (not dims or len(dims) == len(of.size))  # type: ignore[arg-type]  # fx
         source: fx.Node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-        if not is_whole or source.meta["val"].dtype not in _REDUCED_DTYPES:
+        if not is_complete or source.meta["val"].dtype not in _REDUCED_DTYPES:
             return None
         smallest = MAXIMA[node.target]  # type: ignore[index]  # it is one of them
         return Scalar(self._short(f"{'min' if smallest else 'max'} of {self.first(source).name}"), of.level + 1)
@@ -179,8 +179,8 @@ class ParameterValues:
             value = self.of(argument)
             new = (self.first(argument),) if isinstance(value, Scalar) else value.scalars  # type: ignore[union-attr]
             taken.update(dict.fromkeys(new))
-            places = [list(taken).index(each) for each in new]
-            return f"scalar {places}" if isinstance(value, Scalar) else f"{value.program} {places}"  # type: ignore[union-attr]
+            indices = [list(taken).index(each) for each in new]
+            return f"scalar {indices}" if isinstance(value, Scalar) else f"{value.program} {indices}"  # type: ignore[union-attr]
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), text)
         program = self._short(f"{node.target}{args}{kwargs}")
@@ -230,14 +230,14 @@ def _view(node: fx.Node, seen: Elements) -> Elements | None:
     if node.target is aten.clone.default:
         is_alike = _has_strides(node, seen.size, seen.stride)
         return Elements(seen.root, seen.size, seen.stride, seen.program, seen.scalars, seen.level) if is_alike else None
-    whole = torch.empty_strided(seen.size, seen.stride, device="meta")
+    base = torch.empty_strided(seen.size, seen.stride, device="meta")
     try:
-        view = node.target(whole, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
+        view = node.target(base, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
     except (RuntimeError, IndexError, TypeError):
         return None  # of a tensor that lies otherwise: a view of a copy
     size, stride = tuple(view.shape), tuple(view.stride())
-    is_whole = view.numel() == whole.numel() and view.storage_offset() == 0 and _is_dense(size, stride)
-    if not is_whole or not _has_strides(node, size, stride):
+    is_complete = view.numel() == base.numel() and view.storage_offset() == 0 and _is_dense(size, stride)
+    if not is_complete or not _has_strides(node, size, stride):
         return None
     return Elements(seen.root, size, stride, seen.program, seen.scalars, seen.level)
 

@@ -4,14 +4,14 @@
     after    shard  ->  cast bfloat16  ->  gather  ->  slice w  ->  mm        2
 
     before   gather float32  ->  slice w  ->  amax  ->  w / scale  ->  cast float8  ->  mm
-    after    shard  ->  maxima of parts  ->  all-reduce  ->  scales           a few bytes, once for all parameters
+    after    shard  ->  maxima of segments  ->  all-reduce  ->  scales           a few bytes, once for all parameters
              shard / scales  ->  cast float8  ->  gather  ->  slice w  ->  mm      1 byte an element
 
 All values stay the same bit for bit (parameter_values.py says what follows from a parameter alone, and exactly so). For
 each parameter a minimum cut finds what to gather: the fewest bytes from which the rest of the graph follows. Parameters
 of one unit with equal programs are computed on the whole shard at once. The program that makes the unit's gathers
 smallest is that of the first gather, which keeps the places of all parameters; where others need another program or
-none, their parts travel in a second gather beside the first.
+none, their segments travel in a second gather beside the first.
 
 Local programs read the shard and scalars. They come again in backward, where the unit is gathered again.
 """
@@ -60,7 +60,7 @@ def smallest_gather(context: GraphContext) -> None:
     cuts = {root: _minimum_cut(root, values) for unit in units for root in unit.roots}
     choices = [(unit, choice) for unit in units if (choice := _choose(unit, cuts, values)) is not None]
     if choices:
-        LocalPrograms(graph, values, choices).run(_with_inputs(cuts, choices, values))
+        LocalPrograms(graph, values, units, choices).run(_with_inputs(cuts, choices, values))
 
 
 def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
@@ -145,15 +145,15 @@ def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterV
     if all(program == UNCHANGED for program, _ in classes):
         return None
 
-    def whole(key: tuple[str, torch.dtype]) -> int:
+    def in_place(key: tuple[str, torch.dtype]) -> int:
         return unit.layout.numel * key[1].itemsize
 
-    def as_parts(key: tuple[str, torch.dtype]) -> int:
+    def as_segments(key: tuple[str, torch.dtype]) -> int:
         params = tuple(param for param, _ in classes[key])
         return unit.layout.world_size * most_taken(unit.layout, params) * key[1].itemsize
 
     def total(main: tuple[str, torch.dtype]) -> int:
-        return whole(main) + sum(as_parts(other) for other in classes if other != main)
+        return in_place(main) + sum(as_segments(other) for other in classes if other != main)
 
     main = min(classes, key=total)
     before = unit.layout.numel * unit.shard.meta["val"].element_size()

@@ -7,6 +7,7 @@ check_ranks               lets ranks compare which collectives they are about to
 pin_order                 chains what must not change places (Note [Why the order is pinned])
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
@@ -20,7 +21,7 @@ from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
 from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
-from fsdp_compile.passes.graph.reading import Reading, with_preparation
+from fsdp_compile.passes.graph.reading import Reading, with_ancestors, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
 
@@ -163,7 +164,8 @@ def check_ranks(context: GraphContext) -> None:
         return
     names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
     groups = list(dict.fromkeys(names))
-    sequence = "\n".join(_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True))
+    described = [_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True)]
+    sequence = "\n".join(map(str.__add__, described, _local_programs(starts)))
     value = _sent(starts[0])[0].meta["val"]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         arguments = (sequence, groups, context.config.check_ranks_timeout, value.device)
@@ -183,6 +185,30 @@ def _sent(start: fx.Node) -> list[fx.Node]:
     """What a collective sends; several tensors, if one call launches several."""
     sent = start.args[0]
     return [sent] if isinstance(sent, fx.Node) else list(sent)  # type: ignore[arg-type]  # fx arguments are untyped
+
+
+def _local_programs(starts: list[fx.Node]) -> list[str]:
+    """What each rank computes on its shard for each collective, as a digest: a number in it may differ by a mistake.
+
+    Groups count as nothing: their names differ, and the collectives' own are compared.
+    """
+    numbers: dict[fx.Node, int] = {}
+    texts: list[str] = []
+    for start in starts:
+        lines = []
+        for node in with_ancestors(_sent(start)) if tag_of(start).kind != "reduce" else ():
+            if (tag := get_tag(node)) is not None and tag.kind in ("local", "maximum") and node.target not in STARTS:
+                numbers[node] = len(numbers)
+                known = [arg for arg in node.args if not _are_groups(arg)]
+                args, kwargs = fx.map_arg((known, dict(node.kwargs)), lambda each: f"%{numbers.get(each, '')}")
+                lines.append(f"{node.target}{args}{kwargs}")
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        texts.append(f", computed from the shard by {digest}" if lines else "")
+    return texts
+
+
+def _are_groups(argument: object) -> bool:
+    return isinstance(argument, (list, tuple)) and any(isinstance(each, str) for each in argument)
 
 
 _GRAPH = Subject(

@@ -1,0 +1,110 @@
+"""What follows from a parameter alone is gathered only where it does, and generated code reads it where it lies."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda_code import as_for_cuda
+from generated import Program, programs, sent
+from joint import JointPasses
+from torch import Tensor, nn
+from weights import F8, UNMOVED, Block, D, Float8Block, OneWeight
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+
+
+def trained(make: Callable[[], nn.Module], **disable: Any) -> JointPasses:
+    """What the passes make of two modules, each a unit."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make())
+    fully_shard(model, auto_wrap_policy={type(model[0])})
+    backend = JointPasses(**disable)
+    torch.compile(model, backend=backend, fullgraph=True)(torch.randn(4, D)).square().mean().backward()
+    return backend
+
+
+@pytest.mark.parametrize("kind", UNMOVED)
+def test_what_does_not_follow_from_a_parameter_alone(kind: type[OneWeight]) -> None:
+    """Sums, random operators, buffers, two parameters, views of a segment: the graph is the one without the pass."""
+    assert trained(kind).texts == trained(kind, disable=("smallest_gather",)).texts
+
+
+class Scheduled(OneWeight):
+    """Scaled by a number that changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return (weight * self.scale).bfloat16().float()
+
+
+def test_a_number_that_changes() -> None:
+    """A Python number that Dynamo has made an input stays one: no graph has its value of the first step."""
+    model = Scheduled()
+    fully_shard(model)
+    backend = JointPasses()
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    for scale in (0.5, 0.75, 1.25):
+        model.scale = scale
+        run(torch.randn(4, D)).square().mean().backward()
+    assert [each[1] for each in backend.forward] == [torch.bfloat16, torch.float32]
+
+
+TRANSFORMATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cast": lambda w: w.bfloat16().float(),
+    "largest": lambda w: w / w.detach().abs().amax(),
+    "float8": lambda w: w + ((w.detach() / 2).to(F8).float() * 2 - w.detach()),
+    "range": lambda w: (w - w.detach().min()) / (w.detach().max() - w.detach().min()),
+    "clamped": lambda w: w.clamp(-0.1, 0.1).bfloat16().float(),
+    "masked": lambda w: torch.where(w.detach() > 0, w, w * 0.1).bfloat16().float(),
+    "transposed": lambda w: w.t().bfloat16().contiguous().t().float(),
+    "standardised": lambda w: (w - w.mean()) / w.std(),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMATIONS)
+def test_nothing_of_a_parameter_is_saved(how: str) -> None:
+    """Whatever a weight is transformed into, nothing of its size lives from forward to backward."""
+    saved = trained(lambda: OneWeight(TRANSFORMATIONS[how])).saved
+    assert all(shape.numel() < D * D for shape in saved), saved
+
+
+# --- generated code ---------------------------------------------------------------------------------------------------
+
+
+def code_for_cuda(make: Callable[[], nn.Module], autocast: bool = False) -> tuple[Program, Program]:
+    """The programs of forward and backward of two blocks, as for CUDA."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make())
+    fully_shard(model, auto_wrap_policy={type(model[0])})
+    run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return run(torch.randn(16, D)).float().square().mean()
+
+    with as_for_cuda():
+        return programs(loss)
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(Block, "bfloat16"), (Float8Block, "uint8")])
+def test_products_read_what_was_gathered(make: type[nn.Module], dtype: str) -> None:
+    """One launch gathers a unit; products and kernels read views of its buffer, and nothing only moves parameters."""
+    forward, backward = code_for_cuda(make, autocast=make is Block)
+    for program in (forward, backward):
+        assert program.parameter_moves() == []
+        gathers = re.findall(r"gather [^,]*, [\d +]+ bytes of (\w+), group 0, computed from the shard by", program.code)
+        assert set(gathers) == {dtype}
+    assert [len(sent(step)) for step in forward.steps if step.is_gather] == [2, 2]
+    maxima = [sum("all_reduce" in step.function for step in program.steps) for program in (forward, backward)]
+    assert maxima == [int(make is Float8Block), 0]
+    if make is Block:
+        products = [step for step in forward.steps if step.is_product]
+        read = {name for step in products for name in map(forward.viewed, step.names)}
+        assert len(products) == 4 and len(read & forward.gathered()) == 2

@@ -1,0 +1,82 @@
+"""`aot_eager` with the passes on joint graphs, for tests of values: what these passes do, bit for bit.
+
+run = torch.compile(model, backend=JointPasses(disable=("smallest_gather",)))
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+
+from fsdp_compile.comm.collectives import ALL_GATHER, ALL_GATHER_INTO, STARTS
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes import PASSES
+from fsdp_compile.passes.pipeline import GraphContext, enabled
+
+Collective = tuple[str, torch.dtype, int]  # kind, dtype and bytes of the full buffer
+
+
+@dataclass
+class JointPasses:
+    """The backend, and what it has compiled.
+
+    Attributes:
+        disable: passes that are left out.
+        forward: the collectives of all forward graphs.
+        backward: likewise.
+        saved: shapes that forward graphs save for backward, without their inputs.
+        texts: the joint graphs after the passes.
+    """
+
+    disable: tuple[str, ...] = ()
+    forward: list[Collective] = field(default_factory=list)
+    backward: list[Collective] = field(default_factory=list)
+    saved: list[torch.Size] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return aot_autograd(fw_compiler=_run, bw_compiler=_run, partition_fn=self._partition)(gm, inputs)
+
+    def _partition(self, gm: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        config = CompileConfig(disable=self.disable)
+        context = GraphContext(gm.graph, config, "joint", 0)
+        for each in enabled(PASSES, config):
+            if each.stage == "joint":
+                each.run(context)
+        gm.graph.lint()
+        gm.recompile()
+        self.texts.append(str(gm.graph))
+        split = min_cut_rematerialization_partition(gm, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        self.forward += collectives_of(split[0].graph)
+        self.backward += collectives_of(split[1].graph)
+        outputs: Any = split[0].graph.output_node().args[0]
+        kept = [out for out in outputs[num_fwd_outputs:] if isinstance(out, fx.Node) and out.op != "placeholder"]
+        self.saved += [out.meta["val"].shape for out in kept if isinstance(out.meta["val"], Tensor)]
+        return split
+
+
+def collectives_of(graph: fx.Graph) -> list[Collective]:
+    """What a graph puts on the wire, in order."""
+    found: list[Collective] = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in STARTS:
+            values = [node.meta["val"], node.args[0].meta["val"]]
+            kind = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+            found.append((kind, values[0].dtype, max(value.nbytes for value in values)))
+    return found
+
+
+def _run(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the graph node by node, all-gathers into buffers: torch 2.13's allocating form is unsafe on gloo."""
+    for gather in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
+        value = gather.meta["val"]
+        with gm.graph.inserting_before(gather):
+            options = {"dtype": value.dtype, "device": value.device}
+            buffer = gm.graph.call_function(torch.ops.aten.empty.memory_format, (list(value.shape),), options)
+        gather.target, gather.kwargs = ALL_GATHER_INTO, {"out": buffer}
+    gm.recompile()
+    return make_boxed_func(gm.forward)

@@ -1,0 +1,162 @@
+"""Modules whose forward computes something from weights alone, and modules that only look as if they did."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+D = 32
+F8, HIGHEST = torch.float8_e4m3fn, 448.0
+
+
+class Block(nn.Module):
+    """Two linear layers and a norm."""
+
+    def __init__(self, norm: bool = True, width: int = D) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Float8Product(torch.autograd.Function):
+    """x @ w.T with `w` rounded to float8 with one scale; backward uses the rounded one, and is exact otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = HIGHEST / weight.abs().amax().clamp(min=1e-12)
+        quantised = (weight * scale).clamp(-HIGHEST, HIGHEST).to(F8)
+        ctx.save_for_backward(x, quantised, scale)
+        return x @ (quantised.to(x.dtype) / scale).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, quantised, scale = ctx.saved_tensors
+        return grad @ (quantised.to(x.dtype) / scale), grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer in float8, as libraries for float8 training have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Float8Product.apply(x, self.weight) + (0 if self.bias is None else self.bias)
+
+
+class Float8Block(Block):
+    """The same block in float8."""
+
+    def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
+        super().__init__(norm, width)
+        self.up, self.down = Float8Linear(width, 3 * width, bias), Float8Linear(3 * width, width, bias)
+
+
+class OneWeight(nn.Module):
+    """A matrix, and a function of it that the input is multiplied with."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D) / 6)
+        self.of = of
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return weight if self.of is None else self.of(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x @ self.compute(self.weight)
+
+
+class TwoLevels(OneWeight):
+    """A smallest and a largest element, then a maximum of what follows from both, in uint8."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        w = weight.detach()
+        low, high = w.min(), w.amax()
+        unit = (w - low) / (high - low)
+        top = (unit * unit).amax((0, 1), keepdim=True)
+        quantised = (unit / top * 255).round().clamp(0, 255).to(torch.uint8)
+        return quantised.float() / 255 * (high - low) + low + 0.5 * weight.bfloat16().float()
+
+
+class Special(OneWeight):
+    """A scale by the largest magnitude, which one element decides: `value`, in the last row."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.weight[-1, -3] = value
+
+    def compute(self, weight: Tensor) -> Tensor:
+        largest = weight.detach().amax()
+        largest = torch.where(largest.isnan(), 3.0, largest)
+        largest = torch.where(largest.isinf(), 5.0, largest)
+        return torch.nan_to_num((weight / largest).bfloat16().float(), posinf=2.0, neginf=-2.0)
+
+
+class Negative(OneWeight):
+    """All elements are negative, and padding is not: the largest must be a parameter's."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        below = -weight.detach().abs() - 1
+        return (weight / below.amax()).bfloat16().float()
+
+
+# --- what has to stay -------------------------------------------------------------------------------------------------
+
+
+class Standardised(OneWeight):
+    def compute(self, weight: Tensor) -> Tensor:
+        return ((weight - weight.mean(1, keepdim=True)) / weight.std(1, keepdim=True)).bfloat16().float()
+
+
+class Softmaxed(OneWeight):
+    def compute(self, weight: Tensor) -> Tensor:
+        return weight.flatten().softmax(0).view(D, D).bfloat16().float() * 30
+
+
+class Dropped(OneWeight):
+    def compute(self, weight: Tensor) -> Tensor:
+        return F.dropout(weight, 0.3).bfloat16().float()
+
+
+class Buffered(OneWeight):
+    """Scaled by a buffer, which may differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return (weight * self.scale).bfloat16().float()
+
+
+class Product(OneWeight):
+    """Of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(D, D) / 6)
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return (weight @ self.other).bfloat16().float() + (weight * self.other).bfloat16().float()
+
+
+class ReadTwice(OneWeight):
+    """In bfloat16 and as it is: gathering both would be more."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        return weight.bfloat16().float() + weight.sum()
+
+
+class Halves(OneWeight):
+    """Casts of views that do not cover the parameter."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        one, other = weight.chunk(2)
+        return torch.cat((one.bfloat16().float(), other.bfloat16().float()))
+
+
+UNMOVED = (Standardised, Softmaxed, Dropped, Buffered, Product, ReadTwice, Halves)
