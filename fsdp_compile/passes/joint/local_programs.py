@@ -159,6 +159,7 @@ class LocalPrograms:
         made = set(self.new.values())
         for node, new in self.new.items():
             for other in (node, *self.values.alike(node)):
+                self._copy_outputs(other, new)
                 other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
         for node in reversed(list(self.graph.nodes)):
             is_ours = node.op == "call_function" and (self.values.of(node) is not None or _is_local(node))
@@ -171,6 +172,13 @@ class LocalPrograms:
                 self.graph.erase_node(start)
             if unit.shard.op != "placeholder" and not unit.shard.users:
                 self.graph.erase_node(unit.shard)
+
+    def _copy_outputs(self, node: fx.Node, new: fx.Node) -> None:
+        """Return a copy where the graph returns `node`: others read the gathered buffer, and callers write in place."""
+        output = self.graph.output_node()
+        if output in node.users:
+            emit = emitter(self.graph, output, replace(self.choices[0][0].tag, reshard=False), new)
+            output.replace_input_with(node, emit("view", aten.clone.default, new))
 
 
 def _elements(node: Any, values: ParameterValues) -> Elements:
