@@ -106,6 +106,7 @@ class GradientReduction:
         reduce_accumulated: reduces the gradients that were accumulated under no_sync, zeros if there are none, and
             returns this rank's slice; None until no_sync has been in force for the first time.
         results: pairs of a backward pass and what was reduced in it of gradients that a graph has deferred.
+        awaits_reduce: whether no_sync was in force since the last reduce, on all ranks: some may have accumulated.
     """
 
     def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
@@ -116,6 +117,7 @@ class GradientReduction:
         self.grad_dtype = grad_dtype
         self.reduce_accumulated: Callable[[], Tensor] | None = None
         self.results: list[tuple[int, Tensor]] = []
+        self.awaits_reduce = False
         self._lock = threading.RLock()
 
     def begin_in_backward(self) -> bool:

@@ -14,7 +14,6 @@ changes while steps run, are in unit_state.py.
 
 import copy
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
-from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
@@ -35,6 +33,7 @@ from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.unit_state import (
     GradientDelivery,
     ParameterLocations,
+    ReduceQueue,
     UnitOptions,
     UnshardedState,
     VersionCounters,
@@ -119,7 +118,7 @@ class Unit(UnshardedState):
         self.locations = ParameterLocations(len(self.params))
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
-        self.reduces_in_flight: deque[GradientReduction] = deque()
+        self.reduces_in_flight = ReduceQueue()
         self.accumulates = False
         self.options = UnitOptions()
         self.become_idle()
@@ -364,7 +363,7 @@ class Unit(UnshardedState):
         copied.params = [copy.deepcopy(param, memo) for param in self.params]
         copied.flats = tuple(flat.copy_with(list(params)) for flat, params in self.by_flat(copied.params))
         copied.options = replace(self.options, prefetch_in_forward=None, prefetch_in_backward=None)
-        copied.reduces_in_flight = memo.setdefault(id(self.reduces_in_flight), deque())
+        copied.reduces_in_flight = memo.setdefault(id(self.reduces_in_flight), ReduceQueue())
         copied.become_idle()
         copied.syncs = True
         copied.locations = copy.deepcopy(self.locations, memo)

@@ -6,12 +6,14 @@ GradientDelivery      what a graph that is traced now does with gradients
 UnitOptions           what the `set_*` methods of a sharded module chose for its units
 VersionCounters       whether values have changed since they were gathered
 ParameterLocations    whether modules still hold the parameters that the unit knows
+ReduceQueue           what the units of a root share about their reduces
 
 What the eager runtime attaches to a unit is known to it by the protocols `UnshardedMemory` and `SummonedParams` only.
 """
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import current_backward
+from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.ops import NamedGroup
 
 if TYPE_CHECKING:
@@ -229,3 +232,18 @@ class ParameterLocations:
         """
         held = map(dict.get, self._registries, self._names)
         return all(map(operator.is_, held, self._recorded))
+
+
+class ReduceQueue(deque[GradientReduction]):
+    """Reduces that a root's backward passes have started and not yet waited for, oldest first.
+
+    Attributes:
+        awaiting_reduce: units of the root for which no_sync was in force since their last reduce, in one order on all
+            ranks: what they have accumulated is to be reduced, even if they take part in no backward pass any more.
+        settled_in: the last backward pass at whose end that happens.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaiting_reduce: list[weakref.ref[Unit]] = []
+        self.settled_in = -1

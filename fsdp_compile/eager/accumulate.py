@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_compile.comm import collectives
+from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
-from fsdp_compile.core.unit import unit_of
+from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.core.unit_state import ReduceQueue
 from fsdp_compile.core.unsharded_tensor import UnreducedGradient
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
@@ -125,6 +128,60 @@ def drop_cleared(flat: FlatParam) -> None:
     if flat.accumulated is not None and all(param.grad is None for param in flat.params):
         flat.accumulated = None
         _with_accumulated.discard(flat)
+
+
+# --- units that the last backward leaves out --------------------------------------------------------------------------
+
+# Note [Units that take no part in the last backward]
+# A unit may have accumulated gradients under no_sync and then be left out of the backward pass that reduces, because
+# forward did not use it or the loss did not. Nothing in that pass belongs to the unit; its gradients are reduced when
+# the pass has ended. A rank may have left out the backward under no_sync and have accumulated nothing, so ranks first
+# ask each other; whether they ask follows from what all of them did: from `set_sync`, and from reduces.
+
+
+def wait_for_reduce(unit: Unit) -> None:
+    """Note that ranks may accumulate gradients of `unit`, if no_sync was in force since its last reduce."""
+    queue = unit.reduces_in_flight
+    if _awaits_reduce(unit) and all(other() is not unit for other in queue.awaiting_reduce):
+        queue.awaiting_reduce.append(weakref.ref(unit))
+
+
+def settle_after_backward(unit: Unit) -> None:
+    """When the running backward pass, of a forward of the unit's root, has ended, reduce what it left accumulated.
+
+    See Note [Units that take no part in the last backward].
+    """
+    queue, now = unit.reduces_in_flight, current_backward()
+    if queue.awaiting_reduce and queue.settled_in != now != -1:
+        queue.settled_in = now
+        call_after_backward(functools.partial(_settle, queue))
+
+
+def _settle(queue: ReduceQueue) -> None:
+    for unit in filter(None, [each() for each in queue.awaiting_reduce]):
+        flats = [flat for flat in unit.flats if flat.reduction.awaits_reduce and flat.trains]
+        if not unit.syncs or not flats:
+            continue
+        for flat in flats:
+            drop_cleared(flat)
+        has_none = all(flat.accumulated is None for flat in flats)
+        for group in filter(None, (unit.group, unit.replicas)):
+            has_none = collectives.holds_on_all_ranks(has_none, group.group_name, unit.device)
+        for flat in flats:
+            flat.reduction.awaits_reduce = False
+        if not has_none:  # the backward of the flat shard adds the accumulated gradients, reduced, to what it is given
+            shards = [flat.autograd_shard for flat in flats if flat.autograd_shard is not None]
+            torch.autograd.backward(shards, [torch.zeros_like(shard) for shard in shards])
+    queue.awaiting_reduce = [
+        each for each in queue.awaiting_reduce if (left := each()) is not None and _awaits_reduce(left)
+    ]
+
+
+def _awaits_reduce(unit: Unit) -> bool:
+    return any(flat.reduction.awaits_reduce for flat in unit.flats)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

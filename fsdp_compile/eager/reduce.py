@@ -30,7 +30,7 @@ from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.eager.accumulate import accumulate, take_accumulated
+from fsdp_compile.eager.accumulate import accumulate, settle_after_backward, take_accumulated, wait_for_reduce
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
 
 # Note [Reduces in flight]
@@ -127,6 +127,8 @@ def reduce_or_accumulate(
     if not unit.syncs:
         accumulate(flat, packed)
         return None
+    flat.reduction.awaits_reduce = False
+    settle_after_backward(unit)
     accumulated = take_accumulated(flat)
     if accumulated is not None:
         packed.add_(accumulated)
@@ -171,6 +173,8 @@ def set_sync(unit: Unit, syncs: bool) -> None:
     unit.syncs = syncs
     for flat in unit.flats if unit.accumulates else ():  # made anew: a copy's flat parameters begin without
         flat.reduction.reduce_accumulated = partial(_reduce_accumulated, weakref.ref(unit), weakref.ref(flat))
+        flat.reduction.awaits_reduce |= not syncs
+    wait_for_reduce(unit)
 
 
 def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[FlatParam]") -> Tensor:
@@ -178,6 +182,7 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     unit, flat = unit_ref(), flat_ref()
     if unit is None or flat is None:  # deleted, and the accumulated gradients with it
         return torch.zeros(())
+    flat.reduction.awaits_reduce &= not unit.syncs
     accumulated = take_accumulated(flat)
     if accumulated is None:
         accumulated = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
@@ -337,5 +342,9 @@ def _take_accumulated_by_id(flat_param_id: Tensor) -> Tensor | None:
     flat = FLAT_PARAMS.find(flat_param_id)
     if flat is None:  # the model was deleted, and its accumulated gradients with it
         return None
+    managed = unit_of(flat.params[0])
+    if managed is not None:
+        flat.reduction.awaits_reduce &= not managed[0].syncs
+        settle_after_backward(managed[0])
     flat.reduction.begin_in_backward()
     return take_accumulated(flat)

@@ -8,7 +8,6 @@ has shown itself wrong: by the next prediction, or at the end of the pass.
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -19,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.core._torch import call_after_backward, current_backward
-from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
+from fsdp_compile.core.unit_state import ReduceQueue
 from fsdp_compile.eager.checks import OrderCheck, check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
@@ -61,7 +60,7 @@ class Runtime:
         self.limit_all_gathers = limit_all_gathers
         self.iteration: object | None = None
         self.order: list[weakref.ref[Unit]] = []
-        self.reduces_in_flight: deque[GradientReduction] = deque()
+        self.reduces_in_flight = ReduceQueue()
         self.shared_in_forward: list[UnshardedUnit] = []
         self.unread: list[UnshardedBuffer] = []
         self.post_optim_event: Any = None
@@ -77,7 +76,8 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
         copied = memo[id(self)] = Runtime(self.backward_prefetch, self.forward_prefetch, self.limit_all_gathers)
-        copied.reduces_in_flight = memo.setdefault(id(self.reduces_in_flight), deque())  # also of the copied units
+        queue = memo.setdefault(id(self.reduces_in_flight), ReduceQueue())  # also of the copied units
+        copied.reduces_in_flight = queue
         return copied
 
     def streams_for(self, device: torch.device) -> Streams:
@@ -242,6 +242,7 @@ class Runtime:
         """Record the order in which the forwards of units end: backward reverses it."""
         if torch.is_grad_enabled():
             gathered.prefetcher, gathered.previous = self, self._last_forward
+            gathered.in_root_forward = self.iteration is not None
             self._last_forward = weakref.ref(gathered)
 
     def _drop_unread(self) -> None:

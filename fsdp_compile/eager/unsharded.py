@@ -24,6 +24,7 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import UnitState
+from fsdp_compile.eager.accumulate import settle_after_backward
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
 from fsdp_compile.eager.writeback import refresh
@@ -113,6 +114,7 @@ class UnshardedUnit:
             parameters: their buffers go with that graph.
         readers: who else reads the parameters in that backward pass.
         previous: the forward of a unit that ended before this one.
+        in_root_forward: whether it was part of a forward of the root, and not recomputed or called by itself.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class UnshardedUnit:
             streams.begin_iteration()
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.opaque: type | None = None  # of an output that may have tensors inside
-        self.as_flats = self.can_free = self.prefetched = self.is_differentiated = False
+        self.as_flats = self.can_free = self.prefetched = self.is_differentiated = self.in_root_forward = False
         self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
         reused = self._take_kept_unsharded()
         self.reused = reused is not None
@@ -262,9 +264,7 @@ class UnshardedUnit:
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             self.reopen()
-        elif (
-            self in self.unit.awaiting_backward
-        ):  # a recomputed forward has opened it; another one may have closed since
+        elif self in self.unit.awaiting_backward:  # a recomputed forward opened it; another may have closed it since
             self.unit.show_unsharded(self.views, self.as_flats)
 
     def reopen(self) -> None:
@@ -279,6 +279,8 @@ class UnshardedUnit:
         if any(buffer.is_shard for buffer in self.buffers):
             self._check_unchanged()  # else backward would compute with values that forward did not have
         call_after_backward(self.close, if_failed=self.hide)
+        if self.in_root_forward:  # a reentrant checkpoint runs a backward pass within that of the root
+            settle_after_backward(self.unit)
         self.prefetch()
         self.prefetched = False
         self.wait()
