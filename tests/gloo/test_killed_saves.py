@@ -1,6 +1,6 @@
 """Two ranks are killed at random moments of saves: each time training goes on from a complete checkpoint.
 
-4 times by default; `FSDP_COMPILE_TESTS=nightly` kills 50 times.
+4 times by default; `FSDP_COMPILE_TESTS=nightly` kills 50 times, `FSDP_COMPILE_KILLS=1000` as often as it says.
 """
 
 import json
@@ -9,11 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fsdp_compile
 
-KILLS = 50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 4
+KILLS = int(os.environ.get("FSDP_COMPILE_KILLS") or (50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 4))
+LIMIT = 280 + 2 * KILLS  # seconds
 
 
+@pytest.mark.timeout(LIMIT + 20)
 def test_killed_saves(tmp_path: Path) -> None:
     """Both ranks load the same newest checkpoint, all values of one step, none older than what was seen before the
     kill; what kills leave half-written does not pile up."""
@@ -21,7 +25,7 @@ def test_killed_saves(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": package}
     script = Path(__file__).with_name("killed_saves.py")
     command = [sys.executable, str(script), str(tmp_path), str(KILLS), "0"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     rounds = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     print(*rounds, sep="\n")
     assert run.returncode == 0 and len(rounds) == KILLS + 1, f"{rounds}\n{run.stderr[-4000:]}"
