@@ -10,6 +10,7 @@ from gloo.ranks import Ranks, RanksFailed
 
 from .cases import Case, draw
 from .shrink import shrink
+from .write import write_test
 
 LIMITS = {"eager": 25.0, "aot_eager": 90.0, "inductor": 240.0}  # seconds of one case
 START = 120.0  # seconds in which ranks start
@@ -69,6 +70,8 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=2, choices=(1, 2, 3, 4))
     parser.add_argument("--how", default="eager", choices=sorted(LIMITS))
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the first failure as a test; later ones "
+                        "go to files of the same name with their seeds")  # fmt: skip
     asked = parser.parse_args()
     failures, begin = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,8 +84,14 @@ def main() -> int:
                 print(f"seed {seed} fails: {failure}", flush=True)
                 if not asked.no_shrink:
                     case = fuzzer.shrunk(case, failure)
-                    print(f"smaller:\n    {case}\n{fuzzer.failure(case)}", flush=True)
+                    failure = fuzzer.failure(case) or failure
+                    print(f"smaller:\n    {case}\n{failure}", flush=True)
                     print(f"FSDP2: {fuzzer.failure(case, True)}", flush=True)
+                if asked.write is not None:
+                    path = asked.write if failures == 1 else asked.write.with_stem(f"{asked.write.stem}_{seed}")
+                    limit = START + LIMITS[asked.how]
+                    write_test(path, case, failure, seed=seed, world_size=asked.world, how=asked.how, limit=limit)
+                    print(f"wrote {path}", flush=True)
                 fuzzer.ranks.stop()
         fuzzer.ranks.stop()
     seconds = time.monotonic() - begin
