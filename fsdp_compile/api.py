@@ -126,10 +126,10 @@ def fully_shard(
     FSDP1 and FSDP2 that say the same are two names; at most one of them may be given.
 
     Args:
-        module: a module, whose parameters are of floating dtypes and on one device per unit, but for those on the meta
-            device. Submodules that are sharded already keep their units. Or a list of modules that share no submodules:
-            all of their parameters are one unit, which is gathered when the first of them runs, and freed with the
-            root's unit.
+        module: a module, whose parameters are on one device per unit, but for those on the meta device. Quantized ones,
+            of integer or one-byte dtypes, do not train and are never cast. Submodules that are sharded already keep
+            their units. Or a list of modules that share no submodules: all of their parameters are one unit, which is
+            gathered when the first of them runs, and freed with the root's unit.
         mesh: device mesh to shard over, 1-D; for hybrid strategies 2-D, (replicas, shards). At most one of `mesh` and
             `process_group` may be given; without them all ranks shard.
         process_group: group to shard over; for hybrid strategies the pair (shard group, replica group).

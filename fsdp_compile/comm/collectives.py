@@ -54,6 +54,8 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch
 # Eager code, graph passes and generated code all ask `copies`, and only this folder and the pass that rewrites
 # reduce-scatters know what follows from it. The fake backend, whose ranks do not exist, stands for gloo in tests.
 _COPYING_BACKENDS = ("gloo", "fake")
+_KNOWN_TO_GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_KNOWN_TO_GLOO |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 _copies_on_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # asked at every all-gather
 
 
@@ -80,6 +82,11 @@ def sendable(tensor: Tensor, group: str) -> Tensor:
     return tensor if tensor.device.type != "cpu" or "cpu" in devices else tensor.to(next(iter(devices)))
 
 
+def movable(tensor: Tensor) -> Tensor:
+    """`tensor` in a dtype that every backend moves: bytes, where gloo does not know its own, such as float8."""
+    return tensor if tensor.dtype in _KNOWN_TO_GLOO or tensor.device.type != "cpu" else tensor.view(torch.uint8)
+
+
 def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, unit: str | None = None) -> None:
     """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
 
@@ -88,9 +95,9 @@ def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, u
     if not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
-    slices = full.view(group_size, -1)
+    slices = movable(full).view(group_size, -1)
     ranks = group_named(group)
-    slices[ranks.rank()].copy_(shard)
+    slices[ranks.rank()].copy_(movable(shard))
     if watchdog.is_on():
         _watch(full, [start_broadcast(ranks, each, i) for i, each in enumerate(slices)], "all-gather", ranks, unit)
         return
@@ -121,7 +128,8 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 
 def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     """As `all_gather`, by an operator without side effects: for code that users may compile. From any device."""
-    return WAIT(ALL_GATHER(sendable(shard, group), group_size, group)).to(shard.device)
+    sent = movable(sendable(shard, group))
+    return WAIT(ALL_GATHER(sent, group_size, group)).view(shard.dtype).to(shard.device)
 
 
 def start_reduce_scatter(
@@ -161,7 +169,10 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
         1-D `[sum(receive)]`: what the ranks sent to this one, in order of ranks; `receive[i]` elements from rank i. On
         the device of `sent`, which may be any.
     """
-    return WAIT(ALL_TO_ALL(sendable(sent, group), receive, send, group)).to(sent.device)
+    moved = movable(sendable(sent, group))
+    size = sent.element_size() // moved.element_size()  # elements that stand for one
+    received = ALL_TO_ALL(moved, [each * size for each in receive], [each * size for each in send], group)
+    return WAIT(received).view(sent.dtype).to(sent.device)
 
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg", unit: str | None = None) -> None:
@@ -186,7 +197,7 @@ def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
 
 def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:
     """Overwrite `message`, contiguous, of any shape and dtype, with what the group's first rank has in it."""
-    dist.broadcast(message, group=group, group_src=0)
+    dist.broadcast(movable(message), group=group, group_src=0)
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

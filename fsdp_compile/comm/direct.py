@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_compile.comm import watchdog
 from fsdp_compile.comm._torch import group_named, start_all_gather, start_broadcast
-from fsdp_compile.comm.collectives import copies
+from fsdp_compile.comm.collectives import copies, movable
 
 Awaitable = dist.Work | watchdog.WatchedCollective
 
@@ -48,8 +48,8 @@ class DirectCollectives:
         """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`."""
         ranks = group_named(group)
         if copies(out, group):  # Note [What gloo copies]
-            slices = out.view(group_size, -1).unbind()
-            slices[ranks.rank()].copy_(shard)
+            slices = movable(out).view(group_size, -1).unbind()
+            slices[ranks.rank()].copy_(movable(shard))
             works: tuple[dist.Work, ...] = tuple(
                 start_broadcast(ranks, each, source) for source, each in enumerate(slices)
             )

@@ -306,10 +306,11 @@ def _check_params(params: NamedParams, path: str) -> None:
     for name, param in params:
         full_name = _join(path, name)
         _check_kind(full_name, param)
-        if not param.is_floating_point():
-            remedy = "store torch.view_as_real of it" if param.is_complex() else "register it as a buffer"
-            kind = ", which is complex" if param.is_complex() else ""
-            raise ValueError(f"parameter {full_name}: expected a floating dtype, found {param.dtype}{kind}; {remedy}")
+        if param.is_complex():
+            raise ValueError(
+                f"parameter {full_name}: expected a real dtype, found {param.dtype}, which is complex; store "
+                f"torch.view_as_real of it"
+            )
         if param.grad is not None:
             raise ValueError(
                 f"parameter {full_name}: expected no gradient before it is sharded, found one; call zero_grad() first"

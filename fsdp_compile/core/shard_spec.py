@@ -348,4 +348,6 @@ def depending_on(local: Tensor, value: Tensor) -> Tensor:
     """
     if local.numel():
         return value
+    if value.is_floating_point() and value.element_size() == 1:  # float8 has no arithmetic
+        return depending_on(local.view(torch.uint8), value.view(torch.uint8)).view(value.dtype)
     return value | local.any() if value.dtype is torch.bool else value + local.sum().to(value.dtype)

@@ -248,8 +248,14 @@ class Unit(UnshardedState):
         return [record for flat in self.flats for record in flat.records]
 
     def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
-        """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2)."""
-        return flat.shard.dtype if full_precision else self.precision.param_dtype or flat.shard.dtype
+        """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2).
+
+        Quantized ones, integers and what takes one byte, are never cast: their values mean something only together with
+        what the module stores beside them.
+        """
+        stored = flat.shard.dtype
+        is_quantized = not stored.is_floating_point or stored.itemsize == 1
+        return stored if full_precision or is_quantized else self.precision.param_dtype or stored
 
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""
