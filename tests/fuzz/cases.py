@@ -30,7 +30,8 @@ class Node(Printed):
         frozen: which of its parameters do not train: "", "first" or "all".
         checkpoint: "", "reentrant" or "non-reentrant".
         times: how often it is run in a row.
-        gate: "step": only in steps with `gates`; "rank": only on even ranks; "no_grad": without gradients.
+        gate: "step": only in steps with `gates`; "rank": only on even ranks; "accumulating": only in passes that do not
+            reduce; "no_grad": without gradients.
         then: "in place": the module around it changes its output in place.
         out: what it returns: "" a tensor, a "view", else a "tuple", "dict" or "dataclass" with a second tensor.
         dtype: of its parameters, where it is not the model's.
@@ -161,7 +162,7 @@ def _node(rng: random.Random, how: str, depth: int) -> Node:
     nests = depth < 3 and rng.random() < 0.3
     children = tuple(_node(rng, how, depth + 1) for _ in range(rng.randint(1, 3))) if nests else ()
     unit = rng.random() < 0.4
-    gates = ["step", "no_grad"]
+    gates = ["step", "no_grad", "accumulating"]
     # Compiled, all ranks have the same graphs (docs/limits.md, Compilation).
     if how == "eager" and not unit and not any(each.unit for each in nodes_of(children)):
         gates.append("rank")

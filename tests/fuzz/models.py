@@ -226,7 +226,7 @@ class Nest(nn.Module):
 
     def __init__(self, nodes: tuple[Node, ...], width: int, made: list[tuple[Node, nn.Module]]) -> None:
         super().__init__()
-        self.nodes, self.gates, self.rank, self.fails = nodes, True, 0, ""
+        self.nodes, self.gates, self.syncs, self.rank, self.fails = nodes, True, True, 0, ""
         self.gain = nn.Parameter(torch.randn(width))
         self.inner = nn.ModuleList(build_node(node, width, made) for node in nodes)
 
@@ -242,7 +242,7 @@ class Nest(nn.Module):
         return _Fails.apply(x) if self.fails else x
 
     def _run(self, node: Node, module: nn.Module, x: Tensor) -> Tensor:
-        if node.gate == "step" and not self.gates:
+        if (node.gate == "step" and not self.gates) or (node.gate == "accumulating" and self.syncs):
             return x
         if node.gate == "rank" and self.rank % 2:
             return x.clone()  # a unit that returned the very output of a unit within it would gather after that one

@@ -181,6 +181,9 @@ class Comparison:
         _play_rank(model, rank)
         seen: list[Tensor] = []
         for index, syncs in enumerate(step.syncs):
+            for module in model.modules():
+                if isinstance(module, Nest):
+                    module.syncs = syncs
             batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
             with sync(syncs):
                 seen += _backward(step.forwards, model, *batches)
