@@ -166,3 +166,21 @@ def test_never_reduced(two: Ranks) -> None:
     nothing has changed; zero_grad drops its gradients, after which training goes on. (E-GRAD-9)
     """
     two.run(_never_reduced)
+
+
+def _part_compiled(rank: int) -> None:
+    _, model = _models("FULL_SHARD")
+    run = executor(model, "aot_eager")
+    model.aside.set_requires_gradient_sync(False)
+    _loss(run, 0, rank, takes_aside=True).backward()
+    model.set_requires_gradient_sync(True)
+    _loss(run, 1, rank, takes_aside=False).backward()
+    with pytest.raises(RuntimeError, match=r"parameter weight: expected a reduced gradient, .* no_sync"):
+        OPTIMIZERS["momentum"](model.parameters()).step()
+
+
+def test_a_part_of_a_compiled_model(two: Ranks) -> None:
+    """If only a part was under set_requires_gradient_sync(False), a compiled backward without it reduces nothing of it,
+    and the step raises (docs/limits.md).
+    """
+    two.run(_part_compiled)

@@ -53,6 +53,7 @@ PLANS = {
     "a long number": (f"forward:\nat {'9' * 9000} wait a\n", "forward, line 2: expected the number of a task, found 9"),
     "negative": ("forward:\nat -1 wait a\n", "forward, line 2: expected the number of a task, found -1"),
     "a kind": ("forward:\nat 0 fetch a\n", "forward, line 2: expected one of gather, wait, .*, found fetch"),
+    "in the second plan": ("backward:\nat 0 gather a\n\nforward:\nat x wait a\n", "forward, line 5: .* task, found x"),
     "no heading": ("at 0 gather a\n", "to have one plan under 'forward:', found no heading"),
     "two of a heading": ("forward:\nforward:\n", "to have one plan under 'forward:', found 'forward', 'forward'"),
     "JSON": ('{"forward": []}', "to have one plan under 'forward:', found no heading"),

@@ -88,15 +88,19 @@ def choose_plan(context: GraphContext) -> None:
 def plan_in_file(path: str, heading: str) -> Plan:
     """The plan under `heading:` in a file. PlanError if there is none, or if it cannot be read."""
     try:
-        sections = re.split(r"^(\w+):[ \t]*$", read_text(pathlib.Path(path)), flags=re.MULTILINE)
+        text = read_text(pathlib.Path(path))
     except ValueError as error:
         raise PlanError(f"plan: expected {path} to be text with plans, found {error}") from None
-    plans = dict(zip(sections[1::2], sections[2::2], strict=True))
-    if sections[1::2].count(heading) != 1:
-        headings = ", ".join(map(reprlib.repr, sections[1::2])) or "no heading"
-        raise PlanError(f"plan: expected {path} to have one plan under '{heading}:', found {headings}")
+    headings = list(re.finditer(r"^(\w+):[ \t]*$", text, flags=re.MULTILINE))
+    names = [each[1] for each in headings]
+    if names.count(heading) != 1:
+        listed = ", ".join(map(reprlib.repr, names)) or "no heading"
+        raise PlanError(f"plan: expected {path} to have one plan under '{heading}:', found {listed}")
+    place = names.index(heading)
+    begin = headings[place].end()
+    end = headings[place + 1].start() if place + 1 < len(headings) else len(text)
     try:
-        return Plan.parse(plans[heading])
+        return Plan.parse("\n" * text.count("\n", 0, begin) + text[begin:end])  # errors have the line of the file
     except PlanError as error:
         raise PlanError(f"plan: {path}, {heading}, {error}") from None
 
