@@ -56,8 +56,12 @@ class Fuzzer:
 
 def kind_of(failure: str | None) -> str:
     """Failures of one kind are taken for one defect: the last line of an error, without numbers, or the fact."""
-    if failure is None or ": differs by" in failure or "did not finish on [0, 1" in failure:
-        return "" if failure is None else "differs" if ": differs by" in failure else "hangs"
+    if failure is None:
+        return ""
+    if "failed on ranks [], did not finish on" in failure:  # what the other ranks returned follows
+        return "hangs"
+    if ": differs by" in failure:
+        return "differs"
     errors = [line for line in failure.splitlines() if line[:1].isalpha() and "Error" in line.split(":")[0]]
     return "".join(each for each in (errors or [failure])[0][:60] if not each.isdigit())
 

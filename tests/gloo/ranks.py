@@ -127,6 +127,8 @@ class Ranks:
         silent = [rank for rank in range(self.world_size) if rank not in answers]
         said = [f"rank {rank} in {name}:\n{answers[rank].error}" for rank in failed]
         said += [f"rank {rank} in {name} was still here:\n{stacks}" for rank, stacks in self._ask_stacks(silent)]
+        returned = {rank: answer.value for rank, answer in answers.items() if not answer.error}
+        said += [f"rank {rank} in {name} returned: {value}" for rank, value in sorted(returned.items())]
         return "\n".join([f"{name} failed on ranks {failed}, did not finish on {silent}", *said])
 
     def _ask_stacks(self, ranks: list[int]) -> Iterable[tuple[int, str]]:

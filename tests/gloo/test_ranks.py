@@ -48,5 +48,5 @@ def test_failures_are_reported_and_survived(tmp_path: Path) -> None:
     ranks.limit = 1.0
     with pytest.raises(RanksFailed, match=r"_sleep failed on ranks \[\], did not finish on \[0\]") as late:
         ranks.run(_sleep)
-    assert "in _sleep" in str(late.value)
+    assert "in _sleep" in str(late.value) and "rank 1 in _sleep returned: None" in str(late.value)
     ranks.stop()
