@@ -75,6 +75,11 @@ PARTS = {
     ),
     "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),
     "link_1024": Part("the same, 1024 ranks", "link", "gpt", PEERS, 1024, ratios=(0.6,), looks=("calls",)),
+    "link_autocast": Part(
+        "the same, 8 ranks, bf16: by param_dtype, and by autocast with and without smallest_gather", "link", "gpt",
+        (*PEERS, "ours_compiled:autocast", "ours_compiled:autocast+smallest_gather"), 8, bf16=True,
+        ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
+    ),
     "link_lora": Part("the same, 8 ranks, frozen with adapters", "link", "lora", PEERS, 8, ratios=(0.6,)),
     "memory": Part(
         "GPT on 8 tokens, 64 ranks: parameters and gradients are all the memory there is", "link", "gpt_few_tokens",

@@ -14,14 +14,14 @@ A step of training goes through
 
     joint       insert_collectives -> smallest_gather -> choose_reshard -> reshard      then the partitioner splits it
     forward     check_saved -> read_graph -> choose_plan -> verify_plan -> order -> check_order -> ... -> pin_order
-    backward    the same, with pack_in_place and reuse_gathered before it is read
+    backward    the same, with separate_reduces, pack_in_place and reuse_gathered before it is read
 """
 
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.pipeline import Pass
-from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered
+from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered, separate_reduces
 from fsdp_compile.passes.post_grad.lower_collectives import (
     all_gather_into_buffer,
     coalesce_launches,
@@ -36,6 +36,7 @@ PASSES = (
     Pass("choose_reshard", "joint", choose_reshard),
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),
+    Pass("separate_reduces", "post_grad", separate_reduces),
     Pass("pack_in_place", "post_grad", pack_in_place),
     Pass("reuse_gathered", "post_grad", reuse_gathered),
     Pass("place_deferred_reduces", "post_grad", place_deferred_reduces),

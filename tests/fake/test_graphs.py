@@ -38,6 +38,7 @@ joint after smallest_gather
 joint after choose_reshard
 joint after reshard
 forward after check_saved
+forward after separate_reduces
 forward after pack_in_place
 forward after reuse_gathered
 forward after place_deferred_reduces
@@ -53,6 +54,7 @@ forward after all_gather_into_buffer
 forward after check_ranks
 forward after pin_order
 backward after check_saved
+backward after separate_reduces
 backward after pack_in_place
 backward after reuse_gathered
 backward after place_deferred_reduces
@@ -104,9 +106,6 @@ mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
 view_4: f32[2] = view(sum_1, [2])
 view_6: f32[10] = view(mm_1, [10])
-full_default: f32[6] = full([6], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-full_default_1: f32[46] = full([46], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-cat: f32[64] = cat([view_6, full_default, view_4, full_default_1])
 pack_2: f32[64] = fsdp_flat.pack_grads([view_6, view_4], '2x5@0,2@16|64/4%16')  # pack 2
 reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
@@ -116,8 +115,6 @@ where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
 view_7: f32[15] = view(mm_2, [15])
-full_default_3: f32[49] = full([49], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-cat_1: f32[64] = cat([view_7, full_default_3])
 pack_0: f32[64] = fsdp_flat.pack_grads([view_7], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0
@@ -159,9 +156,6 @@ mm_1: f32[2, 5] = mm(permute_3, relu)
 sum_1: f32[1, 2] = sum.dim_IntList(tangents_1, [0], True)
 view_4: f32[2] = view(sum_1, [2])
 view_6: f32[10] = view(mm_1, [10])
-full_default: f32[6] = full([6], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-full_default_1: f32[46] = full([46], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-cat: f32[64] = cat([view_6, full_default, view_4, full_default_1])
 pack_2: f32[64] = fsdp_flat.pack_grads([view_6, view_4], '2x5@0,2@16|64/4%16')  # pack 2
 reduce_2: f32[16] = reduce_scatter_tensor(pack_2, 'avg', 4, '0')  # reduce 2
 wait_reduce_2: f32[16] = wait_tensor(reduce_2)  # wait_reduce 2
@@ -171,8 +165,6 @@ where: f32[4, 5] = where.self(le, full_default_2, mm)
 permute_6: f32[5, 4] = permute(where, [1, 0])
 mm_2: f32[5, 3] = mm(permute_6, primals_3)
 view_7: f32[15] = view(mm_2, [15])
-full_default_3: f32[49] = full([49], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)
-cat_1: f32[64] = cat([view_7, full_default_3])
 pack_0: f32[64] = fsdp_flat.pack_grads([view_7], '5x3@0|64/4%16')  # pack 0
 reduce_0: f32[16] = reduce_scatter_tensor(pack_0, 'avg', 4, '0')  # reduce 0
 wait_reduce_0: f32[16] = wait_tensor(reduce_0)  # wait_reduce 0

@@ -15,10 +15,10 @@ from models import MODELS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_compile import summon_full_params
+from fsdp_compile import fully_shard, summon_full_params
 
 from .ranks import Ranks
-from .training import assert_bitwise, backward, build, executor, mine, shard
+from .training import assert_bitwise, backward, build, executor, local, mine, shard
 
 MLP = MODELS["mlp"]
 
@@ -65,3 +65,33 @@ def _stay_frozen(rank: int) -> None:
 def test_frozen_parameters_returned_trainable(two: Ranks) -> None:
     """The trap: parameters are made anew on the way, as trainable ones."""
     two.run(_stay_frozen)
+
+
+class _Touched(nn.Module):
+    """A weight that does not matter, but has a gradient, as scripts make it for DDP's sake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0 * self.weight.sum()
+
+
+def _constant_gradients(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), _Touched(), _Touched())
+    fully_shard(model, auto_wrap_policy={_Touched})
+    run = executor(model, "inductor")
+    for times in (1, 2):
+        run(torch.ones(4, 6)).square().mean().backward()
+        one, other = (local(layer.weight.grad) for layer in model[1:])
+        assert not one.any() and not other.any()
+        one.add_(times)  # memory of its own
+        assert not other.any() and local(model[0].weight.grad).any()
+        model.zero_grad()
+
+
+def test_equal_constants_as_gradients(two: Ranks) -> None:
+    """The trap: equal computations become one, and the gradients of two parameters one memory."""
+    two.run(_constant_gradients)

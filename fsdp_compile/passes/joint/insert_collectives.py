@@ -26,7 +26,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.flat import averaging
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD, UnshardSpec
-from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path
+from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
@@ -50,6 +50,18 @@ def insert_collectives(context: GraphContext) -> None:
     context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is UNSHARD}
     for marker, unit in units.items():
         _EXPANSIONS[marker.target](graph, marker, unit)
+    _remove_unread_gathers(graph)
+
+
+def _remove_unread_gathers(graph: fx.Graph) -> None:
+    """Erase gathers that nothing reads, such as those of `loss + 0 * weight.sum()`, whose zeros Inductor has folded."""
+    graph.eliminate_dead_code()
+    for wait in reversed(tagged(graph, "wait")):
+        if not wait.users:
+            start: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+            graph.erase_node(wait)
+            graph.erase_node(start)
+    graph.eliminate_dead_code()
 
 
 def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, Tag]:

@@ -1,5 +1,6 @@
 """Gradients without copies, on the FX graph: what each pack reads, and in which buffer it lies.
 
+    separate_reduces  undoes that equal reduces of two units were merged
     pack_in_place     rewrites a pack's inputs into nodes whose output Inductor may place freely
     reuse_gathered    lets a pack lie in the buffer that its unit was gathered into
 
@@ -13,11 +14,12 @@ lower_pack_grads.py does the rest in Inductor's IR: the kernel that computes a g
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE
+from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
 from fsdp_compile.passes.graph.nodes import (
     SAME_ORDER,
@@ -26,14 +28,40 @@ from fsdp_compile.passes.graph.nodes import (
     is_product,
     is_view,
     readers,
+    set_tag,
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.reading import gradients_of
+from fsdp_compile.passes.graph.reading import gradients_of, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
 
 aten = torch.ops.aten
+
+
+# --- reduces ----------------------------------------------------------------------------------------------------------
+
+
+def separate_reduces(context: GraphContext) -> None:
+    """Give each unit a reduce of its own again.
+
+    Where gradients of two units are equal constants, such as the zeros of `loss + 0 * weight.sum()`, the partitioner
+    merges what is computed from them: two parameters would have one memory as their gradients.
+    """
+    for start in tagged(context.graph, "reduce"):
+        for wait in [user for user in start.users if user.target is WAIT][1:]:
+            _copy_reduce(context.graph, start, wait)
+
+
+def _copy_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
+    """Let `wait` wait for a copy of `start`, and of what prepares that."""
+    copies: dict[fx.Node, fx.Node] = {}
+    owner = tag_of(wait)
+    with graph.inserting_before(wait):
+        for node in with_preparation(start):
+            copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
+            set_tag(copies[node], replace(tag_of(node), unit=owner.unit, path=owner.path))
+    wait.replace_input_with(start, copies[start])
 
 
 # --- packs ------------------------------------------------------------------------------------------------------------
