@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,23 @@ def train(port: int, name: str, shard: int, folder: Path, fault: Fault, batch_of
         print(json.dumps(["end", values, replicas.index, replicas.count, round(time.monotonic(), 2)]), file=log)
 
 
+def serve(port: Connection) -> None:
+    """Keep the store that outlives all replicas.
+
+    In a process of its own: the launcher forks, and a fork must not happen while a thread of the store holds a lock.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    signal.pause()
+
+
 def launch(folder: Path, fault: Fault, batch_of: BatchOf, timeout: float = 20.0) -> dict[str, list[list[Any]]]:
     """Start two replicas, and another one for each that is lost; what their ranks have logged, by rank."""
     folder.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours, theirs = fork.Pipe()
+    server = fork.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    store = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False)
     names, running = iter("abcdef"), {}
 
     def start() -> None:
@@ -107,6 +121,7 @@ def launch(folder: Path, fault: Fault, batch_of: BatchOf, timeout: float = 20.0)
                 time.sleep(0.5)  # until another machine is there
                 start()
         time.sleep(0.05)
+    server.kill()
     return {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
 
 
