@@ -6,6 +6,7 @@ compile_fx(gm, inputs, config_patches=)   applies the patches to the backward to
 config.joint_custom_post_pass             called within the partitioner, before the cut, on a graph that may be unsorted
 config.post_grad_custom_post_pass         called on forward and backward each, before the graph is lowered
 config.realize_reads_threshold            how many buffers a value that several read may take before it is stored
+config._post_fusion_custom_pass           called on the scheduler's nodes once loops are fused
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
 callback_handler.end_callbacks            called with one argument when a frame or a deferred backward has been compiled
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
@@ -23,8 +24,11 @@ changes, `pin_order` can pin all products), and `reorder_for_peak_memory` must s
 
 Lowering of operators: `register_lowering`, `fallback_handler` (the call as it is), `lowerings` (what is registered),
 `V.graph` (the graph that is being lowered) and `ops` (what a loop computes). When torch moves: `V.graph` must still
-have `env`, `operations`, `name_to_buffer`, `name_to_op`, `additional_buffer_deps`, `additional_star_deps` and
-`never_reuse_buffers`, and the wrapper `add_import_once` and `make_buffer_free`.
+have `env`, `operations`, `name_to_buffer`, `name_to_op`, `additional_buffer_deps`, `additional_star_deps`,
+`never_reuse_buffers` and `scheduler`, and the wrapper `add_import_once` and `make_buffer_free`.
+
+Dependencies of the nodes of the scheduler: see Note [Loops that forget the wait]. When torch moves:
+`recompute_size_and_body` may rename what a loop reads; if `tests/gloo/test_traps.py` holds without the hook, drop it.
 
 Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
 buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed. When torch moves: `tests/fake/test_copies.py`,
@@ -41,11 +45,14 @@ from torch._dynamo.callback import callback_handler
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor import ir as _ir
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.scheduler import refresh_group_node_dependencies
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
 from torch._ops import OpOverload
@@ -71,6 +78,7 @@ ir: Any = _ir  # annotated differently in the two versions of torch
 V: Any = _V
 ops: Any = _ops
 WaitKernel: Any = _ir._WaitKernel
+CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)  # from torch 2.13 on
 
 
 def fake_store() -> Any:
@@ -106,6 +114,29 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
 def sort(graph: fx.Graph) -> None:
     """Put each node behind those that it reads: Inductor's patterns leave some before, for a later pass to sort."""
     stable_topological_sort(graph)
+
+
+def restore_dependencies(nodes: list[Any]) -> list[Any]:
+    """Note again what each node of the scheduler waits for, and sort the nodes if any had lost a dependency."""
+    changed = False
+    for node in nodes:
+        members = node.get_nodes()
+        lost = [each for each in members if _restore(each)]
+        if lost and len(members) > 1:
+            refresh_group_node_dependencies(node)
+        changed = changed or bool(lost)
+    return V.graph.scheduler.topological_sort_schedule(nodes) if changed else nodes
+
+
+def _restore(node: Any) -> bool:
+    """Restore what `node` waits for. Returns whether anything was missing."""
+    name, reads = node.get_name(), node.read_writes
+    strong = OrderedSet(StarDep(buffer) for buffer in V.graph.additional_star_deps.get(name, ()))
+    if reads.with_read(strong).rename(node.mutation_renames).reads == reads.reads:
+        return False
+    weak = OrderedSet(WeakDep(buffer, name, is_fake=True) for buffer in V.graph.additional_buffer_deps.get(name, ()))
+    node.set_read_writes(reads.with_read(strong | weak).rename(node.mutation_renames))
+    return True
 
 
 def direction() -> str:

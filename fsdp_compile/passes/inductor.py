@@ -1,8 +1,8 @@
 """Where the passes meet Inductor: the default path's hooks and the `fsdp_compile` backend.
 
 Two ways in, one set of passes:
-  torch.compile(model)                           `install` puts our pipelines into two of Inductor's custom-pass hooks,
-                                                 after what is there already. Nothing else in the process changes.
+  torch.compile(model)                           `install` puts our pipelines into Inductor's custom-pass hooks, after
+                                                 what is there already. Nothing else in the process changes.
   torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
 """
 
@@ -24,6 +24,7 @@ from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
+    CustomSchedulerPass,
     call_after_compiling,
     compile_by_inductor,
     direction,
@@ -33,8 +34,10 @@ from fsdp_compile.passes._torch import (
 )
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
+from fsdp_compile.passes.post_grad.lower_collectives import wait_before_loops
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
+_AFTER_FUSION = "_post_fusion_custom_pass"
 
 
 def install() -> None:
@@ -44,7 +47,7 @@ def install() -> None:
         ValueError: an environment variable has a value that its field of `CompileConfig` cannot have.
     """
     for hook, pipeline in pipelines(CompileConfig.from_environment()).items():
-        if not isinstance(getattr(inductor_config, hook), Pipeline):
+        if not isinstance(getattr(inductor_config, hook), (Pipeline, AfterFusion)):
             setattr(inductor_config, hook, pipeline)
     _notice.start()
 
@@ -75,16 +78,17 @@ def compile_with(
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 
-def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline"]:
-    """A pipeline for each hook of Inductor, to run after the pass that somebody else registered there."""
+def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline | AfterFusion"]:
+    """What goes into each hook of Inductor, to run after the pass that somebody else registered there."""
     chosen = enabled(passes, config)
-    return {hook: Pipeline(chosen, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
+    hooks = {hook: Pipeline(chosen, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
+    return {**hooks, _AFTER_FUSION: AfterFusion(_foreign(_AFTER_FUSION))}
 
 
 def _foreign(hook: str) -> Any:
     """The pass that somebody else has registered in `hook`."""
     registered = getattr(inductor_config, hook)
-    return registered.previous if isinstance(registered, Pipeline) else registered
+    return registered.previous if isinstance(registered, (Pipeline, AfterFusion)) else registered
 
 
 class Pipeline(CustomGraphPass):
@@ -126,6 +130,24 @@ class Pipeline(CustomGraphPass):
             _hash_of_sources(), torch.__version__, backend, self.stage, names,
             self.config, self.config.file_contents, *others,
         )  # fmt: skip
+
+
+class AfterFusion(CustomSchedulerPass):
+    """`wait_before_loops`, after `previous`, the pass that was registered for the scheduler's nodes before us."""
+
+    def __init__(self, previous: Any = None) -> None:
+        self.previous = previous
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """The nodes in an order in which each comes after those that it waits for."""
+        return wait_before_loops(self.previous(nodes) if self.previous is not None else nodes)
+
+    def uuid(self) -> Any | None:
+        """The caches' key: None, which switches them off, if the previous pass has none."""
+        if self.previous is None:
+            return _hash_of_sources()
+        key = self.previous.uuid() if isinstance(self.previous, CustomSchedulerPass) else None
+        return (_hash_of_sources(), key) if key else None
 
 
 # Note [What the compile caches key on]

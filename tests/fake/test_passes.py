@@ -23,7 +23,14 @@ from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
 from fsdp_compile.passes.graph.node_costs import live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tagged
-from fsdp_compile.passes.inductor import CompileNotice, Pipeline, compile_with, fsdp_compile_backend, install, pipelines
+from fsdp_compile.passes.inductor import (
+    AfterFusion,
+    CompileNotice,
+    Pipeline,
+    compile_with,
+    fsdp_compile_backend,
+    install,
+)
 from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
 
 X = torch.ones(4, 3)
@@ -195,8 +202,8 @@ def test_graphs_without_markers_are_left_alone() -> None:
 
 
 def test_nothing_else_in_the_process_changes() -> None:
-    """Compiling a sharded model sets two of Inductor's hooks and no other setting of Inductor or Dynamo."""
-    hooks = {"joint_custom_post_pass": None, "post_grad_custom_post_pass": None}
+    """Compiling a sharded model sets three of Inductor's hooks and no other setting of Inductor or Dynamo."""
+    hooks = dict.fromkeys(("joint_custom_post_pass", "post_grad_custom_post_pass", "_post_fusion_custom_pass"))
     with inductor_config.patch(hooks):
         before = dict(inductor_config.get_config_copy()), dict(torch._dynamo.config.get_config_copy())
         torch.compile(fully_shard(small()), backend="eager")(X)
@@ -229,13 +236,14 @@ def test_the_key_changes_with_all_that_decides_code() -> None:
     """Stage, configuration and the pass before ours are in the key; a pass that has no key switches the caches off."""
     nothing = lambda graph: None  # noqa: E731  (a pass that does nothing, in a line)
     configs = (CompileConfig(), CompileConfig(disable=("pin_order",)), CompileConfig(reduces_in_flight=2))
-    keys = [pipeline.uuid() for config in configs for pipeline in pipelines(config).values()]
+    keys = [Pipeline(PASSES, stage, config).uuid() for config in configs for stage in ("joint", "post_grad")]
     keys += [Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, key)).uuid() for key in ("a", "b")]
     assert len(set(map(str, keys))) == len(keys)
     assert Pipeline(PASSES, "joint", CompileConfig()).uuid() == Pipeline(PASSES, "joint", CompileConfig()).uuid()
     assert Pipeline(PASSES, "joint", CompileConfig(), Recorder(nothing, None)).uuid() is None
     assert Pipeline(PASSES, "joint", CompileConfig(), nothing).uuid() is None
     assert Pipeline((*PASSES, Pass("mine", "joint", nothing)), "joint", CompileConfig()).uuid() is None
+    assert AfterFusion().uuid() and AfterFusion(AfterFusion()).uuid() and AfterFusion(nothing).uuid() is None
 
 
 def saved_nodes(model: torch.nn.Module, inputs: Any, loss: Any) -> tuple[list[fx.Node], fx.Graph]:

@@ -95,3 +95,52 @@ def _constant_gradients(rank: int) -> None:
 def test_equal_constants_as_gradients(two: Ranks) -> None:
     """The trap: equal computations become one, and the gradients of two parameters one memory."""
     two.run(_constant_gradients)
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.cos(self.scale)
+
+
+class _Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.conv(x[:, None]).sum(1))
+
+
+class _Embedded(nn.Module):
+    """A block whose gradient passes an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.table = nn.Parameter(torch.randn(8)), nn.Embedding(7, 8, padding_idx=0)
+        self.scale, self.conv = _Scale(), _Conv()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x) + torch.sin(self.gain)
+        x = x + self.table((x[:, 0] > 0).long() * 6) * 0.5
+        return self.conv(self.scale(x))
+
+
+def _embedding_in_a_block(rank: int) -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(_Embedded(), _Conv(), _Conv())
+    model = fully_shard(copy.deepcopy(expected), auto_wrap_policy={_Scale, _Conv, _Embedded})
+    x = torch.randn(6, 8)
+    expected(x).sum().backward()
+    executor(model, "inductor")(x).sum().backward()
+    for param, same in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), same.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]
+
+
+def test_a_fused_loop_that_reads_before_the_wait(two: Ranks) -> None:
+    """The trap: the C++ backend fuses loops of two shapes, forgets that one reads what a collective fills, and moves
+    both before the wait (Note [Loops that forget the wait])."""
+    two.run(_embedding_in_a_block)

@@ -27,7 +27,7 @@ from fsdp_compile.comm.collectives import (
 )
 from fsdp_compile.core.ops import WAIT_COLLECTIVE
 from fsdp_compile.core.shard_ops import SEND
-from fsdp_compile.passes._torch import V, WaitKernel, register_lowering
+from fsdp_compile.passes._torch import V, WaitKernel, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
 from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.pipeline import GraphContext
@@ -200,3 +200,27 @@ def _lower_wait(full: Any, sent: Any) -> Any:
         start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
         wait.python_kernel_name = "fsdp_collectives.wait"
     return full
+
+
+# --- after fusion -----------------------------------------------------------------------------------------------------
+
+# Note [Loops that forget the wait]
+# A collective fills its buffer in place, and so does its wait: to Inductor's scheduler both are mutations, and who
+# reads the buffer later reads it under the name of the last of them. The C++ backend fuses loops of different shapes
+# that run over equally many elements, such as the gradient of an embedding and a loop over its rows. For that it finds
+# out again what one of them reads, and forgets the new names (torch 2.11: all that the node waited for besides). When
+# it sorts the nodes next, the fused loops may come before the wait, and compute from memory that no collective has
+# filled.
+
+
+def wait_before_loops(nodes: list[Any]) -> list[Any]:
+    """Let each fused loop wait again for all that it reads (Note [Loops that forget the wait]).
+
+    Args:
+        nodes: the nodes of Inductor's scheduler after fusion, in order.
+
+    Returns:
+        The nodes in an order in which each comes after those that it waits for. Those of a graph without collectives
+        are returned as they are.
+    """
+    return restore_dependencies(nodes) if any(isinstance(each, WaitKernel) for each in V.graph.operations) else nodes
