@@ -85,7 +85,7 @@ def main() -> int:
             failure = fuzzer.failure(case)
             if failure is not None:
                 failures += 1
-                print(f"seed {seed} fails: {failure}", flush=True)
+                print(f"seed {seed} fails: {failure}\n    {case}", flush=True)
                 if not asked.no_shrink:
                     case = fuzzer.shrunk(case, failure)
                     failure = fuzzer.failure(case) or failure

@@ -24,7 +24,7 @@ class Node(Printed):
     """A module that maps `[batch, width]` to the same shape, and how the module around it runs it.
 
     Attributes:
-        kind: a key of `models.KINDS`, or "nest", which runs its children one after the other.
+        kind: a key of `layers.KINDS`, or "nest", which runs its children one after the other.
         size: width of the hidden layer.
         unit: whether `fully_shard` is called on it.
         frozen: which of its parameters do not train: "", "first" or "all".
@@ -63,7 +63,7 @@ class Step(Printed):
         forwards: how a backward pass is made: "one" forward; the loss of "two" forwards; the losses of two forwards,
             each backward "apart", or the first one last ("crossed"); "eval": another one under no_grad before backward.
         gates: whether modules with the gate "step" run.
-        before: what happens before the step, a key of `run.EDITS`.
+        before: what happens before the step, a key of `edits.EDITS`.
         clip: whether gradients are clipped.
         keeps_grads: whether the gradients stay for the next step.
     """
@@ -90,6 +90,7 @@ class Case(Printed):
     wrap: str = "units"  # "units": one by one; "policy": those nodes by a policy; "auto"; "none"
     param_dtype: str = ""  # mixed precision
     reduce_dtype: str = ""
+    autocast: bool = False  # to bfloat16, around the forwards of each backward pass
     offload: bool = False
     forward_prefetch: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
@@ -120,7 +121,7 @@ def nodes_of(nodes: tuple[Node, ...]) -> list[Node]:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 LEAVES = ("linear", "mlp", "scale", "norm", "inplace", "experts", "attention", "conv", "table", "listed", "custom")
-LEAVES += ("recurrent",)
+LEAVES += ("recurrent", "quantized", "computed")
 EDITS = ("mul", "data", "eval", "summon", "state", "full state", "optimizer state", "freeze", "abandon", "copy")
 FAILURES = ("failed forward", "failed backward")
 
@@ -134,17 +135,20 @@ def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
     replicas = 2 if divides and rng.random() < 0.3 else 1
     lowers = rng.random() < 0.2
     wrap = rng.choice(("units", "units", "policy", "auto", "none"))
+    autocast = rng.random() < 0.1  # which leaves float64 as it is
+    dtype = "float32" if autocast else rng.choice(("float64", "float64", "float64", "float32"))
     return Case(
         nodes=_supported(nodes, wrap),
         width=rng.choice((1, 3, 5, 8)),
         out=rng.choice(("", "", "tuple", "dict", "dataclass")),
-        dtype=rng.choice(("float64", "float64", "float64", "float32")),
+        dtype=dtype,
         strategy=strategy,
         replicas=replicas,
         reshard=2 if divides and replicas == 1 and rng.random() < 0.3 else 0,
         wrap=wrap,
         param_dtype=rng.choice(("float32", "float32", "bfloat16", "")) if lowers else "",
         reduce_dtype=rng.choice(("float32", "", "bfloat16")) if lowers else "",
+        autocast=autocast,
         offload=rng.random() < 0.1,
         forward_prefetch=rng.random() < 0.3,
         backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST", "None")),

@@ -1,15 +1,14 @@
-"""Builds the random model of a case: small modules that map `[batch, width]` to the same shape, and nests of them."""
+"""Builds the random model of a case: nests of small modules, each of which maps `[batch, width]` to the same shape."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .cases import Case, Node, nodes_of
+from .layers import KINDS
 
 
 @dataclass
@@ -34,181 +33,9 @@ def first_of(output: Any) -> Tensor:
     return output["first"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
 
 
-# --- modules without children -----------------------------------------------------------------------------------------
-
-
-class Linear(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width, bias=size % 2 == 0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x.to(self.linear.weight.dtype))).to(x.dtype)
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, size), nn.Linear(size, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x.to(self.up.weight.dtype))))).to(x.dtype)
-
-
-class Scale(nn.Module):
-    """A parameter without dimensions, and one without elements, which is never used."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.empty = nn.Parameter(torch.empty(0, size))
-        self.scale = nn.Parameter(torch.randn(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.cos(self.scale).to(x.dtype)
-
-
-class Norm(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width, eps=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.to(self.norm.weight.dtype)).to(x.dtype) + 0.5 * x
-
-
-class InPlace(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x.to(self.linear.weight.dtype))
-        y.mul_(0.5).add_(self.linear.bias).clamp_(-1, 1)
-        return x + y.to(x.dtype)
-
-
-class Recurrent(nn.Module):
-    """A GRU or LSTM over the batch, as if it were time."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.rnn = (nn.GRU if size % 2 else nn.LSTM)(width, width, num_layers=1 + size % 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.rnn(x.to(self.rnn.weight_ih_l0.dtype))[0].to(x.dtype)
-
-
-class Experts(nn.Module):
-    """Each row goes to one of three experts; in eager mode the others do not run."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, 3)
-        self.experts = nn.ParameterList(torch.randn(width, width) / width for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(self.router.weight.dtype)
-        chances = self.router(y).softmax(-1)
-        chosen, out = chances.argmax(-1), torch.zeros_like(y)
-        for index, weight in enumerate(self.experts):
-            rows = chosen == index
-            if torch.compiler.is_compiling():
-                out = out + torch.tanh(y @ weight) * (chances[:, index] * rows)[:, None]
-            elif rows.any():
-                out[rows] = torch.tanh(y[rows] @ weight) * chances[rows, index, None]
-        return x + out.to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Reads the parameters of its own child."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x[None].to(self.attention.in_proj_weight.dtype)
-        return x + self.attention(y, y, y, need_weights=False)[0][0].to(x.dtype)
-
-
-class Conv(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.conv(x.to(self.conv.weight.dtype)[:, None]).sum(1)).to(x.dtype)
-
-
-class Table(nn.Module):
-    """An embedding, and a buffer."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(size, width, padding_idx=0 if size > 5 else None)
-        self.register_buffer("offset", torch.full((width,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        indices = (x[:, 0] > 0).long() * (self.table.num_embeddings - 1)
-        return x + self.table(indices).to(x.dtype) * self.offset.to(x.dtype)
-
-
-class Listed(nn.Module):
-    """Weights in a list, views of them, and a child whose forward is never called."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(width, 2 * width) / (2 * width) for _ in range(2))
-        self.read = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x.to(self.read.weight.dtype), self.read.weight.t(), self.read.bias)
-        for weight in self.weights:
-            left, right = weight.chunk(2, 1)
-            y = y + torch.tanh(y @ left) @ right
-        return x + y.to(x.dtype)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.t() @ grad
-
-
-class Custom(nn.Module):
-    """An operator of the user's own, which saves a parameter."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(_Product.apply(x.to(self.weight.dtype), self.weight)).to(x.dtype)
-
-
-KINDS: dict[str, Callable[[int, int], nn.Module]] = {
-    "linear": Linear,
-    "mlp": MLP,
-    "scale": Scale,
-    "norm": Norm,
-    "inplace": InPlace,
-    "recurrent": Recurrent,
-    "experts": Experts,
-    "attention": Attention,
-    "conv": Conv,
-    "table": Table,
-    "listed": Listed,
-    "custom": Custom,
-}
-
-
 class _Fails(torch.autograd.Function):
+    """Raises in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -216,9 +43,6 @@ class _Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise ArithmeticError("a backward of the user's fails")
-
-
-# --- modules with children --------------------------------------------------------------------------------------------
 
 
 class Nest(nn.Module):
@@ -328,3 +152,10 @@ def build(case: Case) -> Model:
 def loss_of(output: Any) -> Tensor:
     """A mean over the first tensor that the model returns, in fp64, with bounded gradients."""
     return (torch.tanh(first_of(output).double()) - 0.3).square().mean()
+
+
+def play_rank(model: nn.Module, rank: int) -> None:
+    """Let nodes with the gate "rank" run as on this rank."""
+    for module in model.modules():
+        if isinstance(module, Nest):
+            module.rank = rank

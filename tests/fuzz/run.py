@@ -8,23 +8,24 @@ import copy
 import functools
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile import ModuleWrapPolicy, fully_shard, summon_full_params
+from fsdp_compile import ModuleWrapPolicy, fully_shard
 
 from .cases import Case, Step, nodes_of
-from .models import Model, Nest, build, loss_of
+from .edits import EDITS, is_quantized
+from .models import Model, Nest, build, loss_of, play_rank
 
 # Relative to the largest value. Rounding differs only in the order in which ranks are summed, but grows with the steps.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
+AUTOCAST = 2e-3  # where both models round the same values; Inductor leaves out casts within a kernel
 CLIP = 0.05
 INVALID = "the unsharded model raises too"
 
@@ -40,7 +41,7 @@ def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
     if how != "eager":
         run = torch.compile(model, backend=how)
     try:
-        return Comparison(case, reference, model, run, rank).train()
+        return Comparison(case, reference, model, run, rank, how).train()
     except InvalidCase:  # on all ranks, before the step communicates
         return INVALID
 
@@ -109,13 +110,14 @@ def _shard_by_fsdp2(case: Case, model: Model) -> nn.Module:
 class Comparison:
     """Trains `model`, run as `run`, beside `reference`, and keeps the first difference."""
 
-    def __init__(self, case: Case, reference: Model, model: Model, run: nn.Module, rank: int) -> None:
+    def __init__(self, case: Case, reference: Model, model: Model, run: nn.Module, rank: int, how: str) -> None:
         self.case, self.reference, self.model, self.run, self.rank = case, reference, model, run, rank
         self.world_size = dist.get_world_size()
         self.mismatch: str | None = None
         used = {getattr(torch, name) for name in (case.dtype, case.param_dtype, case.reduce_dtype) if name}
         used |= {getattr(torch, node.dtype) for node in nodes_of(case.nodes) if node.dtype}
-        self.tolerance = max(TOLERANCES[dtype] for dtype in used)
+        used |= {torch.bfloat16} if case.autocast and how == "inductor" else set()
+        self.tolerance = max([AUTOCAST * case.autocast, *(TOLERANCES[dtype] for dtype in used)])
         self.optimizers = [_optimizer(case, each) for each in (reference, model)]
 
     def train(self) -> str | None:
@@ -178,7 +180,7 @@ class Comparison:
         self, step: Step, number: int, rank: int, model: nn.Module, sync: Callable[[bool], Any]
     ) -> list[Tensor]:
         """Forwards and backwards of one rank's microbatches; losses and the gradients of inputs."""
-        _play_rank(model, rank)
+        play_rank(model, rank)
         seen: list[Tensor] = []
         for index, syncs in enumerate(step.syncs):
             for module in model.modules():
@@ -186,9 +188,29 @@ class Comparison:
                     module.syncs = syncs
             batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
             with sync(syncs):
-                seen += _backward(step.forwards, model, *batches)
+                seen += self._backward(step.forwards, model, *batches)
             seen += [x.grad.double() for x in batches if x.grad is not None]
         return seen
+
+    def _backward(self, forwards: str, model: nn.Module, a: Tensor, b: Tensor) -> list[Tensor]:
+        with self.autocast():
+            first = loss_of(model(a))
+            if forwards == "eval":
+                with torch.no_grad():
+                    model(b)
+            losses = [first, loss_of(model(b))] if forwards in ("two", "apart", "crossed") else [first]
+        if forwards == "two":
+            (losses[0] * losses[1] + losses[1]).backward()
+        else:
+            for loss in reversed(losses) if forwards == "crossed" else losses:
+                loss.backward()
+        return [loss.detach() for loss in losses]
+
+    def autocast(self) -> torch.autocast:
+        """What is around the forwards of both models. Without its cache, which loses gradients of weights that are
+        read under no_grad first: it is no part of what is compared.
+        """
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.case.autocast, cache_enabled=False)
 
     def _batch(self, step: int, index: int, rank: int, model: nn.Module) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
@@ -214,8 +236,19 @@ class Comparison:
         return torch.randn(3, 4, generator=generator, dtype=getattr(torch, self.case.dtype))
 
     def all_parameters(self) -> list[nn.Parameter]:
-        """Those of the sharded model, then those of the other."""
-        return [*self.model.parameters(), *self.reference.parameters()]
+        """Those of the sharded model, then those of the other, without quantized ones, which nobody multiplies."""
+        both = (*self.model.parameters(), *self.reference.parameters())
+        return [param for param in both if not is_quantized(param)]
+
+    def forward_alone(self) -> Tensor:
+        """The loss of a forward of the sharded model, which the other model can run too."""
+        try:
+            with self.autocast():
+                loss_of(self.reference(self.example()))
+        except Exception as error:
+            raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
+        with self.autocast():
+            return loss_of(self.run(self.example()))
 
     # --- comparing ----------------------------------------------------------------------------------------------------
 
@@ -254,26 +287,6 @@ class Comparison:
         return [(name, ours[name], theirs[name]) for name in theirs]
 
 
-def _backward(forwards: str, model: nn.Module, a: Tensor, b: Tensor) -> list[Tensor]:
-    first = loss_of(model(a))
-    if forwards == "eval":
-        with torch.no_grad():
-            model(b)
-    losses = [first, loss_of(model(b))] if forwards in ("two", "apart", "crossed") else [first]
-    if forwards == "two":
-        (losses[0] * losses[1] + losses[1]).backward()
-    else:
-        for loss in reversed(losses) if forwards == "crossed" else losses:
-            loss.backward()
-    return [loss.detach() for loss in losses]
-
-
-def _play_rank(model: nn.Module, rank: int) -> None:
-    for module in model.modules():
-        if isinstance(module, Nest):
-            module.rank = rank
-
-
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -290,110 +303,3 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-# --- what a script does between steps ---------------------------------------------------------------------------------
-
-
-def _multiply(comparison: Comparison, when: str) -> None:
-    with torch.no_grad():
-        for param in comparison.all_parameters():
-            param.mul_(0.9)
-
-
-def _replace(comparison: Comparison, when: str) -> None:
-    for param in comparison.all_parameters():
-        param.data = 0.9 * param.data
-
-
-def _copy_values(comparison: Comparison, when: str) -> None:
-    with torch.no_grad():
-        for param in comparison.all_parameters():
-            param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
-
-
-def _summon(comparison: Comparison, when: str) -> None:
-    with summon_full_params(comparison.model), torch.no_grad():
-        _multiply(comparison, when)
-
-
-def _state(comparison: Comparison, when: str) -> None:
-    """What is loaded back replaces what was changed in between."""
-    for model in (comparison.model, comparison.reference):
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-        model.load_state_dict(state)
-
-
-def _full_state(comparison: Comparison, when: str) -> None:
-    options = StateDictOptions(full_state_dict=True)
-    state, expected = (get_model_state_dict(m, options=options) for m in (comparison.model, comparison.reference))
-    for name, value in expected.items():
-        comparison.check(f"{when}: {name}", state[name], value)
-    for model in (comparison.model, comparison.reference):
-        set_model_state_dict(model, {name: 0.9 * value for name, value in expected.items()}, options=options)
-
-
-def _optimizer_state(comparison: Comparison, when: str) -> None:
-    for optimizer in comparison.optimizers:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def _freeze(comparison: Comparison, when: str) -> None:
-    """Parameters of the first node that train no longer do, and the reverse."""
-    for model in (comparison.model, comparison.reference):
-        for param in (*model.nest.inner[:1].parameters(), model.head.bias):
-            param.requires_grad_(not param.requires_grad)
-
-
-def _evaluate(comparison: Comparison, when: str) -> None:
-    losses = []
-    for model in (comparison.run, comparison.reference):
-        _play_rank(model, comparison.rank)
-        model.eval()
-        with torch.no_grad():
-            losses.append(loss_of(model(comparison.example())))
-        model.train()
-    if not comparison.case.param_dtype:
-        comparison.check(when, losses[0], losses[1])
-
-
-def _abandon(comparison: Comparison, when: str) -> None:
-    """A forward without a backward."""
-    comparison.run(comparison.example())
-
-
-def _fail(comparison: Comparison, when: str) -> None:
-    """A pass that raises on all ranks, and is caught."""
-    nest = comparison.model.nest
-    nest.fails = "forward" if "forward" in when else "backward"
-    with suppress(ArithmeticError):
-        loss_of(comparison.run(comparison.example())).backward()
-    nest.fails = ""
-    for optimizer in comparison.optimizers:
-        optimizer.zero_grad()
-
-
-def _plant(comparison: Comparison, when: str) -> None:
-    """A defect on purpose: no case that is drawn has it, and the fuzzer must see it."""
-    with torch.no_grad():
-        next(comparison.reference.parameters()).mul_(1.0001)
-
-
-EDITS: dict[str, Callable[[Comparison, str], None]] = {
-    "mul": _multiply,
-    "data": _replace,
-    "copy": _copy_values,
-    "summon": _summon,
-    "state": _state,
-    "full state": _full_state,
-    "optimizer state": _optimizer_state,
-    "freeze": _freeze,
-    "eval": _evaluate,
-    "abandon": _abandon,
-    "failed forward": _fail,
-    "failed backward": _fail,
-    "planted": _plant,
-}

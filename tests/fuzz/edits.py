@@ -1,0 +1,129 @@
+"""What a script does before a step, to the sharded model and to the unsharded one."""
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from fsdp_compile import summon_full_params
+
+from .models import loss_of, play_rank
+
+if TYPE_CHECKING:
+    from .run import Comparison
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether its values mean something only with a scale."""
+    return tensor.dtype.itemsize == 1
+
+
+def _multiply(comparison: "Comparison", when: str) -> None:
+    with torch.no_grad():
+        for param in comparison.all_parameters():
+            param.mul_(0.9)
+
+
+def _replace(comparison: "Comparison", when: str) -> None:
+    for param in comparison.all_parameters():
+        param.data = 0.9 * param.data
+
+
+def _copy_values(comparison: "Comparison", when: str) -> None:
+    with torch.no_grad():
+        for param in comparison.all_parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
+
+
+def _summon(comparison: "Comparison", when: str) -> None:
+    with summon_full_params(comparison.model), torch.no_grad():
+        _multiply(comparison, when)
+
+
+def _state(comparison: "Comparison", when: str) -> None:
+    """What is loaded back replaces what was changed in between."""
+    for model in (comparison.model, comparison.reference):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                if not is_quantized(param):
+                    param.mul_(0.5)
+        model.load_state_dict(state)
+
+
+def _full_state(comparison: "Comparison", when: str) -> None:
+    options = StateDictOptions(full_state_dict=True)
+    state, expected = (get_model_state_dict(m, options=options) for m in (comparison.model, comparison.reference))
+    for name, value in expected.items():
+        comparison.check(f"{when}: {name}", state[name], value)
+    changed = {name: value if is_quantized(value) else 0.9 * value for name, value in expected.items()}
+    for model in (comparison.model, comparison.reference):
+        set_model_state_dict(model, changed, options=options)
+
+
+def _optimizer_state(comparison: "Comparison", when: str) -> None:
+    for optimizer in comparison.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _freeze(comparison: "Comparison", when: str) -> None:
+    """Parameters of the first node that train no longer do, and the reverse."""
+    for model in (comparison.model, comparison.reference):
+        for param in (*model.nest.inner[:1].parameters(), model.head.bias):
+            if not is_quantized(param):
+                param.requires_grad_(not param.requires_grad)
+
+
+def _evaluate(comparison: "Comparison", when: str) -> None:
+    losses = []
+    for model in (comparison.run, comparison.reference):
+        play_rank(model, comparison.rank)
+        model.eval()
+        with torch.no_grad(), comparison.autocast():
+            losses.append(loss_of(model(comparison.example())))
+        model.train()
+    if not comparison.case.param_dtype:
+        comparison.check(when, losses[0], losses[1])
+
+
+def _abandon(comparison: "Comparison", when: str) -> None:
+    """A forward without a backward."""
+    comparison.forward_alone()
+
+
+def _fail(comparison: "Comparison", when: str) -> None:
+    """A pass that raises on all ranks, and is caught."""
+    nest = comparison.model.nest
+    nest.fails = "forward" if "forward" in when else "backward"
+    with suppress(ArithmeticError):
+        comparison.forward_alone().backward()
+    nest.fails = ""
+    for optimizer in comparison.optimizers:
+        optimizer.zero_grad()
+
+
+def _plant(comparison: "Comparison", when: str) -> None:
+    """A defect on purpose: no case that is drawn has it, and the fuzzer must see it."""
+    with torch.no_grad():
+        next(comparison.reference.parameters()).mul_(1.0001)
+
+
+EDITS: dict[str, Callable[["Comparison", str], None]] = {
+    "mul": _multiply,
+    "data": _replace,
+    "copy": _copy_values,
+    "summon": _summon,
+    "state": _state,
+    "full state": _full_state,
+    "optimizer state": _optimizer_state,
+    "freeze": _freeze,
+    "eval": _evaluate,
+    "abandon": _abandon,
+    "failed forward": _fail,
+    "failed backward": _fail,
+    "planted": _plant,
+}
