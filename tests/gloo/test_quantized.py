@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import checkpoint, fully_shard, summon_full_params
 
@@ -156,6 +156,24 @@ def _mixed(rank: int) -> None:
 def test_mixed_precision_does_not_cast(two: Ranks) -> None:
     """`param_dtype` leaves quantized weights as they are: their values mean something only with their scale."""
     two.run(_mixed)
+
+
+def _edited(rank: int, kind: str, strategy: str) -> None:
+    """One row of a quantized weight is replaced; the rest stays, byte for byte."""
+    model = fully_shard(_made(kind), auto_wrap_policy={LlamaBlock}, sharding_strategy=ShardingStrategy[strategy])
+    expected = {name: _bytes(param).clone() for name, param in _made(kind).named_parameters()}
+    with summon_full_params(model), torch.no_grad():
+        model.layers[1].qkv.weight[3] = model.layers[2].qkv.weight[5]
+    expected["layers.1.qkv.weight"][3] = expected["layers.2.qkv.weight"][5]
+    seen = _full(model)
+    assert all(torch.equal(seen[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_edits_of_full_parameters(two: Ranks, kind: str, strategy: str) -> None:
+    """What `summon_full_params` shows of quantized weights can be edited."""
+    two.run(_edited, kind, strategy)
 
 
 def _save(rank: int, kind: str, root: Path) -> dict[str, Tensor]:
