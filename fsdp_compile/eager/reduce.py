@@ -107,6 +107,8 @@ def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, de
     empty = [s.numel for s, grad in zip(segments, of_segments, strict=True) if grad is None]
     zeros = iter(torch.zeros(sum(empty), dtype=dtype, device=device).split_with_sizes(empty))
     flattened = [next(zeros) if grad is None else grad.reshape(-1) for grad in of_segments]
+    if not flattened:  # parameters without elements, which have no segments
+        return torch.empty(0, dtype=dtype, device=device)
     if all(each.dtype == dtype for each in flattened):
         return torch.cat(flattened)
     return torch.cat(flattened, out=torch.empty(flat.layout.numel, dtype=dtype, device=device))

@@ -87,4 +87,8 @@ CORPUS: tuple[tuple[str, Case], ...] = (
             steps=(Step(), Step(forwards="two")),
         ),
     ),
+    (
+        "a parameter without elements was thawed, which was frozen alone: its gradient could not be packed",
+        Case(nodes=(Node(kind="scale", frozen="first"),), steps=(Step(before="freeze"),)),
+    ),
 )
