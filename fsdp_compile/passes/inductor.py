@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fsdp_compile.comm.collectives import STARTS
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
@@ -109,6 +110,7 @@ class Pipeline(CustomGraphPass):
             _check_registered()
             sort(graph)
             run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_index()))
+            _check_wrapper(graph)
 
     def uuid(self) -> Any | None:
         """The caches' key. See Note [What the compile caches key on].
@@ -182,6 +184,15 @@ def _check_registered() -> None:
         raise RuntimeError(
             "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
             "found another pass; register yours before fully_shard (ours runs after it)"
+        )
+
+
+def _check_wrapper(graph: fx.Graph) -> None:
+    """Raise if Inductor would call collectives from C++, which torch 2.13 refuses, and torch 2.11 ends in a crash."""
+    if inductor_config.cpp_wrapper and any(node.target in STARTS for node in graph.nodes):
+        raise RuntimeError(
+            "torch._inductor.config.cpp_wrapper: expected False for a graph with collectives, found True, and torch's "
+            "C++ wrapper cannot call them; set it to False, and leave TORCHINDUCTOR_CPP_WRAPPER unset"
         )
 
 

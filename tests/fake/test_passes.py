@@ -155,6 +155,17 @@ def test_a_pass_that_replaces_ours_is_noticed(hook: str) -> None:
         step(torch.compile(model), X)
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_generated_cpp_code_is_refused(strategy: str) -> None:
+    """Torch's C++ wrapper cannot call collectives: compiling raises instead of generating code that crashes."""
+    model = fully_shard(small(), sharding_strategy=ShardingStrategy[strategy])
+    with (
+        inductor_config.patch(cpp_wrapper=True),
+        pytest.raises(Exception, match="cpp_wrapper: expected False for a graph with collectives, found True"),
+    ):
+        step(torch.compile(model), X)
+
+
 def test_a_long_compilation_says_so(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 prints one line when a compilation takes long, and nothing is left running when it has ended."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

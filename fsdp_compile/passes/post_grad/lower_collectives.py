@@ -177,9 +177,8 @@ class _DirectWait(WaitKernel):
     """A wait on the `DirectCollectives` of the generated module."""
 
     def codegen(self, wrapper: Any) -> None:
-        if not V.graph.cpp_wrapper:
-            wrapper.add_import_once("from fsdp_compile.comm.direct import DirectCollectives")
-            wrapper.add_import_once("fsdp_collectives = DirectCollectives()")
+        wrapper.add_import_once("from fsdp_compile.comm.direct import DirectCollectives")
+        wrapper.add_import_once("fsdp_collectives = DirectCollectives()")
         super().codegen(wrapper)
 
 
@@ -195,10 +194,9 @@ def _lower_wait(full: Any, sent: Any) -> Any:
     start = next(each for each in reversed(starts) if full.get_name() in (each.get_name(), *each.alias_names))
     buffers = {each.get_name() for each in start.inputs} - {full.get_name()}
     V.graph.additional_star_deps[wait.get_operation_name()].update(buffers)
-    if not V.graph.cpp_wrapper:  # where generated code is C++, collectives stay operators
-        caller = "fsdp_collectives.at_start" if start is starts[0] else "fsdp_collectives"
-        start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
-        wait.python_kernel_name = "fsdp_collectives.wait"
+    caller = "fsdp_collectives.at_start" if start is starts[0] else "fsdp_collectives"
+    start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
+    wait.python_kernel_name = "fsdp_collectives.wait"
     return full
 
 
