@@ -14,8 +14,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_GATHER_INTO, STARTS
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes.pipeline import GraphContext, enabled
+from fsdp_compile.passes._torch import sort
+from fsdp_compile.passes.graph.nodes import is_ours
+from fsdp_compile.passes.pipeline import GraphContext, enabled, run_passes
 
 Collective = tuple[str, torch.dtype, int]  # kind, dtype and bytes of the full buffer
 
@@ -43,10 +46,10 @@ class JointPasses:
 
     def _partition(self, gm: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         config = CompileConfig(disable=self.disable)
-        context = GraphContext(gm.graph, config, "joint", 0)
-        for each in enabled(PASSES, config):
-            if each.stage == "joint":
-                each.run(context)
+        passes = [each for each in enabled(PASSES, config) if each.stage == "joint"]
+        if is_ours(gm.graph, MARKERS):
+            sort(gm.graph)
+            run_passes(passes, GraphContext(gm.graph, config, "joint", 0))
         gm.graph.lint()
         gm.recompile()
         self.texts.append(str(gm.graph))
@@ -71,12 +74,23 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
 
 
 def _run(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Run the graph node by node, all-gathers into buffers: torch 2.13's allocating form is unsafe on gloo."""
+    """Run the graph node by node, all-gathers into buffers: torch 2.13's allocating form is unsafe on gloo.
+
+    What gloo does not know, such as float8, is gathered as bytes.
+    """
+    call = gm.graph.call_function
     for gather in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
         value = gather.meta["val"]
+        dtype = torch.uint8 if value.dtype.itemsize == 1 else value.dtype
         with gm.graph.inserting_before(gather):
-            options = {"dtype": value.dtype, "device": value.device}
-            buffer = gm.graph.call_function(torch.ops.aten.empty.memory_format, (list(value.shape),), options)
+            options = {"dtype": dtype, "device": value.device}
+            buffer = call(torch.ops.aten.empty.memory_format, (list(value.shape),), options)
+            if dtype != value.dtype:
+                gather.update_arg(0, call(torch.ops.aten.view.dtype, (gather.args[0], dtype)))
         gather.target, gather.kwargs = ALL_GATHER_INTO, {"out": buffer}
+        for wait in list(gather.users) if dtype != value.dtype else ():
+            with gm.graph.inserting_after(wait):
+                back = call(torch.ops.aten.view.dtype, (wait, value.dtype))
+            wait.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
     gm.recompile()
     return make_boxed_func(gm.forward)

@@ -12,7 +12,7 @@ from .cases import Case, draw
 from .shrink import shrink
 from .write import write_test
 
-LIMITS = {"eager": 25.0, "aot_eager": 90.0, "inductor": 240.0}  # seconds of one case
+LIMITS = {"eager": 25.0, "aot_eager": 90.0, "joint": 120.0, "inductor": 240.0}  # seconds of one case
 START = 120.0  # seconds in which ranks start
 
 
@@ -22,7 +22,7 @@ class Fuzzer:
     Args:
         folder: for files of the ranks.
         world_size: how many ranks.
-        how: "eager", "aot_eager" or "inductor".
+        how: "eager", "aot_eager", "joint" (with the passes on joint graphs) or "inductor".
     """
 
     def __init__(self, folder: Path, world_size: int, how: str) -> None:

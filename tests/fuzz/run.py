@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from joint import JointPasses
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -39,7 +40,7 @@ def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
     reference, model = build(case), build(case)
     run = _shard_by_fsdp2(case, model) if fsdp2 else _shard(case, model)
     if how != "eager":
-        run = torch.compile(model, backend=how)
+        run = torch.compile(model, backend=JointPasses() if how == "joint" else how)
     try:
         return Comparison(case, reference, model, run, rank, how).train()
     except InvalidCase:  # on all ranks, before the step communicates
