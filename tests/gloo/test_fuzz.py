@@ -16,8 +16,8 @@ from .ranks import Ranks
 FIRST, NEW = 0, 60  # seeds
 
 
-def _compare(rank: int, cases: list[tuple[str, Case]]) -> list[str]:
-    found = [(compare(rank, case, "eager"), name, case) for name, case in cases]
+def _compare(rank: int, cases: list[tuple[str, Case]], how: str = "eager") -> list[str]:
+    found = [(compare(rank, case, how), name, case) for name, case in cases]
     return [f"{name}: {mismatch}\n{case}" for mismatch, name, case in found if mismatch not in (None, INVALID)]
 
 
@@ -29,6 +29,13 @@ def test_corpus(two: Ranks) -> None:
 def test_drawn_cases(two: Ranks) -> None:
     """So do random models, options and training loops."""
     assert two.run(_compare, [(f"seed {seed}", draw(seed)) for seed in range(FIRST, FIRST + NEW)]) == [[], []]
+
+
+@pytest.mark.nightly
+def test_drawn_cases_with_passes(two: Ranks) -> None:
+    """And so they do when compiled with the passes on joint graphs."""
+    for seed in range(FIRST, FIRST + 20):
+        assert two.run(_compare, [(f"seed {seed}", draw(seed, "joint"))], "joint") == [[], []]
 
 
 def test_a_planted_defect_is_found_and_shrunk(two: Ranks) -> None:
