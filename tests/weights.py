@@ -39,11 +39,36 @@ class Float8Product(torch.autograd.Function):
         return grad @ (quantised.to(x.dtype) / scale), grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class Float8RowsProduct(torch.autograd.Function):
+    """The same with one scale for each row of `w`; `w` is permuted first, as libraries do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.t()
+        scale = HIGHEST / weight.abs().amax(0, keepdim=True).float().clamp(min=1e-12)
+        quantised = (weight * scale).clamp(-HIGHEST, HIGHEST).to(F8)
+        ctx.save_for_backward(x, quantised, scale)
+        return x @ (quantised.to(x.dtype) / scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, quantised, scale = ctx.saved_tensors
+        return grad @ (quantised.to(x.dtype) / scale).t(), grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
 class Float8Linear(nn.Linear):
     """A linear layer in float8, as libraries for float8 training have it."""
 
+    product: type[torch.autograd.Function] = Float8Product
+
     def forward(self, x: Tensor) -> Tensor:
-        return Float8Product.apply(x, self.weight) + (0 if self.bias is None else self.bias)
+        return self.product.apply(x, self.weight) + (0 if self.bias is None else self.bias)
+
+
+class Float8RowsLinear(Float8Linear):
+    """The same with a scale for each output."""
+
+    product = Float8RowsProduct
 
 
 class Float8Block(Block):
@@ -52,6 +77,14 @@ class Float8Block(Block):
     def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
         super().__init__(norm, width)
         self.up, self.down = Float8Linear(width, 3 * width, bias), Float8Linear(3 * width, width, bias)
+
+
+class Float8RowsBlock(Block):
+    """And with a scale for each row."""
+
+    def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
+        super().__init__(norm, width)
+        self.up, self.down = Float8RowsLinear(width, 3 * width, bias), Float8RowsLinear(3 * width, width, bias)
 
 
 class OneWeight(nn.Module):
@@ -79,6 +112,17 @@ class TwoLevels(OneWeight):
         top = (unit * unit).amax((0, 1), keepdim=True)
         quantised = (unit / top * 255).round().clamp(0, 255).to(torch.uint8)
         return quantised.float() / 255 * (high - low) + low + 0.5 * weight.bfloat16().float()
+
+
+class Microscaled(OneWeight):
+    """A scale that is a power of two for each block of 16 elements of a row, as in the MX formats."""
+
+    def compute(self, weight: Tensor) -> Tensor:
+        blocks = weight.detach().view(D, D // 16, 16)
+        largest = blocks.abs().amax(-1)
+        scale = torch.exp2(torch.floor(torch.log2(largest)) - 8)
+        quantised = (blocks / scale.unsqueeze(-1)).clamp(-HIGHEST, HIGHEST).to(F8)
+        return (quantised.float() * scale[..., None]).view(D, D) + 0.5 * weight.to(F8).float()
 
 
 class Special(OneWeight):

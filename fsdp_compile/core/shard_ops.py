@@ -3,10 +3,12 @@
 A graph is the same on all ranks, but which parameters a shard has segments of is not. These operators take the layout
 and the groups as text, find this rank's segments when they run, and have results of one size on all ranks.
 
-    take(local)          the segments of some parameters, one after the other    what a second all-gather sends
-    spread(scalars)      one scalar for each element of the shard             a scale, where every parameter has its own
-    segment_maxima(local)   the largest element of each segment                     what an all-reduce completes
-    send(payload)        the payload, in one buffer                           Inductor's graphs
+    take(local)            the segments of some parameters, end to end       what a second all-gather sends
+    spread(values)         for each element of the shard its block's value   one scale for each parameter, or each row
+    segment_maxima(local)  the largest element of each block                 what an all-reduce completes
+    send(payload)          the payload, in one buffer                        Inductor's graphs
+
+A parameter has `counts` blocks of equally many consecutive elements: one, its rows, or smaller ones.
 """
 
 import math
@@ -24,10 +26,12 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define(
     "fsdp_flat::take", "(Tensor local, str layout, str[] groups, int[] params, ScalarType dtype) -> Tensor", tags=_TAGS
 )
-torch.library.define("fsdp_flat::spread", "(Tensor scalars, str layout, str[] groups) -> Tensor", tags=_TAGS)
+torch.library.define(
+    "fsdp_flat::spread", "(Tensor values, str layout, str[] groups, int[] counts) -> Tensor", tags=_TAGS
+)
 torch.library.define(
     "fsdp_flat::segment_maxima",
-    "(Tensor local, str layout, str[] groups, int[] params, bool smallest) -> Tensor",
+    "(Tensor local, str layout, str[] groups, int[] params, int[] counts, bool smallest) -> Tensor",
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::send", "(Tensor payload) -> Tensor", tags=_TAGS)
@@ -96,47 +100,75 @@ def _take_fake(local: Tensor, layout: str, groups: list[str], params: list[int],
 
 
 @torch.library.impl("fsdp_flat::spread", "default")
-def _spread(scalars: Tensor, layout: str, groups: list[str]) -> Tensor:
-    """The scalar of each element's parameter, 1-D `[shard_numel]`, from one of each parameter, 1-D."""
+def _spread(values: Tensor, layout: str, groups: list[str], counts: list[int]) -> Tensor:
+    """The value of each element's block, 1-D `[shard_numel]`, from the `counts` values of each parameter, end to end.
+
+    Padding, and parameters without values, get ones.
+    """
     parsed = FlatParamLayout.parse(layout)
-    start, stop = parsed.shard_range(shard_index(groups))
-    starts = [*parsed.offsets[1:], parsed.numel]  # padding: the scalar of the parameter before it
-    spans = zip([0, *starts[:-1]], starts, strict=True)
-    lengths = [max(0, min(stop, end) - max(start, begin)) for begin, end in spans]
-    shares = [scalars[index].expand(length) for index, length in enumerate(lengths) if length]
-    return torch.cat(shares)
+    spread = values.new_ones(parsed.shard_numel)
+    begin = 0
+    for param, count in enumerate(counts):
+        record = parsed.record(param, shard_index(groups))
+        if record is not None and count:
+            block = parsed.numels[param] // count
+            first, end = record.first // block, record.last // block + 1
+            each = values.narrow(0, begin + first, end - first)
+            if count > 1:
+                each = each.repeat_interleave(block).narrow(0, record.first - first * block, record.numel)
+            spread.narrow(0, record.offset, record.numel).copy_(each.expand(record.numel))
+        begin += count
+    return spread
 
 
 @torch.library.register_fake("fsdp_flat::spread")
-def _spread_fake(scalars: Tensor, layout: str, groups: list[str]) -> Tensor:
-    return scalars.new_empty(FlatParamLayout.parse(layout).shard_numel)
+def _spread_fake(values: Tensor, layout: str, groups: list[str], counts: list[int]) -> Tensor:
+    return values.new_empty(FlatParamLayout.parse(layout).shard_numel)
 
 
 @torch.library.impl("fsdp_flat::segment_maxima", "default")
-def _segment_maxima(local: Tensor, layout: str, groups: list[str], params: list[int], smallest: bool) -> Tensor:
-    """Of this rank's segments of `params` the maxima, and 1 where a segment has a NaN: float32 `[2, params]`.
+def _segment_maxima(
+    local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
+) -> Tensor:
+    """Of the blocks of `params`, `counts` of each, the maxima of what this rank stores, and 1 where that has a NaN:
+    float32 `[2, sum(counts)]`.
 
     A maximum that ranks reduce would lose a NaN, so it travels beside them. Of the smallest elements: their negation.
-    A parameter of which the rank has no segment: minus infinity, and 0.
+    A block of which the rank has no element: minus infinity, and 0.
     """
-    segments = segments_of(FlatParamLayout.parse(layout), tuple(params), shard_index(groups))
-    values, flags = [], []
-    for segment in segments:
-        if segment is None:
-            values.append(local.new_full((), -math.inf, dtype=torch.float32))
-            flags.append(local.new_zeros((), dtype=torch.float32))
-            continue
-        elements = local.narrow(0, segment.in_shard, segment.numel)
-        value = (-elements.min() if smallest else elements.max()).float()
-        is_nan = value.isnan()
-        values.append(torch.where(is_nan, -math.inf, value))
-        flags.append(is_nan.float())
-    return torch.stack((torch.stack(values), torch.stack(flags)))
+    parsed = FlatParamLayout.parse(layout)
+    maxima = local.new_full((2, sum(counts)), -math.inf, dtype=torch.float32)
+    begin = 0
+    for param, count in zip(params, counts, strict=True):
+        record = parsed.record(param, shard_index(groups))
+        if record is not None:
+            block = parsed.numels[param] // count
+            elements = local.narrow(0, record.offset, record.numel)
+            extrema = _extrema_of_blocks(elements, record.first % block, block, smallest)
+            maxima[0].narrow(0, begin + record.first // block, len(extrema)).copy_(-extrema if smallest else extrema)
+        begin += count
+    maxima[1] = maxima[0].isnan()
+    maxima[0].masked_fill_(maxima[1] > 0, -math.inf)
+    return maxima
+
+
+def _extrema_of_blocks(elements: Tensor, skipped: int, block: int, smallest: bool) -> Tensor:
+    """The largest or smallest of each block of `elements`; `skipped` elements of the first block are missing."""
+    reduce = torch.amin if smallest else torch.amax
+    head = min(block - skipped, len(elements)) if skipped else 0
+    blocks = (len(elements) - head) // block
+    tail = elements[head + blocks * block :]
+    extrema = [reduce(elements[:head], 0, True)] if head else []
+    extrema += [reduce(elements[head : head + blocks * block].view(blocks, block), 1)] if blocks else []
+    extrema += [reduce(tail, 0, True)] if len(tail) else []
+    return torch.cat(extrema)
 
 
 @torch.library.register_fake("fsdp_flat::segment_maxima")
-def _segment_maxima_fake(local: Tensor, layout: str, groups: list[str], params: list[int], smallest: bool) -> Tensor:
-    return local.new_empty((2, len(params)), dtype=torch.float32)
+def _segment_maxima_fake(
+    local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
+) -> Tensor:
+    return local.new_empty((2, sum(counts)), dtype=torch.float32)
 
 
 @torch.library.impl("fsdp_flat::send", "default")

@@ -16,7 +16,7 @@ from joint import Collective, JointPasses
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.utils.checkpoint import checkpoint
-from weights import Block, D, Float8Block, Negative, OneWeight, Special, TwoLevels
+from weights import Block, D, Float8Block, Float8RowsBlock, Microscaled, Negative, OneWeight, Special, TwoLevels
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
@@ -74,6 +74,9 @@ CASES: dict[str, Weights] = {
     "float8 of bfloat16": Weights(
         Float8Block, ((U8, 384), (U8, 6_336)), maxima=(32,), options={"mixed_precision": MixedPrecision(BF16, F32)}
     ),
+    "rows": Weights(partial(Float8RowsBlock, norm=False, bias=False), ((U8, 6_144),), maxima=(2_048,)),
+    "rows that are cut": Weights(partial(Float8RowsBlock, width=7), ((U8, 384), (U8, 416)), maxima=(448,)),
+    "blocks of 16": Weights(Microscaled, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
     "two levels": Weights(TwoLevels, ((U8, 2_048), (U8, 1_024)), maxima=(32, 16)),
     "NaN": Weights(partial(Special, float("nan")), ((BF16, 2_048),), maxima=(16,)),
     "infinity": Weights(partial(Special, float("inf")), ((BF16, 2_048),), maxima=(16,)),

@@ -2,7 +2,7 @@
 
 smallest_gather.py decides what is gathered (`GatherChoice`); here the graph is edited:
 
-    scalars     segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them
+    scalars     segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them; vectors alike
     each unit   spread of its scalars, the program on the whole shard, gather, slices of what was gathered
                 take of the segments that need another program, gather, segments joined to parameters
 
@@ -23,8 +23,16 @@ from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import UnshardSpec
 from fsdp_compile.core.shard_ops import SEGMENT_MAXIMA, SPREAD, TAKE, segments_of
-from fsdp_compile.passes.graph.nodes import CAST, Tag, emitter, get_tag, is_view, set_tag
-from fsdp_compile.passes.joint.parameter_values import MAXIMA, Elements, ParameterValues, Scalar, nodes_in
+from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, get_tag, is_view, set_tag
+from fsdp_compile.passes.joint.parameter_values import (
+    MAXIMA,
+    Elements,
+    ParameterValues,
+    Scalar,
+    Vector,
+    nodes_in,
+    numel_of,
+)
 
 aten = torch.ops.aten
 
@@ -99,8 +107,8 @@ class LocalPrograms:
         self._replace()
 
     def _reduce_scalars(self, local: list[fx.Node], first: fx.Node) -> None:
-        """Compute the scalars before all gathers, level by level, each with one all-reduce for each group of ranks."""
-        scalars = {node: value for node in local if isinstance(value := self.values.of(node), Scalar)}
+        """Compute scalars and vectors before all gathers, level by level: one all-reduce for each group of ranks."""
+        scalars = {node: value for node in local if isinstance(value := self.values.of(node), Scalar | Vector)}
         for level in range(1 + max((value.level for value in scalars.values()), default=0)):
             maxima = [node for node, value in scalars.items() if node.target in MAXIMA and value.level == level]
             by_groups: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
@@ -133,8 +141,9 @@ class LocalPrograms:
             params = [unit.roots[_elements(node.args[0], self.values).root] for node in nodes]
             sources = [self.values.first(node.args[0]) for node in nodes]  # type: ignore[arg-type]  # likewise
             local = programs.evaluate(list(zip(params, sources, strict=True)))
+            counts = [node.meta["val"].numel() for node in nodes]
             shares.append(
-                programs.emit("local", SEGMENT_MAXIMA, local, unit.layout.text, unit.groups, params, smallest)
+                programs.emit("local", SEGMENT_MAXIMA, local, unit.layout.text, unit.groups, params, counts, smallest)
             )
             order += [(node, smallest) for node in nodes]
         emit = emitter(self.graph, first, _MAXIMUM, first)
@@ -147,12 +156,22 @@ class LocalPrograms:
         )
         values = emit("maximum", aten.where.self, is_nan, nan, emit("maximum", aten.select.int, reduced, 0, 0))
         values.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # backward takes these: it reduces no maxima again
-        for index, (node, smallest) in enumerate(order):
-            value = emit("maximum", aten.select.int, values, 0, index)
+        begin = 0
+        for node, smallest in order:
+            value = self._taken_of(values, begin, node, emit)
             value = emit("maximum", aten.neg.default, value) if smallest else value
-            dtype, shape = node.meta["val"].dtype, list(node.meta["val"].shape)
-            value = value if dtype == torch.float32 else emit("maximum", CAST, value, dtype)
-            self.new[node] = emit("maximum", aten.view.default, value, shape) if shape else value
+            dtype = node.meta["val"].dtype
+            self.new[node] = value if dtype == torch.float32 else emit("maximum", CAST, value, dtype)
+            begin += node.meta["val"].numel()
+
+    def _taken_of(self, values: fx.Node, begin: int, node: fx.Node, emit: Emit) -> fx.Node:
+        """The scalar or vector for `node`, which begins there in `values`, in its shape."""
+        known = self.values.of(node)
+        if isinstance(known, Vector):
+            run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + numel_of(known))
+            return _shaped(run, known.size, known.stride, "maximum", emit)
+        scalar, shape = emit("maximum", aten.select.int, values, 0, begin), list(node.meta["val"].shape)
+        return emit("maximum", aten.view.default, scalar, shape) if shape else scalar
 
     def _replace(self) -> None:
         """Let all that read the nodes with a new one read that, and erase what nothing reads any more."""
@@ -185,6 +204,16 @@ def _elements(node: Any, values: ParameterValues) -> Elements:
     value = values.of(node)
     assert isinstance(value, Elements)
     return value
+
+
+def _shaped(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:
+    """A 1-D tensor in that shape, with those strides: a permutation of a contiguous shape."""
+    dims = range(len(size))
+    order = sorted(dims, key=lambda dim: (-stride[dim], size[dim] == 1, dim))
+    shaped = emit(kind, aten.view.default, run, [size[dim] for dim in order])
+    if order != list(dims):
+        shaped = emit(kind, aten.permute.default, shaped, [order.index(dim) for dim in dims])
+    return shaped
 
 
 def _move_before(first: fx.Node, node: fx.Node) -> None:
@@ -252,8 +281,8 @@ class _UnitPrograms:
         values = self.edit.values
         leader = items[0][1]
         value = values.of(leader)
-        if isinstance(value, Scalar):
-            return self._spread({param: self.edit.new[values.first(node)] for param, node in items})
+        if isinstance(value, Scalar | Vector):
+            return self._spread({param: values.first(node) for param, node in items})
         assert value is not None
         if value.root is leader:
             return self.unit.shard
@@ -266,14 +295,23 @@ class _UnitPrograms:
         args, kwargs = fx.map_arg((leader.args, dict(leader.kwargs)), lambda _: next(arguments))
         return self.emit("local", leader.target, *args, **kwargs)
 
-    def _spread(self, scalars: Mapping[int, fx.Node]) -> fx.Node:
-        """Of each element's parameter the scalar; where it has none, that of another, as nothing reads the result."""
-        some = next(iter(scalars.values()))
-        flat = {each: self.emit("local", aten.view.default, each, [1]) for each in dict.fromkeys(scalars.values())}
-        every = [flat[scalars.get(param, some)] for param in range(len(self.unit.layout.shapes))]
-        return self.emit(
-            "local", SPREAD, self.emit("local", aten.cat.default, every), self.unit.layout.text, self.unit.groups
-        )
+    def _spread(self, nodes: Mapping[int, fx.Node]) -> fx.Node:
+        """For each element the scalar of its parameter, or what the vector of its parameter has for its block."""
+        flat = [self._flat(nodes[param]) for param in sorted(nodes)]
+        counts = [
+            nodes[param].meta["val"].numel() if param in nodes else 0 for param in range(len(self.unit.layout.shapes))
+        ]
+        values = self.emit("local", aten.cat.default, flat)
+        return self.emit("local", SPREAD, values, self.unit.layout.text, self.unit.groups, counts)
+
+    def _flat(self, node: fx.Node) -> fx.Node:
+        """The new node of a scalar or vector, 1-D, in the order of the blocks."""
+        known, new = self.edit.values.of(node), self.edit.new[node]
+        if isinstance(known, Vector):
+            order = sorted(range(len(known.size)), key=lambda dim: (-known.stride[dim], dim))
+            if order != list(range(len(known.size))):
+                new = self.emit("local", aten.permute.default, new, order)
+        return self.emit("local", aten.reshape.default, new, [-1])
 
     def _through_groups(self, sent: list[fx.Node]) -> list[fx.Node]:
         """All ranks' `sent`, gathered in as many stages as the unit; what an earlier stage brings is retained."""
@@ -312,11 +350,7 @@ class _UnitPrograms:
     def _as(self, node: fx.Node, run: fx.Node) -> fx.Node:
         """The elements of a parameter, 1-D, in the shape, with the strides and in the dtype of `node`."""
         value, dtype = _elements(node, self.edit.values), node.meta["val"].dtype
-        dims = range(len(value.size))
-        order = sorted(dims, key=lambda dim: (-value.stride[dim], value.size[dim] == 1, dim))
-        shaped = self.emit("view", aten.view.default, run, [value.size[dim] for dim in order])
-        if order != list(dims):
-            shaped = self.emit("view", aten.permute.default, shaped, [order.index(dim) for dim in dims])
+        shaped = _shaped(run, value.size, value.stride, "view", self.emit)
         return self.emit("view", CAST, shaped, dtype) if dtype in _SENT_AS else shaped
 
 

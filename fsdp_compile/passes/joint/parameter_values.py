@@ -2,7 +2,8 @@
 
     w -> cast -> permute                 elements of w: each is computed from the element of w in the same place
     w -> abs -> amax -> reciprocal       a scalar: the largest of all ranks' maxima, and what follows from it
-    w -> mul by that -> clamp -> cast    elements again, computed with one scalar
+    w -> abs -> amax over columns        a vector: the largest of each row, likewise
+    w -> mul by that -> clamp -> cast    elements again, computed with one scalar, or with one of each row
     w.sum(), w @ x, dropout(w), w * v    neither: they depend on an order of addition, inputs, chance, other parameters
 
 Note [What is exact on a shard]. An element must have the same bits whether it is computed in the parameter or in the
@@ -13,7 +14,7 @@ full vector, by another formula. A maximum does not depend on the order in which
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class Elements:
         stride: its strides over `root`: a permutation of a contiguous shape.
         program: what is computed, as a text without names of nodes: equal for parameters whose elements are computed
             alike, whatever the scalars are.
-        scalars: the scalars that the program takes.
-        level: how many all-reduces of maxima, one after the other, the scalars need.
+        scalars: the scalars and vectors that the program takes.
+        level: how many all-reduces of maxima, one after the other, these need.
     """
 
     root: fx.Node
@@ -79,7 +80,31 @@ class Scalar:
     level: int
 
 
-Value = Elements | Scalar
+@dataclass(frozen=True)
+class Vector:
+    """A tensor with one element for each block of consecutive elements of one parameter, such as each row.
+
+    All ranks can compute it from segments of the parameter, with all-reduces of maxima.
+
+    Attributes:
+        root: the parameter.
+        size: the tensor's shape.
+        stride: its strides over the blocks in order: a permutation of a contiguous shape.
+        block: elements in a block.
+        program: what is computed, with the names of the nodes that it is computed from.
+        level: how many all-reduces, one after the other, it needs.
+    """
+
+    root: fx.Node
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    block: int
+    program: str
+    level: int
+
+
+Value = Elements | Scalar | Vector
+Shape = tuple[int, ...]
 UNCHANGED = "x"  # the program of a parameter itself
 
 
@@ -142,15 +167,20 @@ class ParameterValues:
             return None
         elements = [each for each in known if isinstance(each, Elements)]
         if not elements:
-            return self._scalar_of_scalars(node, max(each.level for each in known if each is not None))
+            level = max(each.level for each in known if each is not None)
+            vectors = [each for each in known if isinstance(each, Vector)]
+            return self._vector_of_vectors(node, vectors, level) if vectors else self._scalar_of_scalars(node, level)
         first = elements[0]
+        vectors = [each for each in known if isinstance(each, Vector)]
+        if not all(_is_of_blocks(each, first) for each in vectors):
+            return None
         if any((each.root, each.size, each.stride) != (first.root, first.size, first.stride) for each in elements):
             return None
         if node.target in MAXIMA:
             return self._maximum(node, first)
         if is_view(node) or node.target is aten.clone.default:
             return _view(node, first) if len(inputs) == 1 else None
-        return self._pointwise(node, first, [each for each in known if isinstance(each, Scalar)])
+        return self._pointwise(node, first, takes_scalars=len(elements) < len(known))
 
     def _scalar_of_scalars(self, node: fx.Node, level: int) -> Scalar | None:
         is_reshaped = is_view(node) and node.target is not aten.expand.default
@@ -159,28 +189,54 @@ class ParameterValues:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.first(each).name)
         return Scalar(self._short(f"{node.target}{args}{kwargs}"), level)
 
-    def _maximum(self, node: fx.Node, of: Elements) -> Scalar | None:
-        dims = node.args[1] if len(node.args) > 1 else ()
-        is_complete = node.meta["val"].numel() == 1 and (not dims or len(dims) == len(of.size))  # type: ignore[arg-type]  # fx
-        source: fx.Node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-        if not is_complete or source.meta["val"].dtype not in _REDUCED_DTYPES:
+    def _vector_of_vectors(self, node: fx.Node, vectors: list[Vector], level: int) -> Vector | None:
+        """What follows from vectors over the same blocks, and from scalars; or another view of one."""
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.first(each).name)
+        program = self._short(f"{node.target}{args}{kwargs}")
+        first = vectors[0]
+        if is_view(node):
+            shape = _view_of(node, first.size, first.stride)
+            return None if shape is None else Vector(first.root, *shape, first.block, program, level)
+        blocks = {(each.root, each.size, each.stride, each.block) for each in vectors}
+        is_alike = len(blocks) == 1 and _has_strides(node, first.size, first.stride)
+        if not is_alike or not (is_deterministic_pointwise(node) or node.target is aten.clone.default):
             return None
-        smallest = MAXIMA[node.target]  # type: ignore[index]  # it is one of them
-        return Scalar(self._short(f"{'min' if smallest else 'max'} of {self.first(source).name}"), of.level + 1)
+        return Vector(first.root, first.size, first.stride, first.block, program, level)
 
-    def _pointwise(self, node: fx.Node, like: Elements, scalars: list[Scalar]) -> Elements | None:
+    def _maximum(self, node: fx.Node, of: Elements) -> Scalar | Vector | None:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+        if source.meta["val"].dtype not in _REDUCED_DTYPES:
+            return None
+        asked = set(node.args[1]) if len(node.args) > 1 else set()  # type: ignore[arg-type]  # likewise
+        dims = {dim % len(of.size) for dim in asked} or set(range(len(of.size)))
+        smallest = MAXIMA[node.target]  # type: ignore[index]  # it is one of them
+        program = self._short(f"{'min' if smallest else 'max'}{sorted(dims)} of {self.first(source).name}")
+        if node.meta["val"].numel() == 1:
+            return Scalar(program, of.level + 1)
+        block = math.prod(of.size[dim] for dim in dims)
+        stride = tuple(1 if dim in dims else step // block for dim, step in enumerate(of.stride))
+        size = tuple(1 if dim in dims else length for dim, length in enumerate(of.size))
+        vector = Vector(of.root, size, stride, block, program, of.level + 1)
+        if not _is_of_blocks(vector, of):
+            return None
+        if tuple(node.meta["val"].shape) != size:  # without the dimensions over which it is taken
+            remaining = [dim for dim in range(len(size)) if dim not in dims]
+            size, stride = (tuple(each[dim] for dim in remaining) for each in (size, stride))
+        return replace(vector, size=size, stride=stride) if _has_strides(node, size, stride) else None
+
+    def _pointwise(self, node: fx.Node, like: Elements, takes_scalars: bool) -> Elements | None:
         """See Note [What is exact on a shard]. A scalar of another dtype would be promoted otherwise as a vector."""
         dtypes = {each.meta["val"].dtype for each in node.all_input_nodes}
-        if not _is_exact(node) or not _has_strides(node, like.size, like.stride) or (scalars and len(dtypes) > 1):
+        if not _is_exact(node) or not _has_strides(node, like.size, like.stride) or (takes_scalars and len(dtypes) > 1):
             return None
         taken: dict[fx.Node, None] = {}  # scalars, in order
 
         def text(argument: fx.Node) -> str:
             value = self.of(argument)
-            new = (self.first(argument),) if isinstance(value, Scalar) else value.scalars  # type: ignore[union-attr]
+            new = value.scalars if isinstance(value, Elements) else (self.first(argument),)
             taken.update(dict.fromkeys(new))
             indices = [list(taken).index(each) for each in new]
-            return f"scalar {indices}" if isinstance(value, Scalar) else f"{value.program} {indices}"  # type: ignore[union-attr]
+            return f"{value.program} {indices}" if isinstance(value, Elements) else f"scalar {indices}"
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), text)
         program = self._short(f"{node.target}{args}{kwargs}")
@@ -226,20 +282,42 @@ def _is_exact(node: fx.Node) -> bool:
 
 
 def _view(node: fx.Node, seen: Elements) -> Elements | None:
-    """The same elements in another shape, if all of them are there: found by viewing a tensor without memory."""
+    """The same elements in another shape, if all of them are there."""
     if node.target is aten.clone.default:
-        is_alike = _has_strides(node, seen.size, seen.stride)
-        return Elements(seen.root, seen.size, seen.stride, seen.program, seen.scalars, seen.level) if is_alike else None
-    base = torch.empty_strided(seen.size, seen.stride, device="meta")
+        shape = (seen.size, seen.stride) if _has_strides(node, seen.size, seen.stride) else None
+    else:
+        shape = _view_of(node, seen.size, seen.stride)
+    return None if shape is None else Elements(seen.root, *shape, seen.program, seen.scalars, seen.level)
+
+
+def _view_of(node: fx.Node, size: Shape, stride: Shape) -> tuple[Shape, Shape] | None:
+    """Size and strides of a view of all elements, found by viewing a tensor without memory; None for another view."""
+    base = torch.empty_strided(size, stride, device="meta")
     try:
         view = node.target(base, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
     except (RuntimeError, IndexError, TypeError):
         return None  # of a tensor that lies otherwise: a view of a copy
     size, stride = tuple(view.shape), tuple(view.stride())
     is_complete = view.numel() == base.numel() and view.storage_offset() == 0 and _is_dense(size, stride)
-    if not is_complete or not _has_strides(node, size, stride):
-        return None
-    return Elements(seen.root, size, stride, seen.program, seen.scalars, seen.level)
+    return (size, stride) if is_complete and _has_strides(node, size, stride) else None
+
+
+def _is_of_blocks(vector: Vector, elements: Elements) -> bool:
+    """Whether `vector`, broadcast to `elements`, gives each element the value of its block."""
+    if vector.root is not elements.root or len(vector.size) > len(elements.size):
+        return False
+    missing = len(elements.size) - len(vector.size)
+    size, stride = (1,) * missing + vector.size, (1,) * missing + vector.stride
+    within = 0  # how far apart elements with one value may be
+    for dim, length in enumerate(elements.size):
+        if size[dim] == length:
+            if length > 1 and elements.stride[dim] != stride[dim] * vector.block:
+                return False
+        elif size[dim] == 1:
+            within += (length - 1) * elements.stride[dim]
+        else:
+            return False
+    return within < vector.block
 
 
 def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -259,6 +337,8 @@ def _has_strides(node: fx.Node, size: tuple[int, ...], stride: tuple[int, ...]) 
     return all(a == b for a, b, length in zip(value.stride(), stride, size, strict=True) if length != 1)
 
 
-def numel_of(value: Elements) -> int:
+def numel_of(value: Value) -> int:
     """How many elements there are."""
+    if isinstance(value, Scalar):
+        return 1
     return math.prod(value.size)

@@ -5,7 +5,8 @@
 
     before   gather float32  ->  slice w  ->  amax  ->  w / scale  ->  cast float8  ->  mm
     after    shard  ->  maxima of segments  ->  all-reduce  ->  scales           a few bytes, once for all parameters
-             shard / scales  ->  cast float8  ->  gather  ->  slice w  ->  mm      1 byte an element
+             shard / scales  ->  cast float8  ->  gather  ->  slice w  ->  mm      1 byte an element; a scale of each
+                                                                                   row, or of each block, likewise
 
 All values stay the same bit for bit (parameter_values.py says what follows from a parameter alone, and exactly so). For
 each parameter a minimum cut finds what to gather: the fewest bytes from which the rest of the graph follows. Parameters
@@ -35,13 +36,14 @@ from fsdp_compile.passes.joint.parameter_values import (
     Elements,
     ParameterValues,
     Scalar,
+    Vector,
     numel_of,
 )
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 
-_MAXIMUM_BYTES = 8  # of one maximum in the all-reduce: the value, and whether there is a NaN
+_MAXIMUM_BYTES = 16  # of one maximum: the value, and whether there is a NaN; an all-reduce moves both twice
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
             else:
                 network.add_edge((node, "out"), "sink")
     for node in scalars:
-        network.add_edge(node, "sink", capacity=_MAXIMUM_BYTES * len(values.values) * (node.target in MAXIMA))
+        maxima = node.meta["val"].numel() * (node.target in MAXIMA)
+        network.add_edge(node, "sink", capacity=_MAXIMUM_BYTES * maxima * len(values.values))
         for user in values.users(node):
             if user in region:
                 network.add_edge((user, "in"), node)
@@ -125,12 +128,12 @@ def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
 
 
 def _scalars_behind(region: Iterable[fx.Node], values: ParameterValues) -> dict[fx.Node, None]:
-    """The scalars that follow from the nodes of `region`, in an order that is the same everywhere."""
+    """The scalars and vectors that follow from the nodes of `region`, in an order that is the same everywhere."""
     scalars: dict[fx.Node, None] = {}
     work = list(region)
     while work:
         for user in values.users(work.pop(0)):
-            if isinstance(values.of(user), Scalar) and user not in scalars:
+            if isinstance(values.of(user), Scalar | Vector) and user not in scalars:
                 scalars[user] = None
                 work.append(user)
     return scalars
