@@ -28,6 +28,7 @@ from fsdp_compile.construct.arguments import (
 from fsdp_compile.construct.initial_values import InitFn, must_stay_on_meta, unsent_buffers
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.environment import Switches, warn_caller
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
@@ -325,6 +326,11 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name}: expected an original parameter, found a FlatParameter of torch's wrapper; "
             f"shard the model once"
+        )
+    if hasattr(param, "__tensor_flatten__") and not isinstance(param, (DTensor, ShardedTensor)):
+        raise ValueError(
+            f"parameter {name}: expected a plain tensor or a DTensor, found {type(param).__name__}, a subclass "
+            f"around other tensors; store those tensors as parameters and put the subclass together in forward"
         )
 
 

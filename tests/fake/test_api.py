@@ -365,6 +365,39 @@ def test_lazy_parameters_are_refused() -> None:
         fully_shard(lazy)
 
 
+class _Scaled(Tensor):
+    """An int8 tensor and its scale, seen as one float32 tensor."""
+
+    stored: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, scale: Tensor) -> "_Scaled":
+        return Tensor._make_wrapper_subclass(cls, stored.shape, dtype=scale.dtype)  # type: ignore[attr-defined]  # torch
+
+    def __init__(self, stored: Tensor, scale: Tensor) -> None:
+        self.stored, self.scale = stored, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return _Scaled(args[0].stored, args[0].scale)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_tensor_subclasses_are_refused(trained: bool) -> None:
+    """A quantized weight as a subclass around two tensors: ValueError with its name, and nothing is sharded."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    scaled = _Scaled(torch.ones(3, 2, dtype=torch.int8), torch.ones(()))
+    model[0].weight = nn.Parameter(scaled, requires_grad=trained)
+    with pytest.raises(ValueError, match=r"parameter 0.weight: expected a plain tensor or a DTensor, found _Scaled"):
+        fully_shard(model)
+    assert type(model[0].weight) is _Scaled and not isinstance(model, FSDPModule)
+
+
 def test_inference_mode_is_refused() -> None:
     """Sharding makes tensors that must train: RuntimeError under inference_mode."""
     model = mlp()
