@@ -7,6 +7,7 @@ summon_full_params           a context in which parameters have all elements on 
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 explain                      the plan of a compiled step, with what it hides and what not; needs no GPU, no other rank
+Float8ErrorFeedback          with float8_reduce_scatter, a communication hook that sends gradients in float8
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
 
 `import fsdp_compile` is quick and imports nothing of torch: each name is imported when it is first asked for.
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
     from fsdp_compile.api import explain, fully_shard
+    from fsdp_compile.comm_hooks import Float8ErrorFeedback, float8_reduce_scatter
     from fsdp_compile.config import CompileConfig
     from fsdp_compile.eager.summon import summon_full_params
     from fsdp_compile.eager.unshard import UnshardHandle
@@ -60,6 +62,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
+    "Float8ErrorFeedback",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -79,6 +82,7 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "explain",
+    "float8_reduce_scatter",
     "fully_shard",
     "get_state_dict_type",
     "optim_state_dict",
@@ -97,9 +101,11 @@ _MODULES = {
     "CompileConfig": "fsdp_compile.config",
     "CustomPolicy": "torch.distributed.fsdp.wrap",
     "FSDPModule": "fsdp_compile.fsdp_module",
+    "Float8ErrorFeedback": "fsdp_compile.comm_hooks",
     "FullyShardedDataParallel": "fsdp_compile.wrapper",
     "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
     "UnshardHandle": "fsdp_compile.eager.unshard",
+    "float8_reduce_scatter": "fsdp_compile.comm_hooks",
     "fully_shard": "fsdp_compile.api",
     "get_state_dict_type": "fsdp_compile.state_dict.model",
     "optim_state_dict": "fsdp_compile.state_dict.optimizer",

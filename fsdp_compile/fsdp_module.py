@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_compile.core._torch import norms
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, original_class, units_gathered_below
+from fsdp_compile.core.sharding import ModuleSharding, clean_name, original_class, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
@@ -250,6 +250,9 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
         `fp16_compress_hook` and `bf16_compress_hook` of torch get the gradients as they are. Under hybrid sharding the
         hook reduces over the ranks that share a copy; the mean over copies follows it.
 
+        If `state` has a method `of_flat_param(flat_param, name)`, `hook` gets what that returns in place of `state`: a
+        state of each flat parameter, an object with a hash whose first parameter is called `name` in this module.
+
         Raises:
             AssertionError: this module is not the root, or a hook is registered already.
             ValueError: `hook` is not callable.
@@ -264,8 +267,10 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
             raise ValueError(
                 f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
             )
+        names = {param: clean_name(name) for name, param in self.named_parameters()}
         for unit in units:
-            unit.set_comm_hook(state, hook, compresses(hook))
+            firsts = (names.get(flat.params[0], flat.layout.names[0]) for flat in unit.flats)
+            unit.set_comm_hook(state, hook, compresses(hook), firsts)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

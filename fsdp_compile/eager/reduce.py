@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def _start_reduce(
     sums_wait = replicas is not None and options.has_deferred
     before_replicas = partial(_add_deferred, weakref.ref(flat), options.all_reduces) if sums_wait else None
     if unit.comm_hook is not None:
-        reduced = _call_comm_hook(unit, *unit.comm_hook, packed)
+        reduced = _call_comm_hook(unit, flat, *unit.comm_hook, packed)
         return start_average(reduced, (), False, replicas, None, before_replicas, at_once)  # over replicas (E-HOOK-7)
     if unit.is_sharded and unit.switches.fake_reduce:
         return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas, at_once=at_once)
@@ -277,6 +277,7 @@ def abandon_gradients(unit: Unit) -> None:
 # The hook divides (E-HOOK-1), as those of `torch.distributed.algorithms._comm_hooks.default_hooks` do. It may give its
 # tensors another dtype, which is why the dtype of the result is only looked at after the call. Hooks of torch that
 # compress gradients get them in the dtype of the computation, and choose the dtype on the wire themselves (E-HOOK-3).
+# A state with a method `of_flat_param`, such as that of `float8_reduce_scatter`, knows which gradient it is called for.
 _COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 
 
@@ -285,8 +286,18 @@ def compresses(hook: Callable[..., Any]) -> bool:
     return any(hook is known for known in _COMPRESSING)
 
 
-def _call_comm_hook(unit: Unit, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
+@runtime_checkable
+class StatePerFlatParam(Protocol):
+    """The state of a communication hook that distinguishes flat parameters."""
+
+    def of_flat_param(self, flat_param: object, name: str) -> Any:
+        """What the hook gets as its state for `flat_param`, an object with a hash; `name`: of a parameter in it."""
+
+
+def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
     """Let `hook` reduce `packed` over the group; the result (Note [Communication hooks])."""
+    if isinstance(state, StatePerFlatParam):
+        state = state.of_flat_param(flat, unit.hook_names[unit.flats.index(flat)])
     if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
         first, second = unit.stages
         packed = packed.view(second.size, first.size, -1).transpose(0, 1).reshape(-1)

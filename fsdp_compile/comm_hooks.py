@@ -1,0 +1,192 @@
+"""A communication hook that sends gradients in float8, and carries what rounding has lost to the next step.
+
+    model = fully_shard(Net())
+    model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
+
+It takes the place of the reduce-scatter, in eager and compiled steps. On the wire is one byte for each element of a
+unit's flat gradient and one for each block of `block_size` elements, where float32 has four for each element.
+"""
+
+# Note [Scales are powers of two]
+# A block is divided by the power of two that brings its largest finite element into [128, 256), and rounded to
+# float8_e4m3fn. Such a division rounds nothing, so the float32 difference between a value and what was sent for it is
+# exact, unless it underflows: what was sent and the residual add up to the gradient and the last residual. Precision is
+# that of any other scale, because float8 is a floating-point format, and an exponent takes one byte. No finite element
+# reaches 448, the largest number of float8_e4m3fn, which has no infinity: 448 stands for infinity.
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_compile.comm import collectives
+
+__all__ = ["Float8ErrorFeedback", "float8_reduce_scatter"]
+
+_INFINITY = 448.0  # see Note [Scales are powers of two]
+_BIAS = 127  # of the exponents that are sent, as in float32
+
+
+class Float8ErrorFeedback:
+    """The state of `float8_reduce_scatter`: its group, and the residual of each flat parameter.
+
+    A residual is float32 and has as many elements as the unsharded flat parameter, padding included: 4 bytes for each
+    parameter of the whole model that trains, on every rank, from the first reduce on. With `error_feedback=False` there
+    is none, and rounding errors of a step are lost.
+
+    An element that is NaN or infinite arrives as such in the gradient of the rank that stores it; its residual is then
+    zero, so that the next step is free of it. The residuals of all other elements stay.
+
+    Args:
+        process_group: the ranks that units are sharded over; default: all ranks. Under hybrid sharding the shard group.
+        error_feedback: whether what rounding has lost is added to the next gradient.
+        block_size: how many consecutive elements share a scale.
+
+    Raises:
+        ValueError: `block_size` is below 1.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, error_feedback: bool = True, block_size: int = 1024
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size: expected at least 1, found {block_size}; pass 1024, for example")
+        self.process_group, self.error_feedback, self.block_size = process_group, error_feedback, block_size
+        self._of_flat_params: weakref.WeakKeyDictionary[Any, _Feedback] = weakref.WeakKeyDictionary()
+        self._loaded: dict[str, Tensor] = {}
+
+    def of_flat_param(self, flat_param: object, name: str) -> "_Feedback":
+        """What the hook is called with for `flat_param`, whose first parameter is called `name`."""
+        if flat_param not in self._of_flat_params:
+            self._of_flat_params[flat_param] = _Feedback(self, name, self._loaded.pop(name, None))
+        return self._of_flat_params[flat_param]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's residuals by the name of each flat parameter's first parameter; every rank has its own values.
+
+        Raises:
+            ValueError: two models use this state, so that names are not unique.
+        """
+        residuals = dict(self._loaded)
+        for feedback in self._of_flat_params.values():
+            if feedback.residual is not None:
+                if feedback.name in residuals:
+                    raise ValueError(
+                        f"state_dict: expected one flat parameter that begins with {feedback.name}, found two; give "
+                        f"each model a Float8ErrorFeedback of its own"
+                    )
+                residuals[feedback.name] = feedback.residual
+        return residuals
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Go on with copies of the residuals that this rank has saved; those it does not name become zero.
+
+        They are meant for the same model, sharded over the same number of ranks; the next reduce checks their sizes.
+        """
+        self._loaded = {name: residual.detach().clone() for name, residual in state_dict.items()}
+        for feedback in self._of_flat_params.values():
+            feedback.residual = self._loaded.pop(feedback.name, None)
+
+
+class _Feedback:
+    """The residual of one flat parameter; None until its first reduce."""
+
+    def __init__(self, shared: Float8ErrorFeedback, name: str, residual: Tensor | None) -> None:
+        self.shared, self.name, self.residual = shared, name, residual
+
+    def add_to(self, grads: Tensor) -> Tensor:
+        """`grads`, 1-D, as new float32 values with the residual added."""
+        if self.residual is None:
+            return grads.float() if grads.dtype != torch.float32 else grads.clone()
+        if self.residual.shape != grads.shape:
+            raise ValueError(
+                f"residual of the flat parameter of {self.name}: expected {grads.numel()} elements, found "
+                f"{self.residual.numel()}, which another model or number of ranks has saved; load an empty state_dict"
+            )
+        return self.residual.to(grads.device) + grads
+
+
+def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None = None) -> None:
+    """A communication hook: average `gradients` over the ranks, sent in float8; sums and the division are in float32.
+
+    Under hybrid sharding it reduces within the shard group; the all-reduce over replicas that follows is not
+    compressed. The sum is divided by the size of the group, whatever `set_gradient_divide_factor` says. A `GradScaler`
+    scales residuals too: when its scale changes, the residual of one step is added at the wrong scale. Finite values
+    above 3.2e38 may become infinite.
+
+    Args:
+        state: a `Float8ErrorFeedback`, as `register_comm_hook` passes it on.
+        gradients: 1-D `[n * ranks]`, of any floating-point dtype; slice r is that of rank r.
+        output: 1-D `[n]`, overwritten with the mean of this rank's slice, in its own dtype. None on one rank alone,
+            where nothing is sent and nothing rounded.
+
+    Raises:
+        TypeError: `state` is not such a state, or is used by something else than this package.
+        ValueError: the group has another number of ranks than slices, or the unit is not sharded.
+    """
+    if not isinstance(state, _Feedback):
+        raise TypeError(
+            f"state: expected the Float8ErrorFeedback of a model that fully_shard has sharded, found a "
+            f"{type(state).__name__}; call model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)"
+        )
+    group = state.shared.process_group or dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    slices = 1 if output is None else gradients.numel() // max(1, output.numel())
+    if output is None and group.size() > 1:
+        raise ValueError(
+            f"float8_reduce_scatter: expected a sharded unit, found that of {state.name}, which all {group.size()} "
+            f"ranks hold as a whole (NO_SHARD); shard it, or register allreduce_hook or bf16_compress_hook"
+        )
+    if gradients.numel() and slices != group.size():
+        raise ValueError(
+            f"process_group: expected the {slices} ranks that the unit of {state.name} is sharded over, found a group "
+            f"of {group.size()}; pass Float8ErrorFeedback(process_group=...), under hybrid sharding the shard group"
+        )
+    if output is None or not gradients.numel():
+        return
+    block_size, count = state.shared.block_size, output.numel()
+    values = state.add_to(gradients)
+    messages = torch.empty(slices, message_bytes(count, block_size), dtype=torch.uint8, device=gradients.device)
+    for row, message in zip(values.view(slices, count), messages, strict=True):
+        quantize(row, message, block_size)
+        if state.shared.error_feedback:
+            row.sub_(dequantize(message, count, block_size))
+    if state.shared.error_feedback:
+        state.residual = values.masked_fill_(~values.isfinite(), 0.0)
+    size = [messages.shape[1]] * slices
+    received = collectives.all_to_all(messages.view(-1), size, size, group.group_name).view_as(messages)
+    total = dequantize(received[0], count, block_size)
+    for message in received[1:]:
+        total += dequantize(message, count, block_size)
+    output.copy_(total.div_(slices))
+
+
+def message_bytes(count: int, block_size: int) -> int:
+    """The length of the message that stands for `count` elements."""
+    return count + -(-count // block_size)
+
+
+def quantize(values: Tensor, message: Tensor, block_size: int) -> None:
+    """Write float32 `values`, 1-D `[n]`, into `message`: n bytes of float8_e4m3fn, then the exponents of the blocks."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % block_size)).view(-1, block_size)
+    largest = padded.abs().nan_to_num_(0.0, 0.0, 0.0).amax(1, keepdim=True)  # (blocks, 1)
+    exponents = (torch.frexp(largest).exponent - 8).clamp_(-126, 120)  # -126: its inverse is the last power of two
+    scaled = (padded * _power_of_two(-exponents)).clamp_(-_INFINITY, _INFINITY)
+    message[: values.numel()] = scaled.view(-1)[: values.numel()].to(torch.float8_e4m3fn).view(torch.uint8)
+    message[values.numel() :] = (exponents.view(-1) + _BIAS).to(torch.uint8)
+
+
+def dequantize(message: Tensor, count: int, block_size: int) -> Tensor:
+    """The float32 values, 1-D `[count]`, that `message` stands for."""
+    scales = _power_of_two(message[count:].int() - _BIAS)
+    values = message[:count].view(torch.float8_e4m3fn).float()
+    values.masked_fill_(values == _INFINITY, torch.inf).masked_fill_(values == -_INFINITY, -torch.inf)
+    return values.mul_(scales.repeat_interleave(block_size)[:count])
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """2 to the power of integers from -126 to 127, exactly: the bits of float32."""
+    return ((exponents.int() + _BIAS) << 23).view(torch.float32)
