@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_compile.core._torch import norms
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, clean_name, original_class, units_gathered_below
+from fsdp_compile.core.sharding import ModuleSharding, clean_names, original_class, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
@@ -267,7 +267,7 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
             raise ValueError(
                 f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
             )
-        names = {param: clean_name(name) for name, param in self.named_parameters()}
+        names = clean_names(self)
         for unit in units:
             firsts = (names.get(flat.params[0], flat.layout.names[0]) for flat in unit.flats)
             unit.set_comm_hook(state, hook, compresses(hook), firsts)

@@ -88,7 +88,7 @@ def keep_size_static(tensor: Tensor) -> None:
 
     As `torch._dynamo.mark_static`, whose import takes seconds that only users of the compiler should wait.
     """
-    tensor._dynamo_static_indices = {0}  # type: ignore[attr-defined]
+    tensor._dynamo_static_indices = {0}  # type: ignore[attr-defined]  # Dynamo's own mark, which Tensor's stub lacks
 
 
 def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any] | None = None) -> None:

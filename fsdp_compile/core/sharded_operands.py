@@ -256,5 +256,5 @@ class ShardedView(Tensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return ShardedTensor.__torch_dispatch__(func, types, args, kwargs)

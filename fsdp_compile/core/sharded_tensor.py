@@ -116,7 +116,7 @@ class ShardedTensor(Tensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return _rules()(func)(func, args, kwargs or {})
 
     # --- as a DTensor -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class UnshardedTensor(ShardedTensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return _call_on_all_elements(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
@@ -78,7 +78,7 @@ class UnreducedGradient(ShardedTensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         name = func._schema.name
         if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):
             refuse_unreduced(name)

@@ -244,7 +244,7 @@ def _some_names(unit: Unit) -> str:
 def _paths(module: nn.Module) -> dict[Unit, str]:
     """The units that `module` and modules below gather, each with path, class and strategy of the first that does."""
     return {
-        unit: f"{path or 'root'} ({_class_name(each)}, {each._fsdp.strategy.name})"  # type: ignore[union-attr]
+        unit: f"{path or 'root'} ({_class_name(each)}, {each._fsdp.strategy.name})"  # type: ignore[union-attr]  # it gathers, so it is sharded
         for unit, (path, each) in _gatherers(module).items()
     }
 

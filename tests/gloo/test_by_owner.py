@@ -197,7 +197,7 @@ def _check_closure(rank: int) -> None:
         for param in model.parameters():
             param.grad = ShardedTensor(4 * param.spec.local_of(_full(param.grad)), param.spec)
         if infinite and rank == 0:
-            next(model.parameters()).grad.local[0] = math.inf  # type: ignore[union-attr]
+            next(model.parameters()).grad.local[0] = math.inf  # type: ignore[union-attr]  # set above
         scaler.step(optimizer)
         scaler.update()
         if not infinite:
@@ -343,7 +343,7 @@ def _check_refusals(rank: int) -> None:
     optimizer.step()
     param = next(model.parameters())
     param.grad = None
-    param.grad = UnreducedGradient(torch.zeros(param.numel()), param.spec)  # type: ignore[attr-defined]
+    param.grad = UnreducedGradient(torch.zeros(param.numel()), param.spec)  # type: ignore[attr-defined]  # a ShardedTensor
     with pytest.raises(RuntimeError, match="step: expected a reduced gradient"):
         optimizer.step()
     with pytest.raises(TypeError, match="save its state_dict"):
@@ -395,7 +395,7 @@ def _sharded_model(rank: int) -> None:
         if step == 1:
             found.load_state_dict(copy.deepcopy(found.state_dict()))
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=1e-6)  # type: ignore[attr-defined]
+        torch.testing.assert_close(param.full_tensor(), other.detach(), rtol=0, atol=1e-6)  # type: ignore[attr-defined]  # a ShardedTensor
 
 
 def test_a_sharded_model(two: Ranks) -> None:

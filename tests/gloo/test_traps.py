@@ -137,7 +137,7 @@ def _embedding_in_a_block(rank: int) -> None:
     expected(x).sum().backward()
     executor(model, "inductor")(x).sum().backward()
     for param, same in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), same.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]
+        torch.testing.assert_close(param.grad.full_tensor(), same.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]  # backward has set it
 
 
 def test_a_fused_loop_that_reads_before_the_wait(two: Ranks) -> None:

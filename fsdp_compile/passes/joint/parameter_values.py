@@ -13,7 +13,7 @@ full vector, by another formula. A maximum does not depend on the order in which
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -256,8 +256,7 @@ class ParameterValues:
 def nodes_in(arguments: Any) -> list[fx.Node]:
     """The nodes in the arguments of a call, in order; one that occurs twice is there twice."""
     nodes: list[fx.Node] = []
-    collect: Callable[[fx.Node], fx.Node] = lambda node: nodes.append(node) or node  # type: ignore[func-returns-value]  # noqa: E731
-    fx.map_arg(arguments, collect)
+    fx.map_arg(arguments, nodes.append)
     return nodes
 
 
