@@ -1,7 +1,78 @@
-"""Predictions and reports: what a compiled step will communicate, and what that costs.
+"""Predictions and reports: what a step will take, compute, communicate and keep in memory.
 
-report.py   trace a sharded model as far as its joint graph, read the workload from it, search a plan, report on it
+predict_step    what one step of a model takes, in each of some settings
+predict_runs    the same for each row of a table of runs
+fit_hardware    constants of a device that agree with a table of runs
+
+prediction.py   what is asked of a prediction and what it says: plain data
+report.py       trace a sharded model as far as its joint graph, read the workload from it, search a plan, report on it
 
 `fsdp_compile.explain`, the function, is defined in api.py, because it may shard the model first. The attribute of that
 name is always the function: import from this package by `from fsdp_compile.explain.report import Report`.
 """
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_compile.explain.prediction import Prediction, RunPrediction, Setting
+    from fsdp_compile.passes.cost.hardware import Hardware
+
+
+def predict_step(
+    make_model: Callable[[], Any],
+    settings: "Sequence[Setting]",
+    example_inputs: Callable[..., Sequence[Any]] | None = None,
+    *,
+    hardware: "Mapping[str, Hardware] | None" = None,
+    name: str | None = None,
+    alternatives: bool = True,
+) -> "list[Prediction]":
+    """Predict what a step of a model takes in each of `settings`, without running it.
+
+    Neither a GPU nor other ranks are needed, nor memory for the model.
+
+    Args:
+        make_model: makes the model, unsharded. What it makes gets no memory.
+        settings: clusters and options. The model is traced once for each sequence length and checkpointing; everything
+            else is computed from that.
+        example_inputs: given (batch, sequence), returns positional arguments of a forward; None: token ids, and
+            targets if forward has a second argument, int64 of shape [batch, sequence].
+        hardware: hardware by the names that settings give, beside the files that the package has.
+        name: of the model; None: the name of its class.
+        alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
+
+    Raises:
+        ValueError: a setting names hardware that is unknown, or a model cannot be traced or is on a device.
+    """
+    raise NotImplementedError
+
+
+def predict_runs(path: str | Path, hardware: "Mapping[str, Hardware] | str | None" = None) -> "list[RunPrediction]":
+    """Predict each row of a table of runs.
+
+    Args:
+        path: of a CSV file with the columns of `data/reported_runs.csv`; columns that are unknown are ignored.
+        hardware: name or path of a hardware file for all rows; None: by the column `device`.
+
+    Returns:
+        One for each row, in order. A row that cannot be predicted has an `error`, and raises nothing.
+
+    Raises:
+        ValueError: the file cannot be read, or has no rows.
+    """
+    raise NotImplementedError
+
+
+def fit_hardware(rows: "str | Path | Sequence[Mapping[str, str]]", base: "Hardware") -> "Hardware":
+    """`base` with the constants that agree best with a table of runs.
+
+    Args:
+        rows: path of a CSV file, or its rows; each with its `tok_s_gpu`.
+        base: where the search begins, which also stands for what few rows cannot tell.
+
+    Raises:
+        ValueError: no row can be predicted.
+    """
+    raise NotImplementedError

@@ -37,9 +37,11 @@ EXEMPT = {
     "kept_unsharded": "names the decision to keep a unit unsharded",
     "free_kept_unsharded": "as kept_unsharded",
     "_take_kept_unsharded": "as kept_unsharded",
+    "predict_runs": "training runs, as the command line's option --runs",
+    "runs": "likewise; allowed as an attribute only",
     "KeptUnsharded": "names the decision to keep a unit unsharded",
 }
-ATTRIBUTES_ONLY = {"parts"}
+ATTRIBUTES_ONLY = {"parts", "runs"}
 
 # How a phrase of the glossary is recognized in a text, with its inflections.
 IDIOMS = {
