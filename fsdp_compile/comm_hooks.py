@@ -31,17 +31,17 @@ _BIAS = 127  # of the exponents that are sent, as in float32
 
 
 class Float8ErrorFeedback:
-    """The state of `float8_reduce_scatter`: its group, and the residual of each flat parameter.
+    """The state of `float8_reduce_scatter`: the residual of each flat parameter.
 
     A residual is float32 and has as many elements as the unsharded flat parameter, padding included: 4 bytes for each
-    parameter of the whole model that trains, on every rank, from the first reduce on. With `error_feedback=False` there
-    is none, and rounding errors of a step are lost.
+    parameter of the whole model that trains, on every rank, from the first reduce on, however many ranks there are.
+    Neither `explain` nor a budget counts it. With `error_feedback=False` there is none, and rounding errors of a step
+    are lost.
 
     An element that is NaN or infinite arrives as such in the gradient of the rank that stores it; its residual is then
     zero, so that the next step is free of it. The residuals of all other elements stay.
 
     Args:
-        process_group: the ranks that units are sharded over; default: all ranks. Under hybrid sharding the shard group.
         error_feedback: whether what rounding has lost is added to the next gradient.
         block_size: how many consecutive elements share a scale.
 
@@ -49,20 +49,20 @@ class Float8ErrorFeedback:
         ValueError: `block_size` is below 1.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, error_feedback: bool = True, block_size: int = 1024
-    ) -> None:
+    def __init__(self, *, error_feedback: bool = True, block_size: int = 1024) -> None:
         if block_size < 1:
             raise ValueError(f"block_size: expected at least 1, found {block_size}; pass 1024, for example")
-        self.process_group, self.error_feedback, self.block_size = process_group, error_feedback, block_size
+        self.error_feedback, self.block_size = error_feedback, block_size
         self._of_flat_params: weakref.WeakKeyDictionary[Any, _Feedback] = weakref.WeakKeyDictionary()
         self._loaded: dict[str, Tensor] = {}
 
-    def of_flat_param(self, flat_param: object, name: str) -> "_Feedback":
-        """What the hook is called with for `flat_param`, whose first parameter is called `name`."""
+    def of_flat_param(self, flat_param: object, name: str, group: dist.ProcessGroup) -> "_Feedback":
+        """What the hook is called with for `flat_param`, whose first parameter is called `name`, sharded in `group`."""
         if flat_param not in self._of_flat_params:
-            self._of_flat_params[flat_param] = _Feedback(self, name, self._loaded.pop(name, None))
-        return self._of_flat_params[flat_param]
+            self._of_flat_params[flat_param] = _Feedback(self, name, group, self._loaded.pop(name, None))
+        feedback = self._of_flat_params[flat_param]
+        feedback.group = group
+        return feedback
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals by the name of each flat parameter's first parameter; every rank has its own values.
@@ -92,10 +92,12 @@ class Float8ErrorFeedback:
 
 
 class _Feedback:
-    """The residual of one flat parameter; None until its first reduce."""
+    """The residual of one flat parameter, None until its first reduce, and the group of the reduce that comes."""
 
-    def __init__(self, shared: Float8ErrorFeedback, name: str, residual: Tensor | None) -> None:
-        self.shared, self.name, self.residual = shared, name, residual
+    def __init__(
+        self, shared: Float8ErrorFeedback, name: str, group: dist.ProcessGroup, residual: Tensor | None
+    ) -> None:
+        self.shared, self.name, self.group, self.residual = shared, name, group, residual
 
     def add_to(self, grads: Tensor) -> Tensor:
         """`grads`, 1-D, as new float32 values with the residual added."""
@@ -125,43 +127,32 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
 
     Raises:
         TypeError: `state` is not such a state, or is used by something else than this package.
-        ValueError: the group has another number of ranks than slices, or the unit is not sharded.
+        ValueError: the unit is not sharded, or a residual is of another size. Residuals are as they were, then and when
+            the collective raises.
     """
     if not isinstance(state, _Feedback):
         raise TypeError(
             f"state: expected the Float8ErrorFeedback of a model that fully_shard has sharded, found a "
             f"{type(state).__name__}; call model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)"
         )
-    group = state.shared.process_group or dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    slices = 1 if output is None else gradients.numel() // max(1, output.numel())
-    if output is None and group.size() > 1:
+    ranks, block_size = state.group.size(), state.shared.block_size
+    if output is None and ranks > 1:
         raise ValueError(
-            f"float8_reduce_scatter: expected a sharded unit, found that of {state.name}, which all {group.size()} "
-            f"ranks hold as a whole (NO_SHARD); shard it, or register allreduce_hook or bf16_compress_hook"
-        )
-    if gradients.numel() and slices != group.size():
-        raise ValueError(
-            f"process_group: expected the {slices} ranks that the unit of {state.name} is sharded over, found a group "
-            f"of {group.size()}; pass Float8ErrorFeedback(process_group=...), under hybrid sharding the shard group"
+            f"float8_reduce_scatter: expected a sharded unit, found that of {state.name}, which all {ranks} ranks hold "
+            f"as a whole (NO_SHARD); shard it, or register allreduce_hook or bf16_compress_hook"
         )
     if output is None or not gradients.numel():
         return
-    block_size, count = state.shared.block_size, output.numel()
-    values = state.add_to(gradients)
-    messages = torch.empty(slices, message_bytes(count, block_size), dtype=torch.uint8, device=gradients.device)
-    for row, message in zip(values.view(slices, count), messages, strict=True):
-        quantize(row, message, block_size)
-        if state.shared.error_feedback:
-            row.sub_(dequantize(message, count, block_size))
+    count = output.numel()
+    values = state.add_to(gradients).view(ranks, count)
+    messages = quantize(values, block_size)
     if state.shared.error_feedback:
-        state.residual = values.masked_fill_(~values.isfinite(), 0.0)
-    size = [messages.shape[1]] * slices
-    received = collectives.all_to_all(messages.view(-1), size, size, group.group_name).view_as(messages)
-    total = dequantize(received[0], count, block_size)
-    for message in received[1:]:
-        total += dequantize(message, count, block_size)
-    output.copy_(total.div_(slices))
+        values.sub_(dequantize(messages, count, block_size))
+    size = [messages.shape[1]] * ranks
+    received = collectives.all_to_all(messages.view(-1), size, size, state.group.group_name).view_as(messages)
+    if state.shared.error_feedback:  # not before: if the collective raises, this gradient may be reduced again
+        state.residual = values.view(-1).masked_fill_(~values.view(-1).isfinite(), 0.0)
+    output.copy_(dequantize(received, count, block_size).sum(0).div_(ranks))
 
 
 def message_bytes(count: int, block_size: int) -> int:
@@ -169,22 +160,29 @@ def message_bytes(count: int, block_size: int) -> int:
     return count + -(-count // block_size)
 
 
-def quantize(values: Tensor, message: Tensor, block_size: int) -> None:
-    """Write float32 `values`, 1-D `[n]`, into `message`: n bytes of float8_e4m3fn, then the exponents of the blocks."""
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % block_size)).view(-1, block_size)
-    largest = padded.abs().nan_to_num_(0.0, 0.0, 0.0).amax(1, keepdim=True)  # (blocks, 1)
+def quantize(values: Tensor, block_size: int) -> Tensor:
+    """A message for each row of `values`, float32 `[rows, n]`: n bytes of float8_e4m3fn, then the blocks' exponents."""
+    rows, count = values.shape
+    blocks = _in_blocks(values, block_size)
+    largest = blocks.abs().nan_to_num_(0.0, 0.0, 0.0).amax(2, keepdim=True)  # (rows, blocks, 1)
     exponents = (torch.frexp(largest).exponent - 8).clamp_(-126, 120)  # -126: its inverse is the last power of two
-    scaled = (padded * _power_of_two(-exponents)).clamp_(-_INFINITY, _INFINITY)
-    message[: values.numel()] = scaled.view(-1)[: values.numel()].to(torch.float8_e4m3fn).view(torch.uint8)
-    message[values.numel() :] = (exponents.view(-1) + _BIAS).to(torch.uint8)
+    scaled = (blocks * _power_of_two(-exponents)).clamp_(-_INFINITY, _INFINITY)
+    elements = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(rows, -1)[:, :count]
+    return torch.cat([elements, (exponents.squeeze(2) + _BIAS).to(torch.uint8)], 1)
 
 
-def dequantize(message: Tensor, count: int, block_size: int) -> Tensor:
-    """The float32 values, 1-D `[count]`, that `message` stands for."""
-    scales = _power_of_two(message[count:].int() - _BIAS)
-    values = message[:count].view(torch.float8_e4m3fn).float()
-    values.masked_fill_(values == _INFINITY, torch.inf).masked_fill_(values == -_INFINITY, -torch.inf)
-    return values.mul_(scales.repeat_interleave(block_size)[:count])
+def dequantize(messages: Tensor, count: int, block_size: int) -> Tensor:
+    """The float32 values, `[rows, count]`, that the rows of `messages` stand for."""
+    scales = _power_of_two(messages[:, count:].int() - _BIAS).unsqueeze(2)
+    blocks = _in_blocks(messages[:, :count], block_size).view(torch.float8_e4m3fn).float()
+    blocks.masked_fill_(blocks == _INFINITY, torch.inf).masked_fill_(blocks == -_INFINITY, -torch.inf)
+    return blocks.mul_(scales).view(len(messages), -1)[:, :count]
+
+
+def _in_blocks(rows: Tensor, block_size: int) -> Tensor:
+    """`rows`, `[rows, n]`, as `[rows, blocks, block_size]`, with zeros at the end of each row."""
+    missing = -rows.shape[1] % block_size
+    return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).reshape(len(rows), -1, block_size)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

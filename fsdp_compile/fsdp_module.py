@@ -250,8 +250,9 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
         `fp16_compress_hook` and `bf16_compress_hook` of torch get the gradients as they are. Under hybrid sharding the
         hook reduces over the ranks that share a copy; the mean over copies follows it.
 
-        If `state` has a method `of_flat_param(flat_param, name)`, `hook` gets what that returns in place of `state`: a
-        state of each flat parameter, an object with a hash whose first parameter is called `name` in this module.
+        If `state` has a method `of_flat_param(flat_param, name, group)`, `hook` gets what that returns in place of
+        `state`: a state of each flat parameter, an object with a hash whose first parameter is called `name` in this
+        module. `group` is the process group over which the hook reduces.
 
         Raises:
             AssertionError: this module is not the root, or a hook is registered already.
@@ -269,8 +270,9 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
             )
         names = clean_names(self)
         for unit in units:
-            firsts = (names.get(flat.params[0], flat.layout.names[0]) for flat in unit.flats)
-            unit.set_comm_hook(state, hook, compresses(hook), firsts)
+            for flat in unit.flats:
+                flat.name_in_root = names.get(flat.params[0], flat.name_in_root)
+            unit.set_comm_hook(state, hook, compresses(hook))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -14,7 +14,7 @@ changes while steps run, are in unit_state.py.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -118,7 +118,6 @@ class Unit(UnshardedState):
         self.locations = ParameterLocations(len(self.params))
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
-        self.hook_names: tuple[str, ...] = ()  # what hooks call the flat parameters
         self.reduces_in_flight = ReduceQueue()
         self.accumulates = False
         self.options = UnitOptions()
@@ -157,12 +156,8 @@ class Unit(UnshardedState):
         """The state and the function that reduce gradients instead of the default, or None."""
         return self._comm_hook
 
-    def set_comm_hook(self, state: Any, hook: Callable[..., Any], compresses: bool, names: Iterable[str]) -> None:
-        """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation.
-
-        `names` has for each flat parameter the name of its first parameter in the root.
-        """
-        self.hook_names = tuple(names)
+    def set_comm_hook(self, state: Any, hook: Callable[..., Any], compresses: bool) -> None:
+        """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation."""
         self._comm_hook, self._hook_compresses = (state, hook), compresses
         self.update_dtypes()
         self._choose_delivery()

@@ -199,7 +199,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     units = _paths(module)
     for unit, path in units.items():
         for flat in unit.flats:
-            flat.unit_path = path
+            flat.shown_unit = path
             watchdog.name_unit(flat.layout.numel, path)
             if unit.replicas is not None:  # whose average is of shards
                 watchdog.name_unit(flat.shard.numel(), path)

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm.flat import dividing, start_average
@@ -214,7 +215,7 @@ def _start_reduce(
     if unit.is_sharded and unit.switches.fake_reduce:
         return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas, at_once=at_once)
     groups = options.reduce_groups or unit.stages
-    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once, flat.unit_path)
+    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once, flat.shown_unit)
 
 
 def _defers_all_reduce(unit: Unit) -> bool:
@@ -290,14 +291,17 @@ def compresses(hook: Callable[..., Any]) -> bool:
 class StatePerFlatParam(Protocol):
     """The state of a communication hook that distinguishes flat parameters."""
 
-    def of_flat_param(self, flat_param: object, name: str) -> Any:
-        """What the hook gets as its state for `flat_param`, an object with a hash; `name`: of a parameter in it."""
+    def of_flat_param(self, flat_param: object, name: str, group: dist.ProcessGroup) -> Any:
+        """What the hook gets as its state for `flat_param`, an object with a hash.
+
+        `name` is that of its first parameter in the root, and `group` has the ranks over which the hook reduces.
+        """
 
 
 def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
     """Let `hook` reduce `packed` over the group; the result (Note [Communication hooks])."""
     if isinstance(state, StatePerFlatParam):
-        state = state.of_flat_param(flat, unit.hook_names[unit.flats.index(flat)])
+        state = state.of_flat_param(flat, flat.name_in_root, unit.group)
     if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
         first, second = unit.stages
         packed = packed.view(second.size, first.size, -1).transpose(0, 1).reshape(-1)

@@ -213,7 +213,7 @@ class UnshardedBuffer:
 
     def _start_all_gather(self) -> None:
         def start(full: Tensor, shard: Tensor, group: NamedGroup) -> None:
-            collectives.start_all_gather(full, shard, group.size, group.name, self.flat.unit_path)
+            collectives.start_all_gather(full, shard, group.size, group.name, self.flat.shown_unit)
 
         *first, last = self.unit.stages
         if first and self.slice is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 from fsdp_compile import Float8ErrorFeedback, float8_reduce_scatter, fully_shard
+from fsdp_compile.comm import collectives
 from fsdp_compile.comm_hooks import message_bytes
 
 from .ranks import Ranks
@@ -167,6 +168,70 @@ def test_residuals_are_exact(two: Ranks) -> None:
     two.run(_exactness)
 
 
+class _Distance(nn.Module):
+    """Its loss is least where its weight is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (self.weight - x).square().sum()
+
+
+def _error(choice: str, optimum: Tensor, mine: Tensor) -> float:
+    """How far 200 steps end from `optimum`, root mean square, where this rank's loss is least at `mine`."""
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) if choice == "bfloat16" else None
+    model = fully_shard(_Distance(), **({"mp_policy": precision} if precision else {}))
+    if choice.startswith("float8"):
+        model.register_comm_hook(Float8ErrorFeedback(error_feedback=choice == "float8"), float8_reduce_scatter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(mine).backward()
+        optimizer.step()
+    return float((_full(model.weight) - optimum).square().mean().sqrt())
+
+
+def _converge(rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimum, offset = torch.randn(NUMEL, generator=generator), 2 + 4 * torch.rand(NUMEL, generator=generator)
+    mine = optimum + (offset if rank == 0 else -offset)
+    errors = {choice: _error(choice, optimum, mine) for choice in ("float32", "bfloat16", "float8", "float8 alone")}
+    assert errors["float32"] < 1e-4, errors
+    assert errors["float8"] < 0.01, errors
+    assert errors["float8 alone"] > 10 * errors["float8"], errors  # it stops where the mean is below the rounding error
+    assert errors["float8"] < errors["bfloat16"] * 2, errors
+
+
+def test_feedback_reaches_the_optimum(two: Ranks) -> None:
+    """Where ranks' gradients are large and their mean is small, training ends near the optimum only with feedback."""
+    two.run(_converge)
+
+
+def _fail(rank: int) -> None:
+    state, group = Float8ErrorFeedback(block_size=64), dist.group.WORLD
+    assert group is not None
+    first, again = torch.empty(64), torch.empty(64)
+    of_flat_param = state.of_flat_param(model := nn.Module(), "weight", group)
+    float8_reduce_scatter(of_flat_param, _gradient(1, rank)[:128], first)
+    before = state.state_dict()["weight"].clone()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(collectives, "all_to_all", _raise)
+        float8_reduce_scatter(of_flat_param, _gradient(2, rank)[:128], again)
+    assert torch.equal(state.state_dict()["weight"], before)
+    del model
+
+
+def _raise(*args: Any) -> Tensor:
+    raise ConnectionError
+
+
+def test_residuals_outlive_failures(two: Ranks) -> None:
+    """A reduce whose collective raises leaves residuals as they were, so that it may be repeated."""
+    two.run(_fail)
+
+
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +329,7 @@ def _hybrid(rank: int, how: str) -> None:
         reference = build(SMALL)
         options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
         model = fully_shard(build(SMALL), **options)
-        model.register_comm_hook(Float8ErrorFeedback(groups[0]), float8_reduce_scatter)
+        model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
         with wire() as sent:
             backward(executor(model, how), SMALL, mine(SMALL, 1))
         backward(reference, SMALL, whole(SMALL, 1))
@@ -273,15 +338,11 @@ def _hybrid(rank: int, how: str) -> None:
         reduces = sorted((each.numel, each.dtype) for each in sent if each.kind == "all_reduce")
         assert reduces == sorted((layout.shard_numel, torch.float32) for layout in flats), reduces
         assert sum(each.kind == "all_to_all" for each in sent) == len(flats)
-        wrong = fully_shard(build(SMALL), **options)
-        wrong.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
-        with pytest.raises(ValueError, match=r"process_group: expected the 2 ranks that .* found a group of 4"):
-            backward(wrong, SMALL, mine(SMALL, 1))
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_hybrid(four: Ranks, how: str) -> None:
-    """A copy's ranks reduce in float8, replicas in float32; a group of other ranks is refused."""
+    """A copy's ranks reduce in float8, replicas in float32."""
     four.run(_hybrid, how)
 
 
