@@ -59,7 +59,7 @@ clean:
 	|| { echo "error: needs Python 3.11 or later, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) tools/narrate.py "creating .venv" $(PYTHON) -m venv .venv
 	@$(PYTHON) tools/narrate.py "installing $$(grep ^torch== constraints.txt)" $(PIP) torch
-	@$(PYTHON) tools/narrate.py "installing fsdp_compile, numpy and matplotlib" $(PIP) -e '.[examples]'
+	@$(PYTHON) tools/narrate.py "installing fsdp_compile and matplotlib" $(PIP) -e '.[examples]'
 	@touch $@
 
 .venv/test: .venv/run

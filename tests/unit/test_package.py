@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,19 @@ def test_names_load_no_passes() -> None:
     assert not {"torch._inductor.compile_fx", "torch._inductor.graph"} & loaded
     ours = loaded - loaded_after("import torch._dynamo, torch.distributed.fsdp")
     assert not [name for name in ours if name.startswith(("torch._inductor", "torch.testing"))]
+
+
+def test_numpy_is_a_dependency() -> None:
+    """numpy is installed with the package: without it torch gathers no objects, so that no checkpoint can be saved."""
+    gather = (
+        "import sys; sys.modules['numpy'] = None; import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_gather_object([None], 'object')"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", gather], capture_output=True, text=True, timeout=120)
+    assert "Numpy is not available" in done.stderr
+    project = tomllib.loads((Path(fsdp_compile.__file__).parents[1] / "pyproject.toml").read_text())
+    assert "numpy" in project["project"]["dependencies"]
 
 
 @pytest.mark.parametrize(
