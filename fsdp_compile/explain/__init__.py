@@ -5,6 +5,8 @@ predict_runs    the same for each row of a table of runs
 fit_hardware    constants of a device that agree with a table of runs
 
 prediction.py   what is asked of a prediction and what it says: plain data
+explanation.py  predictions of one model, and the forms in which they are read: text.py, JSON, trace, a page (page/)
+run_table.py    a table of training runs beside what is predicted for each
 report.py       trace a sharded model as far as its joint graph, read the workload from it, search a plan, report on it
 
 `fsdp_compile.explain`, the function, is defined in api.py, because it may shard the model first. The attribute of that

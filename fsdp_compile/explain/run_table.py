@@ -1,0 +1,104 @@
+"""A table of training runs beside what is predicted for each."""
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from fsdp_compile.explain.prediction import FORMAT, RunPrediction
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Predictions for the rows of a table of runs: `str()` is a table of text, `to_csv()` and `to_json()` are files.
+
+    Attributes:
+        rows: one for each row of the table, in order.
+    """
+
+    rows: tuple[RunPrediction, ...]
+
+    @property
+    def summary(self) -> dict[str, float | int | None]:
+        """How far predictions are from what was reported.
+
+        `rows` and `predicted` count; `compared` counts the rows that have both figures. Of the relative errors of
+        those, `mape` is the mean size, `p90` the size that nine of ten do not exceed, `bias` the mean: positive where
+        predictions are too fast.
+        """
+        errors = [each.relative_error for each in self.rows if each.relative_error is not None]
+        sizes = sorted(map(abs, errors))
+        return {
+            "rows": len(self.rows),
+            "predicted": sum(each.tok_s_gpu is not None for each in self.rows),
+            "compared": len(errors),
+            "mape": statistics.fmean(sizes) if sizes else None,
+            "p90": _quantile(sizes, 0.9) if sizes else None,
+            "bias": statistics.fmean(errors) if errors else None,
+        }
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """For each row its columns as they were read, and the predicted ones."""
+        return [
+            {
+                **each.row,
+                "predicted_tok_s_gpu": each.tok_s_gpu,
+                "predicted_peak_gib": each.peak_gib,
+                "predicted_fits": each.fits,
+                "relative_error": each.relative_error,
+                "error": each.error,
+            }
+            for each in self.rows
+        ]
+
+    def to_json(self) -> str:
+        """JSON: `format`, `summary` and `rows`."""
+        table = {"format": FORMAT, "summary": self.summary, "rows": self.to_dicts()}
+        return json.dumps(table, indent=1, allow_nan=False) + "\n"
+
+    def to_csv(self) -> str:
+        """CSV with the columns of the table and the predicted ones, without the summary."""
+        rows, text = self.to_dicts(), StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def __str__(self) -> str:
+        heads = ("model", "device", "GPUs", "batch", "seq", "tokens/s/GPU", "predicted", "error", "peak GiB", "")
+        rows = [heads, *map(_shown, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(f"{cell:<{width}}" if at in (0, 1, 9) else f"{cell:>{width}}"
+                      for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in rows
+        ]  # fmt: skip
+        summary = self.summary
+        lines += [
+            "",
+            f"{summary['predicted']} of {summary['rows']} rows are predicted, {summary['compared']} compared",
+        ]
+        if summary["compared"]:
+            lines.append(f"MAPE {summary['mape']:.1%}, p90 {summary['p90']:.1%}, bias {summary['bias']:+.1%}")
+        return "\n".join(lines) + "\n"
+
+
+def _shown(each: RunPrediction) -> tuple[str, ...]:
+    row = each.row
+    named = tuple(row.get(name) or "" for name in ("model", "device", "gpus", "micro_batch", "seq"))
+    figures = ("" if value is None else f"{value:,.0f}" for value in (each.reported, each.tok_s_gpu))
+    error = "" if each.relative_error is None else f"{each.relative_error:+.1%}"
+    peak = "" if each.peak_gib is None else f"{each.peak_gib:.1f}"
+    note = each.error or ("does not fit" if each.fits is False else "")
+    return (*named, *figures, error, peak, note)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of all lie, between neighbors by linear interpolation, as numpy.quantile has it."""
+    at = share * (len(ordered) - 1)
+    low = math.floor(at)
+    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])

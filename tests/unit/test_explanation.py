@@ -1,0 +1,211 @@
+"""What is predicted, in each of its forms: text, JSON, trace, page; and a table of runs."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, Browser
+from expecttest import assert_expected_inline
+from predictions import explanation, prediction
+
+from fsdp_compile.explain.explanation import Explanation, read_explanation
+from fsdp_compile.explain.prediction import RunPrediction
+from fsdp_compile.explain.run_table import RunTable
+
+SCRIPT = "</script><script>alert(1)</script><!--"  # a name that must not end the element that holds the JSON
+
+
+def test_text() -> None:
+    """Several settings are a table; the best one is shown in detail, whose times add up to the step."""
+    text = str(explanation())
+    assert_expected_inline(
+        text[text.index("In detail") :],
+        """\
+In detail, the most tokens/s per GPU that fits:
+
+Llama, 8.03 B parameters
+8 x h100-80, FULL_SHARD, batch 2 of 8,192 tokens, bf16, checkpointing none, adamw, clipped
+
+step      401.9 ms = forward 112.0 + backward 224.0 + update 5.000 + exposed 60.9
+speed     40,763 tokens/s per GPU, MFU 35.6%, HFU 38.2%
+memory    70.0 GiB at most: fits into 79.6; the peak is at: the forward of blocks.7
+          parameters 4.0, gradients 4.0, optimizer 8.0, activations 48.0
+          logits 2.0, gathered 1.0, packed 1.0, other 2.0
+
+collectives     links         number  GiB    ms  exposed ms
+all-gather      within nodes      16  8.0  65.0        60.9
+reduce-scatter  within nodes       8  4.0  32.5         0.0
+
+largest          links           GiB     ms  exposed ms  limited by
+gather blocks.0  within nodes  0.500  4.062       4.062  dependency
+
+alternatives                   step ms  difference  tokens/s/GPU  peak GiB    memory
+checkpoint every block (best)    513.9      +112.0        31,879      30.0      fits
+batch 8                          803.9      +401.9         9,000      90.0  too much
+
+constants 1 data sheet, 1 fitted, 1 measured, 1 assumed; the JSON and the page list them with their sources
+
+warning: The head and the loss are 21 % of the operations.
+""",
+    )
+    assert text.startswith("Llama, 8.03 B parameters, in 8 settings\n")
+    assert len(str(Explanation((prediction(),))).splitlines()) < len(text.splitlines()) - 8  # one setting has no table
+
+
+def test_json_is_read_back(tmp_path: Path) -> None:
+    """JSON has every field, and reading it gives an equal explanation."""
+    (tmp_path / "step.json").write_text(explanation().to_json())
+    assert read_explanation(tmp_path / "step.json") == explanation()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"format": 1,\n "pred', '"format": 2,\n "pred', "format: expected 1, found 2"),
+        ('"world_size": 8', '"world_size": -8', "world_size: expected a whole number of at least 1, found -8"),
+        ('"batch": 1', '"batch": "1"', r"predictions\[0\].setting.batch: expected int, found '1'"),
+        ('"mfu": ', '"mfu": NaN, "x": ', r"predictions\[0\].'x': expected no such field, found one"),
+        ('"hfu": ', '"hfu": NaN, "fits": ', "hfu: expected float, found nan"),
+        ('"lane": "compute"', '"lane": "disk"', r"lane: expected 'compute' or 'node' or 'network', found 'disk'"),
+        ('"peak_at":', '"peak_when":', "memory.'peak_when': expected no such field, found one"),
+        ('"parameters": 8030261248,', "", "parameters: expected a value, found none"),
+    ],
+)
+def test_json_that_was_changed(tmp_path: Path, old: str, new: str, message: str) -> None:
+    """A file that was not written by `to_json` is refused, and the field is named."""
+    text = explanation().to_json()
+    assert old in text
+    (tmp_path / "step.json").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        read_explanation(tmp_path / "step.json")
+
+
+def test_trace() -> None:
+    """The trace has an event for each span, in its lane, and a counter that follows the memory."""
+    (each,) = Explanation((prediction(),)).predictions
+    events = json.loads(Explanation((each,)).to_trace())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [event["name"] for event in spans] == [span.name for span in each.timeline]
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert {event["tid"] for event in spans} == {lanes["compute"], lanes["links between nodes"]}
+    memory = [(event["ts"] / 1e6, event["args"]["bytes"]) for event in events if event["ph"] == "C"]
+    assert memory == [(pytest.approx(seconds), size) for seconds, size in each.memory_over_time]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    """The attributes of all elements, and what is written inside of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts: list[str] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        self.inside = tag == "script"
+        if self.inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.scripts[-1] += data
+
+
+def test_page_refers_to_nothing() -> None:
+    """The page names no address outside of itself, and the JSON in it is what `to_json` writes."""
+    made = Explanation((prediction(model=SCRIPT), prediction(512)))
+    page = made.to_html()
+    assert not re.search(r"https?:|//\w+\.\w|@import|url\(", page)
+    elements = Elements(page)
+    links = [value for name, value in elements.attributes if name in ("src", "href", "srcset", "action", "data")]
+    assert all(str(value).startswith(("#", "data:")) for value in links)
+    data, program = elements.scripts
+    assert json.loads(data) == json.loads(made.to_json())
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|import\(|eval\(|innerHTML", program)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    with Browser() as browser:
+        yield browser
+
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; its page is checked as text above")
+
+
+@needs_browser
+def test_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """Nothing is requested beside the page, nothing is complained about, and everything is drawn."""
+    (tmp_path / "step.html").write_text(explanation().to_html())
+    page = browser.open(tmp_path / "step.html")
+    assert page.evaluate("document.querySelectorAll('#timeline .span').length") == len(prediction().timeline)
+    assert page.evaluate("document.querySelectorAll('#settings tr.pick').length") == 8
+    assert page.evaluate("document.querySelectorAll('#scaling circle').length") == 4 * 8
+    assert page.evaluate("document.querySelector('#tiles').innerText").startswith("one step\n402")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert (page.requests, page.complaints) == ([page.url], [])
+
+
+@needs_browser
+def test_keyboard_and_mouse(browser: Browser, tmp_path: Path) -> None:
+    """Arrow keys tell of operations one by one, dragging enlarges, and choosing a row shows that setting."""
+    (tmp_path / "step.html").write_text(Explanation((prediction(8), prediction(64, model=SCRIPT))).to_html())
+    page = browser.open(tmp_path / "step.html")
+    page.evaluate("document.getElementById('timeline').focus()")
+    for key, told in (("ArrowRight", "forward blocks.0"), ("ArrowRight", "forward blocks.1"), ("ArrowDown", "gather")):
+        page.press(key)
+        assert page.evaluate("tip.style.display") == "block" and told in page.evaluate("tip.textContent")
+        assert page.evaluate("document.getElementById('spoken').textContent") == page.evaluate("tip.textContent")
+    box = page.evaluate(
+        "(({x, y, width}) => [x, y, width])(document.querySelector('#timeline svg').getBoundingClientRect())"
+    )
+    page.drag((box[0] + 300, box[1] + 20), (box[0] + 500, box[1] + 30))
+    shown = page.evaluate("view")
+    assert 0 < shown[0] < shown[1] < prediction(8).timeline[-1].end
+    page.press("0")
+    assert page.evaluate("view")[0] == 0
+    page.evaluate("document.querySelectorAll('#settings tr.pick')[1].click()")
+    assert page.evaluate("document.getElementById('title').textContent") == SCRIPT
+    assert (page.requests, page.complaints) == ([page.url], [])
+
+
+# --- a table of runs --------------------------------------------------------------------------------------------------
+
+
+def run(reported: str, predicted: float | None, error: str | None = None) -> RunPrediction:
+    row = {
+        "model": "mpt-7b",
+        "device": "h100-80",
+        "gpus": "8",
+        "seq": "2048",
+        "micro_batch": "6",
+        "tok_s_gpu": reported,
+    }
+    return RunPrediction(row, predicted, 61.5 if predicted else None, True if predicted else None, error)
+
+
+def test_table_of_runs() -> None:
+    """Rows have their columns and the predicted ones; only rows that have both figures are compared."""
+    table = RunTable(
+        (run("10000", 11000.0), run("10000", 9700.0), run("", 5000.0), run("9000", None, "seq: expected more"))
+    )
+    assert table.summary == pytest.approx(
+        {"rows": 4, "predicted": 3, "compared": 2, "mape": 0.065, "p90": 0.093, "bias": 0.035}
+    )
+    read = json.loads(table.to_json())
+    assert read["rows"][0]["tok_s_gpu"] == "10000" and read["rows"][0]["predicted_tok_s_gpu"] == 11000.0
+    assert read["rows"][0]["relative_error"] == pytest.approx(0.1) and read["rows"][2]["relative_error"] is None
+    assert "MAPE 6.5%, p90 9.3%, bias +3.5%" in str(table) and "seq: expected more" in str(table)
+    assert table.to_csv().splitlines()[0].startswith("model,device,gpus,seq,micro_batch,tok_s_gpu,predicted_tok_s_gpu")
+    assert RunTable((run("", 5000.0),)).summary["mape"] is None
