@@ -6,7 +6,8 @@ Embedding, each block and head are units, and one task per direction each.
 
 from dataclasses import dataclass
 
-from fsdp_compile.passes.cost.roofline import Device, Link, compute_seconds, launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.hardware import Hardware, Link
+from fsdp_compile.passes.cost.roofline import compute_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192
@@ -45,7 +46,7 @@ MODELS = {
 }
 
 
-def workload(shape: Shape, batch: int, world: int, link: Link, device: Device, keep: bool | None = None) -> Workload:
+def workload(shape: Shape, batch: int, world: int, link: Link, device: Hardware, keep: bool | None = None) -> Workload:
     """One step of `batch` sequences on each of `world` ranks; `keep` is the units' choice to stay for backward."""
     tokens, sizes = batch * SEQUENCE, list(shape.units.values())
     states = 12 * sum(sizes) // world
@@ -76,12 +77,12 @@ def _activations(shape: Shape, tokens: int) -> int:
     return 2 * tokens * (sum(columns for _, columns in shape.products) + 2 * shape.dim)
 
 
-def _product(device: Device, tokens: int, rows: int, columns: int) -> float:
+def _product(device: Hardware, tokens: int, rows: int, columns: int) -> float:
     moved = 2 * (tokens * rows + rows * columns)
     return compute_seconds(2 * tokens * rows * columns, moved + 2 * tokens * columns, "bfloat16", device)
 
 
-def _block(shape: Shape, tokens: int, device: Device) -> tuple[float, float]:
+def _block(shape: Shape, tokens: int, device: Hardware) -> tuple[float, float]:
     """Forward, and backward that computes forward again: all products twice more, attention 2.5 times more."""
     products = sum(_product(device, tokens, *each) for each in shape.products)
     attention = compute_seconds(2 * tokens * SEQUENCE * shape.dim, 8 * tokens * shape.dim, "bfloat16", device)
@@ -90,13 +91,13 @@ def _block(shape: Shape, tokens: int, device: Device) -> tuple[float, float]:
     return forward, forward + 2 * products + 2.5 * attention + 2 * chains / device.bandwidth
 
 
-def _embedding(shape: Shape, tokens: int, device: Device) -> tuple[float, float]:
+def _embedding(shape: Shape, tokens: int, device: Hardware) -> tuple[float, float]:
     """A look-up; and a gradient that is zeros but for what it is given."""
     moved = 4 * tokens * shape.dim / device.bandwidth
     return moved, moved + 4 * shape.vocab * shape.dim / device.bandwidth
 
 
-def _head(shape: Shape, tokens: int, device: Device) -> tuple[float, float]:
+def _head(shape: Shape, tokens: int, device: Hardware) -> tuple[float, float]:
     product = _product(device, tokens, shape.dim, shape.vocab)
     loss = 10 * tokens * shape.vocab / device.bandwidth  # bf16 to fp32, read once more
     return product + loss, 2 * product + loss

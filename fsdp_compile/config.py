@@ -25,12 +25,12 @@ class CompileConfig:
             alive. None waits for all of them at the end of the graph.
         check_ranks_timeout: seconds that a rank waits for the others before it runs a compiled graph for the first
             time; compilation may take longer on some ranks.
-        link: what connects the ranks: a name in `fsdp_compile.passes.cost.roofline.LINKS` or
+        link: what connects the ranks: a name in `fsdp_compile.passes.cost.hardware.links()` or
             `custom:<latency in seconds>,<bandwidth in bytes per second>`. With a link, graphs are planned by simulated
             time. Without one, the all-gather of a unit is issued one unit ahead and its reduce-scatter at once,
             whatever that costs. Ranks need batches of equal sizes then; else their plans differ, which raises.
-        device: what computes: a name in `fsdp_compile.passes.cost.roofline.DEVICES`. None looks it up by the name that
-            the device itself reports.
+        device: what computes: a name in `fsdp_compile.passes.cost.hardware.devices()`, such as "h100", or the path of
+            a hardware file. None looks it up by the name that the device itself reports.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
             `link`.
         profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same

@@ -64,7 +64,10 @@ def predict_runs(path: str | Path, hardware: "Mapping[str, Hardware] | str | Non
     Raises:
         ValueError: the file cannot be read, or has no rows.
     """
-    raise NotImplementedError
+    from fsdp_compile.explain.tables import predict_rows, read_rows
+    from fsdp_compile.passes.cost.hardware import device
+
+    return predict_rows(read_rows(path), device(hardware) if isinstance(hardware, str) else hardware)
 
 
 def fit_hardware(rows: "str | Path | Sequence[Mapping[str, str]]", base: "Hardware") -> "Hardware":
@@ -77,4 +80,14 @@ def fit_hardware(rows: "str | Path | Sequence[Mapping[str, str]]", base: "Hardwa
     Raises:
         ValueError: no row can be predicted.
     """
-    raise NotImplementedError
+    from fsdp_compile.explain.fit import USUAL, apply, fit
+    from fsdp_compile.explain.tables import case_of, read_rows, reported
+    from fsdp_compile.passes.cost.hardware import Source
+
+    table = read_rows(rows) if isinstance(rows, (str, Path)) else rows
+    usable = reported(table)
+    if not usable:
+        raise ValueError(f"rows: expected some with a speed in the column tok_s_gpu, found none among {len(table)}")
+    cases = [case_of(row, base) for row in usable]
+    point = fit(cases, [float(row["tok_s_gpu"]) for row in usable], USUAL)
+    return apply(base, USUAL, point, Source("fitted", f"least squares over {len(usable)} runs"))

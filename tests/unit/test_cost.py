@@ -1,24 +1,32 @@
+import dataclasses
+import json
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compile.passes.cost.roofline import (
-    LINKS,
-    Device,
+from fsdp_compile.passes.cost.cluster import Group
+from fsdp_compile.passes.cost.hardware import (
+    Hardware,
     Link,
-    all_reduce_seconds,
-    compute_seconds,
+    attention_seconds,
     device,
-    launch_seconds,
+    devices,
     link,
-    transfer_seconds,
+    links,
+    product_seconds,
+    read_hardware,
+    to_json,
 )
+from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.graph.node_costs import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
-PLAIN = Device("plain", {"float32": 100.0}, bandwidth=10.0, memory=None, source="this test", efficiency=0.5)
+FAR = Link("far", latency=5.0, bandwidth=1.0, source="this test", hop=2.0)
+PLAIN = Hardware("plain", {"float32": 100.0}, 10.0, None, RING, FAR, product_efficiency=0.5)
 
 
 def test_collectives_by_hand():
@@ -31,7 +39,7 @@ def test_collectives_by_hand():
 
 def test_links_and_devices():
     """Each has a name, figures that are not 0, a source; others are made from text or refused with the known names."""
-    for name, each in LINKS.items():
+    for name, each in links().items():
         assert each.name == name and each.latency > 0 and each.bandwidth > 0 and each.source
     made = link("custom:2e-5,1e9")
     assert (made.latency, made.bandwidth, made.hop) == (2e-5, 1e9, 0) and link(made) is made
@@ -41,8 +49,59 @@ def test_links_and_devices():
         with pytest.raises(ValueError, match="expected custom:LATENCY,BANDWIDTH"):
             link(text)
     assert device("h200").bandwidth > device("h100").bandwidth
-    with pytest.raises(ValueError, match="device: expected one of h100, a100, h200, cpu, found 'tpu'"):
+    with pytest.raises(ValueError, match=r"device: expected one of a100-40, a100-80, b200, .*found 'tpu'"):
         device("tpu")
+
+
+def test_two_levels_of_links():
+    """Eight ranks on two nodes: four rings between nodes at once, hops inside and between; one node: the fast link."""
+    group = Group(8, 4, PLAIN)
+    assert group.level == "network" and group.launch == 10 + 6 * 1 + 1 * 2
+    assert group.transfer(64) == max(64 * 7 / 8 / 4, 64 / 2 / 4)
+    assert Group(4, 4, PLAIN).transfer(64) == 12 and Group(4, 4, PLAIN).level == "node"
+    assert Group(2, 1, PLAIN).transfer(64) == 32
+    assert Group(1, 1, PLAIN).all_reduce(64) == 0
+
+
+def test_products_and_attention_by_hand():
+    """At 50 a second, longer by the ramp, and never shorter than the bytes or a kernel; attention has its own part."""
+    ramps = dataclasses.replace(PLAIN, product_ramp=10.0, attention_ramp=4.0, attention_backward=2.0)
+    assert product_seconds(1000, 0, 20, "float32", ramps) == 30
+    assert product_seconds(1000, 500, 20, "float32", ramps) == 50
+    assert attention_seconds(100, 4, False, "float32", ramps) == 2
+    assert attention_seconds(100, 4, True, "float32", ramps) == 4
+
+
+def test_hardware_files(tmp_path):
+    """What is written is read as it was, with the source of every number; a file that is damaged names the field."""
+    path = tmp_path / "mine.json"
+    for each in devices().values():
+        path.write_text(to_json(each))
+        assert list(read_hardware(path).figures()) == list(each.figures())
+        assert all(source.source for _, _, _, source in each.figures())
+    good = json.loads(path.read_text())
+    for field, value, message in [
+        ("format", 2, "format: expected 1, found 2"),
+        (
+            "bandwidth",
+            {**good["bandwidth"], "value": -1},
+            "bandwidth: expected a finite number of at least 0, found -1",
+        ),
+        ("bandwidth", {**good["bandwidth"], "value": math.nan}, "bandwidth: expected a finite.*found nan"),
+        ("peak", {**good["peak"], "value": {"bfloat16": 0}}, "peak, bfloat16: expected a finite number above 0"),
+        ("peak", {**good["peak"], "origin": "guessed"}, "peak: expected an origin"),
+        ("speed", 3, "expected fields among .*found 'speed'"),
+        ("network", "carrier pigeons", "link: expected one of"),
+        ("node", {**good["node"], "bandwidth": "1"}, "node, bandwidth: expected a finite"),
+        ("name", 3, "name: expected text, found 3"),
+    ]:
+        path.write_text(json.dumps({**good, field: value}))
+        with pytest.raises(ValueError, match=message):
+            read_hardware(path)
+    del good["memory"]
+    path.write_text(json.dumps(good))
+    with pytest.raises(ValueError, match="memory: expected it, found no such field"):
+        device(str(path))
 
 
 def test_roofline():

@@ -7,7 +7,7 @@ from workloads import blocks
 
 from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
-from fsdp_compile.passes.cost.roofline import device, link
+from fsdp_compile.passes.cost.hardware import device, link
 from fsdp_compile.passes.plan.plan import simulate, verify
 from fsdp_compile.passes.plan.search import alternating, search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost
@@ -84,5 +84,5 @@ def test_llama():
     assert sum(shape.units.values()) == pytest.approx(8.03e9, rel=1e-3)
     step = workload(shape, 1, 8, link("h100-nvlink"), h100)
     flops = 8 * 8192 * 7.5e9  # forward, forward again and backward, without the embedding
-    seconds = flops / (989e12 * h100.efficiency)
+    seconds = flops / (989.4e12 * h100.product_efficiency)
     assert seconds < sum(task.seconds for task in step.tasks) < 1.4 * seconds

@@ -10,7 +10,8 @@ import pytest
 from workloads import blocks
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.cost.roofline import Device, Link, link, step_with_profile, with_profile
+from fsdp_compile.passes.cost.hardware import Hardware, Link, link
+from fsdp_compile.passes.cost.roofline import step_with_profile, with_profile
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad.plan_pass import plan_in_file
 
@@ -121,15 +122,16 @@ def test_links_and_devices_of_the_caller(bad: object) -> None:
         figures = {"latency": 1.0, "bandwidth": 1.0, "hop": 0.0} | {name: bad}
         with pytest.raises(ValueError, match=f"^link mine, {name}: expected a finite number .* 0, found {bad!r}$"):
             Link("mine", source="this test", **figures)
-    for name in ("bandwidth", "memory", "efficiency", "flops"):
-        figures = {"flops": 1.0, "bandwidth": 1.0, "memory": 1, "efficiency": 1.0} | {name: bad}
-        flops = {"float32": figures.pop("flops")}
+    near = Link("mine", 1.0, 1.0, "this test")
+    for name in ("bandwidth", "memory", "product_efficiency", "peak"):
+        figures = {"peak": 1.0, "bandwidth": 1.0, "memory": 1, "product_efficiency": 1.0} | {name: bad}
+        peak = {"float32": figures.pop("peak")}
         if name == "memory" and bad is None:
             continue  # memory that is not known
         with pytest.raises(
-            ValueError, match=f"^device mine, {name}.*: expected a finite number above 0, found {bad!r}$"
+            ValueError, match=f"^hardware mine, {name}.*: expected a finite number above 0, found {bad!r}$"
         ):
-            Device("mine", flops, source="this test", **figures)
+            Hardware("mine", peak, node=near, network=near, **figures)
 
 
 @pytest.mark.parametrize("text", ["nan,1", "1,nan", "inf,1", "1,inf", "-1,1", "1,-1", "1,0", "1e999,1", "1", "1,2,3"])

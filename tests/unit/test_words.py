@@ -38,6 +38,7 @@ EXEMPT = {
     "free_kept_unsharded": "as kept_unsharded",
     "_take_kept_unsharded": "as kept_unsharded",
     "predict_runs": "training runs, as the command line's option --runs",
+    "fit_runs": "likewise",
     "runs": "likewise; allowed as an attribute only",
     "KeptUnsharded": "names the decision to keep a unit unsharded",
 }

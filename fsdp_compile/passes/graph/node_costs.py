@@ -4,6 +4,7 @@ What passes between loops that Inductor fuses counts no bytes, see Note [What In
 takes from elsewhere is read once, what others take from it is written. Symbolic sizes count as their hints.
 """
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fsdp_compile.passes._torch import inductor_config, is_caller_owned, size_hint, tree_leaves
+from fsdp_compile.passes.cost.hardware import Hardware, attention_seconds, product_seconds
 from fsdp_compile.passes.graph.nodes import (
     aten,
     flop_formula,
@@ -72,7 +74,40 @@ def _flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    return size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    flops = size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return flops // 2 if _is_causal(node) else flops
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Whether this is attention, or its backward, in which no token sees those that follow it: half is computed."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    if "is_causal" not in names:
+        return False
+    at = names.index("is_causal")
+    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("is_causal"))
+
+
+def node_seconds(node: fx.Node, hardware: Hardware) -> float:
+    """How long `node` computes, as `hardware` says; what passes between loops takes nothing."""
+    work = node_work(node)
+    moved = work.read_bytes + work.written_bytes
+    if not work.flops:
+        return moved / (hardware.bandwidth * hardware.chain_efficiency)
+    packet, dtype = packet_of(node), dtype_of(node)
+    if "attention" in str(packet):
+        keys = node.args[2 if "backward" in str(packet) else 1].meta["val"].shape[-2]  # type: ignore[union-attr]  # fx arguments are untyped
+        return attention_seconds(work.flops, size_hint(keys), "backward" in str(packet), dtype, hardware)
+    left = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}.get(packet)
+    inner = math.inf if left is None else size_hint(node.args[left].meta["val"].shape[-1])  # type: ignore[union-attr]  # fx arguments are untyped
+    return product_seconds(work.flops, moved, inner, dtype, hardware)
+
+
+def dtype_of(node: fx.Node) -> str:
+    """In which dtype a node computes: that of its first floating-point input."""
+    inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
+    dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
+    return str(next(dtypes, torch.float32)).removeprefix("torch.")
 
 
 def _read_bytes(node: fx.Node) -> int:

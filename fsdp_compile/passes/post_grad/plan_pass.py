@@ -5,8 +5,8 @@
     verify_plan     refuses a plan that breaks a rule or exceeds the budget
     record_times    seconds of tasks, measured while graphs run
 
-Costs are estimates by the roofline of a named device and link (passes/cost). A recorded profile replaces the seconds
-of tasks.
+Costs are estimates by the files of a named device and link (passes/cost/hardware.py). A recorded profile replaces the
+seconds of tasks.
 """
 
 import json
@@ -27,20 +27,15 @@ from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.text_files import read_text
-from fsdp_compile.passes._torch import tree_leaves
+from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
 from fsdp_compile.passes.cost.roofline import (
-    DEVICES,
-    Device,
     all_reduce_seconds,
-    compute_seconds,
-    device,
     graph_name,
     launch_seconds,
-    link,
     transfer_seconds,
     with_profile,
 )
-from fsdp_compile.passes.graph.node_costs import node_work, size_of
+from fsdp_compile.passes.graph.node_costs import node_seconds, node_work, size_of
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.graph.reading import Costs, read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
@@ -129,8 +124,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     computer = device(config.device) if config.device else _device_of(starts[0].meta["val"].device)
 
     def of_node(node: fx.Node) -> float:
-        work = node_work(node)
-        return compute_seconds(work.flops, work.read_bytes + work.written_bytes, _dtype_of(node), computer)
+        return node_seconds(node, computer)
 
     def of_collective(start: fx.Node) -> float:
         if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
@@ -158,21 +152,15 @@ def _world_size(start: fx.Node) -> int:
     return group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx arguments are untyped
 
 
-def _device_of(where: torch.device) -> Device:
+def _device_of(where: torch.device) -> Hardware:
     if where.type == "cpu":
-        return DEVICES["cpu"]
+        return device("cpu")
     name = torch.cuda.get_device_name(where).lower()
-    named = [each for key, each in DEVICES.items() if key in name]
+    named = [key for key in devices() if key.partition("-")[0] in name]
     if not named:
-        raise ValueError(f"device: expected one of {', '.join(DEVICES)} to be named, found none that {name!r} is")
-    return named[0]
-
-
-def _dtype_of(node: fx.Node) -> str:
-    """In which dtype a node computes: that of its first floating-point input."""
-    inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
-    dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
-    return str(next(dtypes, torch.float32)).removeprefix("torch.")
+        raise ValueError(f"device: expected one of {', '.join(devices())} to be named, found none that {name!r} is")
+    bytes_here = torch.cuda.get_device_properties(where).total_memory
+    return min((device(key) for key in named), key=lambda each: abs((each.memory or 0) - bytes_here))
 
 
 # --- measured seconds -------------------------------------------------------------------------------------------------

@@ -1,0 +1,372 @@
+"""From work, a setting and hardware to a prediction: seconds by unit, a plan of collectives, memory by part.
+
+    price(work, setting, hardware)
+      _seconds         what each unit computes, in each direction
+      _workload        that as tasks and units, as the planner has them, with seconds of collectives
+      prefetch         the plan that FSDP2 follows and compiled graphs nearly follow: one unit ahead (passes/plan)
+      simulate         when everything runs, and what is alive then
+      _memory          the parts of the peak
+
+A step with gradient accumulation is that many equal passes and one update; each pass reduces its gradients.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fsdp_compile.explain.prediction import (
+    CollectiveKind,
+    CollectiveTime,
+    Constant,
+    Level,
+    Memory,
+    Prediction,
+    Setting,
+    TimelineSpan,
+    TopCollective,
+)
+from fsdp_compile.explain.work import StepWork, UnitWork, seconds_of
+from fsdp_compile.passes.cost.cluster import Group
+from fsdp_compile.passes.cost.hardware import Hardware, update_seconds
+from fsdp_compile.passes.plan.plan import Plan, Span, Timeline, simulate
+from fsdp_compile.passes.plan.search import prefetch
+from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
+
+MOST_TOP = 10  # single collectives that a prediction lists
+_STATES = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0, "none": 0}
+# Bytes that an update reads and writes for each parameter: parameter, gradient and states in float32, read, and written
+# but for the gradient. Eager optimizers without fused kernels pass over them several times.
+_UPDATE_MOVES = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12, "none": 0}
+_UPDATE_PASSES = 3  # of an update that is not fused
+_CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A step on a cluster.
+
+    Attributes:
+        work: what one rank computes in one pass.
+        setting: what was asked.
+        hardware: what it runs on.
+    """
+
+    work: StepWork
+    setting: Setting
+    hardware: Hardware
+
+    # --- groups and bytes ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        return min(self.setting.world_size, self.setting.ranks_per_node or int(self.hardware.ranks_per_node))
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that store one copy of the parameters."""
+        world = self.setting.world_size
+        if self.setting.strategy == "NO_SHARD":
+            return 1
+        if "HYBRID" in self.setting.strategy:
+            return min(world, self.setting.shard_size or self.per_node)
+        return world
+
+    @cached_property
+    def shard_group(self) -> Group:
+        """The ranks that gather and reduce."""
+        return Group(self.shards, min(self.shards, self.per_node), self.hardware)
+
+    @cached_property
+    def replica_group(self) -> Group:
+        """The ranks that store the same shard, or all parameters under NO_SHARD."""
+        replicas = self.setting.world_size // self.shards
+        on_node = max(1, self.per_node // self.shards)
+        return Group(replicas, min(replicas, on_node), self.hardware)
+
+    @cached_property
+    def gathered_width(self) -> int:
+        """Bytes of an element of a gathered buffer."""
+        return 4 if self.setting.precision == "fp32" else 2
+
+    @cached_property
+    def packed_width(self) -> int:
+        """Bytes of an element of a reduce-scatter."""
+        if self.setting.reduce_dtype is not None:
+            return 4 if self.setting.reduce_dtype == "float32" else 2
+        return self.gathered_width
+
+    @cached_property
+    def resharding(self) -> bool:
+        """Whether blocks are freed between forward and backward."""
+        return self.setting.strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.shards > 1
+
+    # --- seconds ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _collective(self) -> dict[int, tuple[float, float, float]]:
+        """By number of parameters: seconds of a gather, of a reduce, and of the all-reduce over replicas."""
+        return {}
+
+    def collectives_of(self, parameters: int) -> tuple[float, float, float]:
+        """Seconds of a unit's gather, of its reduce, without the launch, and of the all-reduce over replicas."""
+        if parameters not in self._collective:
+            packed = parameters * self.packed_width
+            gather = reduce = replicate = 0.0
+            if self.shards > 1:
+                gather = self.shard_group.transfer(parameters * self.gathered_width)
+                reduce = self.shard_group.transfer(packed)
+            if self.replica_group.size > 1:
+                replicate = self.replica_group.all_reduce(packed / self.shards)
+            self._collective[parameters] = gather, reduce, replicate
+        return self._collective[parameters]
+
+    def seconds(self, unit: UnitWork, backward: bool, is_block: bool) -> float:
+        """What a unit computes in one direction, beside collectives that slow it down."""
+        computing = seconds_of(unit.backward if backward else unit.forward, self.hardware)
+        if not is_block:
+            return computing
+        gather, reduce, _ = self.collectives_of(unit.parameters)
+        beside = (gather if self.resharding or not backward else 0.0) + (reduce if backward else 0.0)
+        packing = 0.0
+        if backward and self.shards > 1:  # gradients are copied into the buffer that is reduced
+            moved = unit.parameters * (self.gathered_width + self.packed_width)
+            packing = moved / (self.hardware.bandwidth * self.hardware.chain_efficiency)
+        slower = self.hardware.contention * min(beside, computing)
+        return computing + packing + slower + self.hardware.layer_seconds
+
+    @cached_property
+    def workload(self) -> Workload:
+        """One pass as the planner sees it. Unit 0 is all that is outside of blocks."""
+        units, states = [*self.work.units], self._states
+        begin, end, blocks = units[0], units[-1], units[1:-1]
+        known: dict[tuple[int, bool], float] = {}
+
+        def timed(unit: UnitWork, backward: bool) -> float:
+            key = (id(unit), backward)
+            if key not in known:
+                known[key] = self.seconds(unit, backward, unit is not begin and unit is not end)
+            return known[key]
+
+        outside = self.work.parameters - sum(block.parameters for block in blocks)
+        costs = [self._unit(begin.name if not blocks else "root", outside, keep=True)]
+        first_to_stay = (
+            len(blocks) - min(self.setting.keep, len(blocks)) - 1
+        )  # the last one always: backward begins there
+        for index, block in enumerate(blocks):
+            name = f"blocks.{index}"
+            costs.append(self._unit(name, block.parameters, keep=not self.resharding or index >= first_to_stay))
+        tasks = [Task(f"{begin.name} forward", timed(begin, False), states + begin.forward_bytes, (0,))]
+        saved, backward = begin.saved_bytes, list[Task]()
+        for index, block in enumerate(blocks, 1):
+            name, below = f"blocks.{index - 1}", states + saved
+            alive = below + block.input_bytes + block.forward_bytes
+            tasks.append(Task(f"{name} forward", timed(block, False), alive, (index,)))
+            gradients = block.parameters * self.gathered_width
+            alive = below + block.input_bytes + block.backward_bytes + gradients
+            backward.append(Task(f"{name} backward", timed(block, True), alive, (index,), (index,)))
+            saved += block.input_bytes + block.saved_bytes
+        below = states + saved + end.input_bytes
+        tasks.append(Task(f"{end.name} forward", timed(end, False), below + end.forward_bytes, (0,)))
+        split = len(tasks)
+        tasks.append(Task(f"{end.name} backward", timed(end, True), below + end.backward_bytes, (0,), (0,)))
+        tasks += reversed(backward)
+        tasks.append(Task(f"{begin.name} backward", timed(begin, True), states + begin.backward_bytes, (), (0,)))
+        launch = self.shard_group.launch if self.shards > 1 else 0.0
+        return Workload(tuple(tasks), split, tuple(costs), launch, can_coalesce=False)
+
+    def _unit(self, name: str, parameters: int, keep: bool) -> UnitCost:
+        gather, reduce, replicate = self.collectives_of(parameters)
+        gathered = parameters * self.gathered_width if self.shards > 1 or self.gathered_width < 4 else 0
+        packed = parameters * self.packed_width
+        return UnitCost(name, gather, reduce, gathered, packed, replicate, keep_unsharded=keep)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """One unit ahead, as FSDP2 does; the reduce of a unit runs beside the backward of the next one."""
+        return prefetch(self.workload, forward=2, backward=1, before_wait=False, in_flight=1)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One pass."""
+        return simulate(self.workload, self.plan)
+
+    @cached_property
+    def update(self) -> float:
+        """Seconds of clipping and of the optimizer."""
+        shard = self.work.parameters / self.shards
+        passes = 1 if self.setting.compiled else _UPDATE_PASSES
+        moved = _UPDATE_MOVES[self.setting.optimizer] * passes + (_CLIP_MOVES if self.setting.clip else 0)
+        return update_seconds(shard * moved, self.hardware) + self.hardware.step_seconds
+
+    @cached_property
+    def exposed(self) -> float:
+        """Seconds of a pass in which nothing computes."""
+        return max(0.0, self.timeline.exposed)
+
+    @cached_property
+    def step(self) -> float:
+        """Seconds of the step."""
+        return self.setting.accumulation * self.timeline.makespan + self.update
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """Per GPU; sequences where the model has no tokens."""
+        return self.setting.accumulation * (self.work.tokens or self.setting.batch) / self.step
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _stored(self) -> tuple[int, int, int]:
+        """Bytes of the shards of parameters, of their gradients, and of the optimizer's state."""
+        shard = -(-self.work.parameters // self.shards)
+        return 4 * shard, 4 * shard, _STATES[self.setting.optimizer] * shard
+
+    @property
+    def _states(self) -> int:
+        return sum(self._stored)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """By part, at the moment at which the most is alive."""
+        memory = self.timeline.memory
+        at = max(range(len(memory)), key=memory.__getitem__)
+        tasks = self.workload.tasks
+        beneath = tasks[at].memory if at < len(tasks) else self._states
+        gathered = min(self._gathered_at(at), memory[at] - beneath)
+        packed = max(0, memory[at] - beneath - gathered)
+        end = self.workload.backward  # the task of `end`'s backward
+        logits = self.work.end.logits_bytes if at in (end - 1, end) else 0
+        parameters, gradients, optimizer = self._stored
+        other = int(self.hardware.fragments * memory[at])
+        name = tasks[at].name if at < len(tasks) else "the end of backward"
+        return Memory(
+            parameters,
+            gradients,
+            optimizer,
+            max(0, beneath - self._states - logits),
+            logits,
+            gathered,
+            packed,
+            other,
+            memory[at] + other,
+            name,
+            self.hardware.memory,
+        )
+
+    def _gathered_at(self, at: int) -> int:
+        """Bytes of gathered buffers while task `at` runs."""
+        sizes, alive = {unit.name: unit.gathered for unit in self.workload.units}, 0
+        for step in self.plan.of("gather", "free"):
+            if step.at <= at:
+                alive += sum(sizes[name] for name in step.units) * (1 if step.kind == "gather" else -1)
+        return alive
+
+
+# --- the prediction ---------------------------------------------------------------------------------------------------
+
+
+def price(work: StepWork, setting: Setting, hardware: Hardware, warnings: tuple[str, ...] = ()) -> Prediction:
+    """What a step takes that does `work` in each of its passes.
+
+    Raises:
+        ValueError: the hardware has no figure for a dtype that the work computes in.
+    """
+    priced = Priced(work.in_float8() if setting.precision == "fp8" else work, setting, hardware)
+    passes, tasks = setting.accumulation, priced.workload.tasks
+    split = priced.workload.backward
+    forward = passes * sum(task.seconds for task in tasks[:split])
+    backward = passes * sum(task.seconds for task in tasks[split:])
+    peak = hardware.peak.get("float32" if setting.precision == "fp32" else "bfloat16", 0.0)
+    singles = list(_singles(priced))
+    ran = passes * priced.work.flops / priced.step
+    model = passes * priced.work.model_flops / priced.step
+    return Prediction(
+        model=work.model,
+        parameters=work.parameters,
+        setting=setting,
+        forward=forward,
+        backward=backward,
+        update=priced.update,
+        exposed=passes * priced.exposed,
+        step=priced.step,
+        tokens_per_second=priced.tokens_per_second,
+        mfu=model / peak if peak else 0.0,
+        hfu=ran / peak if peak else 0.0,
+        collectives=tuple(_by_kind(singles, passes)),
+        top=tuple(sorted(singles, key=lambda each: -each.seconds)[:MOST_TOP]),
+        memory=priced.memory,
+        timeline=tuple(_spans(priced, singles)),
+        memory_over_time=_memory_over_time(priced),
+        constants=tuple(
+            Constant(name, value, unit, source.origin, source.source)
+            for name, value, unit, source in hardware.figures()
+        ),
+        warnings=(*warnings, *_warnings(setting, hardware)),
+    )
+
+
+def _singles(priced: Priced) -> Iterator[TopCollective]:
+    """The collectives of one pass, in the order in which they are launched, those over replicas last."""
+    units = {unit.name: unit for unit in priced.workload.units}
+    timeline = priced.timeline
+    if priced.shards > 1:
+        for span in timeline.link:
+            what, name = span.name.split(" ", 1)
+            kind: CollectiveKind = "all-gather" if what == "gather" else "reduce-scatter"
+            size = units[name].gathered if what == "gather" else units[name].packed
+            yield _single(span, kind, priced.shard_group.level, size, timeline)
+    for span in timeline.replicas:
+        size = units[span.name.split(" ", 1)[1]].packed // priced.shards
+        yield _single(span, "all-reduce", priced.replica_group.level, size, timeline)
+
+
+def _single(span: Span, kind: CollectiveKind, level: Level, size: int, timeline: Timeline) -> TopCollective:
+    exposed = max(0.0, timeline.exposed_of(span))
+    exposed = 0.0 if exposed <= 1e-9 * timeline.makespan else exposed
+    limit = ""
+    if exposed:
+        edge = span.start <= 0 or span.end >= timeline.makespan * (1 - 1e-9)
+        limit = "dependency" if edge else "compute"
+    return TopCollective(span.name, kind, level, size, span.seconds, exposed, limit)
+
+
+def _by_kind(singles: list[TopCollective], passes: int) -> Iterator[CollectiveTime]:
+    for kind, level in dict.fromkeys((each.kind, each.level) for each in singles):
+        alike = [each for each in singles if (each.kind, each.level) == (kind, level)]
+        yield CollectiveTime(
+            kind,
+            level,
+            passes * len(alike),
+            passes * sum(each.bytes for each in alike),
+            passes * sum(each.seconds for each in alike),
+            passes * sum(each.exposed for each in alike),
+        )
+
+
+def _spans(priced: Priced, singles: list[TopCollective]) -> Iterator[TimelineSpan]:
+    timeline = priced.timeline
+    for task in timeline.compute:
+        yield TimelineSpan("compute", task.name, task.start, task.end)
+    yield TimelineSpan("compute", "update", timeline.makespan, timeline.makespan + priced.update)
+    spans = [*(timeline.link if priced.shards > 1 else ()), *timeline.replicas]
+    for span, single in zip(spans, singles, strict=True):
+        yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
+
+
+def _memory_over_time(priced: Priced) -> tuple[tuple[float, int], ...]:
+    timeline = priced.timeline
+    starts = [*(span.start for span in timeline.compute), timeline.makespan]
+    return (*zip(starts, timeline.memory, strict=True), (timeline.makespan + priced.update, priced._states))
+
+
+def _warnings(setting: Setting, hardware: Hardware) -> Iterator[str]:
+    half, single = hardware.peak.get("bfloat16", 0.0), hardware.peak.get("float32", 0.0)
+    if setting.precision == "fp32" and half > 2 * single > 0 and hardware.memory is not None:
+        yield (f"precision: fp32 on {hardware.name} leaves its matrix units unused, and is up to {half / single:.0f} "
+               "times slower than bf16")  # fmt: skip
+
+
+def changed(setting: Setting, **fields: object) -> Setting:
+    """`setting` with other fields."""
+    return replace(setting, **fields)  # type: ignore[arg-type]  # checked in Setting

@@ -1,0 +1,242 @@
+"""Tables of training runs: each row is read as generously as can be, predicted, or answered with why not.
+
+The columns are those of `data/reported_runs.csv`; others are ignored, and any but those that say what ran may be empty.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdp_compile.core.text_files import read_text
+from fsdp_compile.explain.architectures import infer
+from fsdp_compile.explain.prediction import RunPrediction, Setting
+from fsdp_compile.explain.pricing import Priced, price
+from fsdp_compile.explain.transformers import Run, Transformer, work_of
+from fsdp_compile.passes.cost.cluster import custom_network
+from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
+
+REPORTED = Path(__file__).parent / "data" / "reported_runs.csv"
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row says: a transformer, in a setting, on hardware."""
+
+    model: Transformer
+    setting: Setting
+    hardware: Hardware
+
+    @property
+    def run(self) -> Run:
+        """How the transformer is run."""
+        setting = self.setting
+        width = 4 if setting.precision == "fp32" else 2
+        dtype = {"fp32": "float32", "fp16": "float16", "amp_fp16": "float16"}.get(setting.precision, "bfloat16")
+        return Run(setting.batch, setting.sequence, setting.checkpointing, setting.compiled, width, dtype)
+
+    def priced(self, hardware: Hardware | None = None) -> Priced:
+        """Its seconds and bytes, on other hardware if that is given."""
+        work = work_of(self.model, self.run)
+        if self.setting.precision == "fp8":
+            work = work.in_float8()
+        return Priced(work, self.setting, hardware or self.hardware)
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, with names of columns in lower case.
+
+    Raises:
+        ValueError: it cannot be read, has no header, or no rows.
+    """
+    try:
+        text = read_text(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a CSV file of runs, found {error}") from None
+    try:
+        reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff")))
+        names = [(name or "").strip().lower() for name in reader.fieldnames or ()]
+        rows = [
+            {name: row[given] or "" for name, given in zip(names, reader.fieldnames or (), strict=True)}
+            for row in reader
+        ]
+    except csv.Error as error:
+        raise ValueError(f"{path}: expected a CSV file of runs, found {error}") from None
+    if "model" not in names or not rows:
+        given = ", ".join(names) or "nothing"
+        raise ValueError(f"{path}: expected a header with a column 'model', and rows, found {given}")
+    return rows
+
+
+def predict_rows(
+    rows: Sequence[Row], hardware: "Mapping[str, Hardware] | Hardware | None" = None
+) -> list[RunPrediction]:
+    """A prediction for each row, or why there is none."""
+    return [_predict(row, hardware) for row in rows]
+
+
+def _predict(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None") -> RunPrediction:
+    try:
+        case = case_of(row, hardware)
+        answer = price(work_of(case.model, case.run), case.setting, case.hardware)
+    except (ValueError, ArithmeticError) as error:
+        return RunPrediction(row, None, None, None, str(error))
+    gib = answer.memory.peak / 2**30
+    return RunPrediction(row, answer.tokens_per_second, gib, answer.fits, None, answer)
+
+
+def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = None) -> Case:
+    """What a row says.
+
+    Raises:
+        ValueError: a column is missing or says nothing that is known; it is named.
+    """
+    sequence = _int(row, "seq", least=1)
+    world = _int(row, "gpus", least=1)
+    names = {"parameters": "params", "layers": "layers", "hidden": "hidden", "heads": "heads",
+             "kv_heads": "kv_heads", "inner": "ffn", "vocabulary": "vocab"}  # fmt: skip
+    sizes = {field: _optional(row, column) for field, column in names.items()}
+    system = row.get("system", "").lower()
+    model = infer(row.get("model", ""), sizes, sequence)
+    composer = "composer" in system or "foundry" in system
+    if composer:
+        model = _as_composer(model)
+    strategy, shard_size = _strategy(row.get("sharding", ""), system)
+    used = hardware if isinstance(hardware, Hardware) else _device(row.get("device", ""), hardware or {})
+    setting = Setting(
+        world_size=world,
+        batch=_optional(row, "micro_batch") or 1,
+        sequence=sequence,
+        strategy=strategy,
+        checkpointing=_checkpointing(row.get("act_ckpt", "")),
+        accumulation=_optional(row, "grad_accum") or 1,
+        precision=_precision(row.get("precision", ""), system),
+        optimizer="adamw",
+        clip=True,
+        hardware=used.name,
+        shard_size=shard_size,
+        compiled="compile" in system or ("fms" in system and "eager" not in system),
+        reduce_dtype="float32" if "fsdp2" in system or "titan" in system else None,
+    )
+    return Case(model, setting, _with_network(used, row))
+
+
+def _as_composer(model: Transformer) -> Transformer:
+    """Composer's models compute the loss in one kernel; how many biases they have, their parameters have said."""
+    return replace(model, fused_loss=True)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _optional(row: Row, column: str) -> int | None:
+    """A whole number, such as 12, 12.0, 12,000 or 6.7B; None where there is none."""
+    text = (row.get(column) or "").strip().lower().replace(",", "").replace("_", "")
+    if text in ("", "-", "nan", "none", "n/a", "na", "?"):
+        return None
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)([kmbt]?)", text)
+    value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else math.nan
+    if not 0 <= value < 1e16:
+        raise ValueError(f"{column}: expected a number, found {row[column]!r}")
+    if column == "seq" and match is not None and match[2] == "k":
+        value = float(match[1]) * 1024
+    return round(value)
+
+
+def _int(row: Row, column: str, least: int) -> int:
+    value = _optional(row, column)
+    if value is None or value < least:
+        raise ValueError(f"{column}: expected a number of at least {least}, found {row.get(column, '')!r}")
+    return value
+
+
+def _checkpointing(text: str) -> str:
+    words = re.sub(r"[\s_\-()/:=]+", " ", text.strip().lower())
+    if words in ("", "none", "no", "false", "off", "0", "nan"):
+        return "none"
+    if fraction := re.search(r"\b1 ([0-9]+)\b", words) if "/" in text else None:
+        return f"selective {fraction[1]}"
+    if match := re.search(r"\b0?\.([0-9]+)\b", words):
+        return f"selective {max(1, round(1 / float('0.' + match[1])))}"
+    if "op" in words.split() or words in ("selective", "sac"):
+        return "selective op"
+    if match := re.search(r"\b([0-9]+)\b", words):
+        return f"selective {match[1]}" if int(match[1]) > 1 else "full"
+    if any(word in words for word in ("full", "true", "yes", "on", "all", "block", "layer")):
+        return "full"
+    raise ValueError(f"act_ckpt: expected none, full, selective op or selective N, found {text!r}")
+
+
+def _precision(text: str, system: str) -> str:
+    words = text.strip().lower()
+    if "8" in words or "float8" in system or "fp8" in system:
+        return "fp8"
+    if any(word in words for word in ("bf16", "bfloat16", "mixed")) or not words:
+        return "amp_bf16" if "amp" in words else "bf16"
+    if any(word in words for word in ("fp16", "float16", "half")):
+        return "amp_fp16" if "amp" in words else "fp16"
+    if any(word in words for word in ("32", "single")):
+        return "fp32"
+    raise ValueError(f"precision: expected bf16, amp_bf16, fp16, fp8 or fp32, found {text!r}")
+
+
+def _strategy(text: str, system: str) -> tuple[str, int | None]:
+    """The strategy, and how many ranks store a copy, if it says that."""
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    parallel = re.search(r"\b(tp|pp|cp|ep) ?([0-9]+)\b", words) or re.search(r"\b(tp|pp|cp)() ?(?=\b)", words)
+    if parallel and parallel[2] not in ("1",):
+        raise ValueError(f"sharding: expected data parallelism alone, found {text!r}")
+    size = re.search(r"(?:hsdp|hybrid(?: shard)?)[a-z ]*([0-9]+)$", words)
+    if "hybrid" in words or "hsdp" in words:
+        zero2 = "zero2" in words or "grad" in words
+        return "_HYBRID_SHARD_ZERO2" if zero2 else "HYBRID_SHARD", int(size[1]) if size else None
+    if any(word in words for word in ("grad op", "zero2", "zero 2", "shard grad")):
+        return "SHARD_GRAD_OP", None
+    if any(word in words for word in ("no shard", "ddp", "replicate")):
+        return "NO_SHARD", None
+    if words in ("", "full", "zero3", "zero 3", "1d") or "full shard" in words or words.startswith("fsdp"):
+        return "FULL_SHARD", None
+    raise ValueError(f"sharding: expected FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD, found {text!r}")
+
+
+def _device(text: str, hardware: Mapping[str, Hardware]) -> Hardware:
+    """The hardware of the longest name whose words are all in `text`; of GPUs of several sizes, the usual one."""
+    if text in hardware:
+        return hardware[text]
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower())
+    words = " ".join(re.sub(r"^(\d+)(?:gb|gib|g)$", r"\1", word) for word in words.split())
+    words = re.sub(r"\b(h100|h200|a100|b200|gb200|mi300x)(?:sxm\d?|pcie|nvl)\b", r"\1", words)
+    joined = re.sub(r"\bmi300\b", "mi300x", words).split()
+    known = {**devices(), **hardware}
+    named = [name for name in known if set(name.lower().split("-")) <= set(joined)]
+    if named:
+        return known[max(named, key=len)]
+    for word in joined:
+        if word in ("a100", "h100"):
+            if word == "h100" and "96" in joined:
+                return known["h100-96-500w"]
+            return device(word)
+    raise ValueError(f"device: expected one of {', '.join(known)}, found {text!r}")
+
+
+def _with_network(hardware: Hardware, row: Row) -> Hardware:
+    """The hardware with the adapters that the row's source names, in Gb/s of a node."""
+    text = " ".join(row.get(column) or "" for column in ("network", "interconnect", "source"))
+    match = re.search(r"\b([0-9]+) ?gbps", text.lower())
+    if match is None:
+        return hardware
+    per_rank = int(match[1]) / hardware.ranks_per_node
+    known = {100: "ib100", 200: "ib200", 400: "ib400", 800: "ib800"}
+    if per_rank in known:
+        return custom_network(link(known[int(per_rank)]), hardware)
+    usual = link("ib400")
+    return custom_network(replace(usual, bandwidth=usual.bandwidth * per_rank / 400), hardware)
+
+
+def reported(rows: Iterable[Row]) -> list[Row]:
+    """The rows that have a speed to compare with."""
+    return [row for row in rows if RunPrediction(row, None, None, None, None).reported is not None]

@@ -1,0 +1,258 @@
+"""Work of decoder-only transformers in closed form, for runs of which only the sizes are known.
+
+The kernels are those that tracing finds in such a model (`tests/fake/test_foresight.py` compares the two): products and
+attention to the last number, the bytes of chains as eager operators or Inductor's fused loops move them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdp_compile.explain.work import Attention, Chain, Kernel, Product, StepWork, UnitWork
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of a decoder-only transformer.
+
+    Attributes:
+        name: of the model.
+        layers: number of blocks.
+        hidden: width between blocks.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head: width of a head.
+        inner: width inside the MLP.
+        vocabulary: entries of the embedding.
+        gated: whether the MLP multiplies two projections (SwiGLU), three matrices in all.
+        rms: whether norms are RMSNorm, without biases; otherwise LayerNorm.
+        norm_biases: whether LayerNorms have biases.
+        biases: whether linear layers have biases.
+        fused_qkv: whether one product makes queries, keys and values.
+        rotary: whether positions are rotations of queries and keys.
+        positions: entries of a table of learned positions; 0: there is none.
+        tied: whether embedding and output share one matrix.
+        fused_loss: whether one kernel makes the loss from logits in two bytes.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    inner: int
+    vocabulary: int
+    gated: bool = False
+    rms: bool = False
+    norm_biases: bool = False
+    biases: bool = False
+    fused_qkv: bool = True
+    rotary: bool = False
+    positions: int = 0
+    tied: bool = True
+    fused_loss: bool = False
+
+    @property
+    def qkv(self) -> tuple[int, int]:
+        """Widths of all queries, and of all keys or values."""
+        return self.heads * self.head, self.kv_heads * self.head
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """(inner, columns) of the products with a block's weights, in order."""
+        queries, keys = self.qkv
+        widths = (queries + 2 * keys,) if self.fused_qkv else (queries, keys, keys)
+        first = [(self.hidden, width) for width in widths]
+        up = [(self.hidden, self.inner)] * (2 if self.gated else 1)
+        return [*first, (queries, self.hidden), *up, (self.inner, self.hidden)]
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        norms = 2 * self.hidden * (2 if self.norm_biases else 1)
+        biases = sum(columns for _, columns in self.products) if self.biases else 0
+        return sum(inner * columns for inner, columns in self.products) + norms + biases
+
+    @property
+    def other_parameters(self) -> int:
+        """Outside of blocks."""
+        tables = self.vocabulary * (1 if self.tied else 2) + self.positions
+        return self.hidden * (tables + 1 + self.norm_biases)
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.block_parameters + self.other_parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a transformer is run.
+
+    Attributes:
+        batch: sequences.
+        sequence: tokens of one.
+        checkpointing: as in `Setting`.
+        compiled: as in `Setting`.
+        width: bytes of an activation.
+        dtype: of products.
+    """
+
+    batch: int
+    sequence: int
+    checkpointing: str = "none"
+    compiled: bool = False
+    width: int = 2
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        """Of the batch."""
+        return self.batch * self.sequence
+
+    def product(self, rows: int, inner: int, columns: int) -> Product:
+        """A product of matrices in this dtype."""
+        moved = self.width * (rows * inner + inner * columns + rows * columns)
+        return Product(1, rows, inner, columns, moved, self.dtype)
+
+    def chains(self, moved: Iterable[int]) -> list[Kernel]:
+        """Kernels that move so many bytes each."""
+        return [Chain(each, self.compiled) for each in moved]
+
+    def of_weight(self, inner: int, columns: int) -> tuple[Product, Product, Product]:
+        """The product with a weight, and in backward the gradients of the weight and of the input."""
+        tokens = self.tokens
+        return (
+            self.product(tokens, inner, columns),
+            self.product(inner, tokens, columns),
+            self.product(tokens, columns, inner),
+        )
+
+
+def work_of(model: Transformer, run: Run) -> StepWork:
+    """One forward and backward of `model`."""
+    block = _block(model, run)
+    work = StepWork(model.name, model.parameters, _begin(model, run), (block,), _end(model, run), run.tokens)
+    return work if run.checkpointing in ("none", "selective op") else work.checkpointed(run.checkpointing)
+
+
+# --- a block ----------------------------------------------------------------------------------------------------------
+
+
+def _block(model: Transformer, run: Run) -> UnitWork:
+    tokens, width = run.tokens, run.width
+    attend = [_attention(model, run, backward) for backward in (False, True)]
+    products = [run.of_weight(*sizes) for sizes in model.products]
+    mixing = len(model.products) - (4 if model.gated else 3)
+    chains, chains_backward = _chains(model, run)
+    forward: list[Kernel] = [each[0] for each in products]
+    forward.insert(mixing, attend[0])
+    backward: list[Kernel] = [each for three in reversed(products) for each in three[1:]]
+    backward.append(attend[1])
+    forward += run.chains(chains)
+    backward += run.chains(chains_backward)
+    saved = _saved(model, run)
+    again: list[Kernel] = []
+    if run.checkpointing == "selective op":
+        again = [each[0] for each in products[1::2]] + run.chains(chains)
+        saved = _saved_by_operator(model, run)
+    widest = width * tokens * max(model.inner * (3 if model.gated else 2), 2 * sum(model.qkv))
+    inside = _saved(model, run) + widest
+    return UnitWork(
+        "blocks.0",
+        model.block_parameters,
+        tuple(forward),
+        (*again, *backward),
+        input_bytes=width * tokens * model.hidden,
+        saved_bytes=saved,
+        forward_bytes=saved + widest,
+        backward_bytes=max(inside, saved + widest),
+        count=model.layers,
+    )
+
+
+def _attention(model: Transformer, run: Run, backward: bool) -> Attention:
+    return Attention(run.batch, model.heads, run.sequence, run.sequence, model.head, True, backward, run.dtype)
+
+
+def _chains(model: Transformer, run: Run) -> tuple[list[int], list[int]]:
+    """Bytes of the kernels beside products and attention: of forward, and of backward."""
+    unit = run.tokens * run.width  # bytes of one column
+    hidden, inner, rotated = unit * model.hidden, unit * model.inner, unit * sum(model.qkv)
+    if run.compiled:  # a norm is fused with the residual sum before it
+        forward = [2 * hidden, 4 * hidden, 3 * inner if model.gated else 2 * inner]
+        backward = [4 * hidden, 5 * hidden, (6 if model.gated else 3) * inner]
+        forward += [2 * rotated] if model.rotary else []
+        backward += [2 * rotated] if model.rotary else []
+        return forward, backward
+    norm, norm_backward = ([18 * hidden], [30 * hidden]) if model.rms else ([2 * hidden], [3 * hidden])
+    residual, summed = [3 * hidden], [3 * hidden]
+    gate = [2 * inner, 3 * inner] if model.gated else [2 * inner]
+    gate_backward = [3 * inner, 3 * inner, 3 * inner] if model.gated else [3 * inner]
+    turn = [10 * rotated] if model.rotary else []
+    split = [2 * (rotated + unit * model.qkv[1])] if model.fused_qkv else [3 * hidden, 3 * hidden]
+    forward = [*norm, *turn, *residual, *norm, *gate, *residual]
+    backward = [*norm_backward, *turn, *split, *summed, *norm_backward, *gate_backward, *summed]
+    if model.biases:
+        backward += [unit * columns for _, columns in model.products]
+    return forward, backward
+
+
+def _saved(model: Transformer, run: Run) -> int:
+    """Bytes that a forward without checkpointing saves, beside its input."""
+    queries, keys = model.qkv
+    columns = queries + 2 * keys + queries + model.hidden  # queries, keys, values; what attention returns; the sum
+    columns += model.inner * (2 if model.gated else 1)
+    if not run.compiled:  # which computes norms and the activation again
+        columns += 2 * model.hidden + model.inner * (2 if model.gated else 1)
+        columns += 4 * model.hidden if model.rms else 0  # in float32
+    return run.width * run.tokens * columns + 4 * run.tokens * model.heads
+
+
+def _saved_by_operator(model: Transformer, run: Run) -> int:
+    """Bytes that are saved where the outputs of attention and of every second product are."""
+    columns = model.qkv[0] + sum(columns for _, columns in model.products[::2])
+    return run.width * run.tokens * columns + 4 * run.tokens * model.heads
+
+
+# --- what is outside of blocks ----------------------------------------------------------------------------------------
+
+
+def _begin(model: Transformer, run: Run) -> UnitWork:
+    hidden, table = run.tokens * run.width * model.hidden, run.width * model.hidden * model.vocabulary
+    looked_up = run.chains([2 * hidden, 3 * hidden] if model.positions else [2 * hidden])
+    return UnitWork(
+        "embedding",
+        model.hidden * (model.vocabulary + model.positions),
+        tuple(looked_up),
+        (*run.chains([3 * hidden, table]),),
+        input_bytes=8 * run.tokens,
+        saved_bytes=0,
+        forward_bytes=hidden,
+        backward_bytes=2 * hidden,
+    )
+
+
+def _end(model: Transformer, run: Run) -> UnitWork:
+    tokens, width = run.tokens, run.width
+    hidden, logits = tokens * width * model.hidden, tokens * model.vocabulary
+    forward, weight, given = run.of_weight(model.hidden, model.vocabulary)
+    norm = 18 if model.rms and not run.compiled else 2
+    if model.fused_loss:
+        chains, chains_backward, alive, saved = [2 * logits], [4 * logits], 2 * logits, 2 * logits
+    elif run.compiled:
+        chains, chains_backward, alive, saved = [4 * logits], [4 * logits], 4 * logits, 2 * logits
+    else:  # a cast to float32, log_softmax, its backward, and the cast of that
+        chains, chains_backward = [6 * logits, 8 * logits], [4 * logits, 12 * logits, 6 * logits]
+        alive, saved = 12 * logits, 4 * logits
+    return UnitWork(
+        "output",
+        model.other_parameters - model.hidden * (model.vocabulary + model.positions),
+        (*run.chains([norm * hidden]), forward, *run.chains(chains)),
+        (*run.chains(chains_backward), weight, given, *run.chains([(norm + 1) * hidden])),
+        input_bytes=hidden,
+        saved_bytes=saved + hidden,
+        forward_bytes=hidden + max(alive, (2 + 8 * (not model.fused_loss and not run.compiled)) * logits),
+        backward_bytes=2 * hidden + alive,
+        logits_bytes=alive,
+    )
