@@ -16,6 +16,7 @@ from fsdp_compile.construct.validate import NamedParams, PreparedUnit
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper
 from fsdp_compile.core.environment import Switches
+from fsdp_compile.core.inner_params import put_back, take_apart
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, add_lookups, original_class, sharding_of, units_gathered_below
 from fsdp_compile.core.tensor_parallel import with_local_parameters
@@ -65,6 +66,7 @@ def make_unit(model: nn.Module, prepared: PreparedUnit) -> list[nn.Module]:
     """Give one unit's tensors values, a device and equality, in this order; then shard it. The modules it is now of."""
     settings = prepared.settings
     modules = [module for _, module in prepared.modules]
+    take_apart(model, prepared.inner)
     if not prepared.stays_on_meta:
         materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
     params = with_local_parameters(model, prepared.params)
@@ -211,10 +213,11 @@ def _undo(module: nn.Module) -> None:
             flat.release()
         for param, values in zip(unit.params, full, strict=True):
             swap_wrapper(param, values)
-            for name in ("_fsdp_unit", "local", "spec", "_is_param"):
+            for name in ("_fsdp_unit", "_fsdp_is_inner", "local", "spec", "_is_param"):
                 vars(param).pop(name, None)
     for each in module.modules():
         _restore_class(each)
+    put_back(module)
 
 
 def _full(param: nn.Parameter) -> nn.Parameter:

@@ -3,7 +3,7 @@
 See Note [Nothing is changed on refusal].
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from fsdp_compile.construct.arguments import (
 from fsdp_compile.construct.initial_values import InitFn, must_stay_on_meta, unsent_buffers
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.environment import Switches, warn_caller
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.inner_params import InnerParams, is_subclass_around_others, plain_tensors
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
@@ -70,6 +70,7 @@ class PreparedUnit:
     module: nn.Module
     path: str  # of `module` in the model
     params: NamedParams  # names are relative to `module`
+    inner: Mapping[nn.Parameter, InnerParams]  # those of `params` that take the place of a subclass around them
     modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
     settings: Settings  # those of the call, but for those in which a policy lets this unit differ
     placement: Placement
@@ -106,10 +107,12 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[
         _check_params(params, path)
         check_placements(path, params, own.placements)
         device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
+        inner = {param: InnerParams(param, device) for _, param in params if is_subclass_around_others(param)}
+        params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
         on_meta = any(uninitialized) and _are_on_meta(params, path)
         placement = place(own.strategy, own.groups)
         _check_distributions(params, path, placement)
-        prepared.append(PreparedUnit(module, path, params, named, own, placement, device, on_meta))
+        prepared.append(PreparedUnit(module, path, params, inner, named, own, placement, device, on_meta))
     for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
@@ -327,11 +330,30 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
             f"parameter {name}: expected an original parameter, found a FlatParameter of torch's wrapper; "
             f"shard the model once"
         )
-    if hasattr(param, "__tensor_flatten__") and not isinstance(param, (DTensor, ShardedTensor)):
+    if is_subclass_around_others(param):
+        _check_subclass(name, param)
+
+
+def _check_subclass(name: str, param: nn.Parameter) -> None:
+    """Refuse a subclass around other tensors that cannot be put together of sharded ones (Note [Inner tensors])."""
+    kind = type(param).__name__
+    if param.requires_grad:
         raise ValueError(
-            f"parameter {name}: expected a plain tensor or a DTensor, found {type(param).__name__}, a subclass "
-            f"around other tensors; store those tensors as parameters and put the subclass together in forward"
+            f"parameter {name}: expected a plain tensor, a DTensor or requires_grad=False, found {kind}, a subclass "
+            f"around other tensors that trains; freeze it, or list it in ignored_params"
         )
+    if not hasattr(param, "__tensor_unflatten__"):
+        raise ValueError(
+            f"parameter {name}: expected __tensor_unflatten__ beside __tensor_flatten__, found none in {kind}; define "
+            f"it, or list the parameter in ignored_params"
+        )
+    for inner in plain_tensors(param):
+        if type(inner) not in (torch.Tensor, nn.Parameter) or inner.is_meta or not inner.is_contiguous():
+            what = "on meta" if inner.is_meta else f"with strides {inner.stride()}"
+            raise ValueError(
+                f"parameter {name}: expected {kind} around contiguous plain tensors with values, found a "
+                f"{type(inner).__name__} of shape {tuple(inner.shape)} {what}; list it in ignored_params"
+            )
 
 
 def _check_distributions(params: NamedParams, path: str, placement: Placement) -> None:

@@ -18,6 +18,7 @@ from fsdp_compile.core.autograd import (
     ShardBinding,
     ShardSplitter,
 )
+from fsdp_compile.core.inner_params import is_inner
 from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord, end_between_rows
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
@@ -46,6 +47,7 @@ class FlatParam:
         specs: for each parameter how it is sharded; empty without `ranks`.
         rank: which slice is this rank's.
         flat_param_id: names this flat parameter in graphs: an integer in a tensor on the CPU.
+        is_inner: whether the parameters are inner tensors of subclasses, which nothing casts.
         trains: whether any parameter had `requires_grad` when it was bound to the shard.
         frozen: indices of the parameters that do not require grad, if others do.
         frozen_when_bound: the parameters that did not when they were bound.
@@ -68,6 +70,7 @@ class FlatParam:
         layout = FlatParamLayout.build(shapes, ranks.size if ranks else 1, shard_alignment=DEFAULT_ALIGNMENT)
         self.layout = layout = end_between_rows(layout, DEFAULT_ALIGNMENT)
         self.params = [param for _, param in params]
+        self.is_inner = is_inner(self.params[0])
         self.specs: tuple[ShardSpec, ...] = ()
         self.rank = rank = 0
         if ranks is not None:
@@ -205,10 +208,10 @@ class FlatParam:
 
 
 def by_kind(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype and `requires_grad` together, in order of first appearance."""
+    """Parameters of one dtype and `requires_grad` together, in order of first appearance; inner tensors apart."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:
-        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        kinds.setdefault((param.dtype, param.requires_grad, is_inner(param)), []).append((name, param))
     return list(kinds.values())
 
 

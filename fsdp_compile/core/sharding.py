@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile.core._torch import RNN_WITHOUT_LIST
+from fsdp_compile.core.inner_params import Recipe, inner_names, recipes_of
 from fsdp_compile.core.unit import Unit, unit_of
 
 
@@ -154,15 +155,23 @@ def add_mixin(module: nn.Module, mixin: type) -> None:
 
 
 def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:
-    swapped = _swapped_class(original_class(module), lookups, mixin, constants)  # type: ignore[arg-type]  # they hash
+    names = tuple((name, tuple(inner_names(name, recipe))) for name, recipe in recipes_of(module).items())
+    swapped = _swapped_class(original_class(module), lookups, names, mixin, constants)  # type: ignore[arg-type]  # hash
     module.__class__ = swapped
 
 
 @functools.cache
 def _swapped_class(
-    original: type[nn.Module], lookups: tuple[Lookup, ...], mixin: Any, constants: tuple[str, ...]
+    original: type[nn.Module],
+    lookups: tuple[Lookup, ...],
+    together: tuple[tuple[str, tuple[str, ...]], ...],
+    mixin: Any,
+    constants: tuple[str, ...],
 ) -> type[nn.Module]:
-    namespace: dict[str, Any] = {lookup.name: _property(lookup) for lookup in lookups}
+    namespace: dict[str, Any] = {lookup.name: _property(_FIND, asdict(lookup)) for lookup in lookups}
+    for name, inner in together:
+        tensors = ", ".join(f"module.{each}" for each in inner)
+        namespace[name] = _property(_PUT_TOGETHER, {"name": name, "tensors": tensors})
     if lookups and issubclass(original, nn.RNNBase):
         namespace |= RNN_WITHOUT_LIST
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
@@ -192,6 +201,11 @@ def find(module):
         return views[{index}]
     return find_closed(module, {name!r}, {slot}, {index})
 """
+
+_PUT_TOGETHER = """
+def find(module):
+    return put_together(module._fsdp_recipes[{name!r}], ({tensors},))
+"""  # Note [Inner tensors]
 
 _NEAR = 8  # frames between a module's forward and the access to a parameter, at most
 
@@ -232,9 +246,13 @@ def _is_in_forward_of(module: nn.Module) -> bool:
     return False
 
 
-def _property(lookup: Lookup) -> property:
-    scope: dict[str, Any] = {"find_closed": find_closed}
-    exec(_FIND.format(**asdict(lookup)), scope)
+def _put_together(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Any:
+    return recipe.put_together(iter(tensors))
+
+
+def _property(code: str, literals: dict[str, Any]) -> property:
+    scope: dict[str, Any] = {"find_closed": find_closed, "put_together": _put_together}
+    exec(code.format(**literals), scope)
     return property(scope["find"])
 
 

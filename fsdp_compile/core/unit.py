@@ -251,11 +251,11 @@ class Unit(UnshardedState):
         """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2).
 
         Quantized ones, integers and what takes one byte, are never cast: their values mean something only together with
-        what the module stores beside them.
+        what the module stores beside them. Neither are inner tensors of subclasses.
         """
         stored = flat.shard.dtype
         is_quantized = not stored.is_floating_point or stored.itemsize == 1
-        return stored if full_precision or is_quantized else self.precision.param_dtype or stored
+        return stored if full_precision or is_quantized or flat.is_inner else self.precision.param_dtype or stored
 
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""

@@ -122,7 +122,8 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
     Raises:
         ValueError: a unit is not idle.
         RuntimeError: gradients were accumulated under `no_sync` and not reduced; or shards come out in another size,
-            on several devices, on the meta device, or, offloaded, not on the CPU. Nothing has been converted then.
+            on several devices, on the meta device, or, offloaded, not on the CPU; or tensors within subclasses change
+            dtype or device. Nothing has been converted then.
     """
     runtime = module._fsdp_runtime
     if runtime.converting:  # a sharded module below one that is being converted
@@ -166,6 +167,11 @@ def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
             expected = "a device with values" if shard.is_meta and not unit.offload else f"device {where}"
             raise RuntimeError(f"parameter {name}: expected {expected}, found {shard.device}; convert all "
                                f"parameters of a unit alike")  # fmt: skip
+        if flat.is_inner and (shard.dtype, shard.device) != (flat.shard.dtype, flat.shard.device):
+            raise RuntimeError(
+                f"parameter {name}: expected {flat.shard.dtype} on {flat.shard.device} to stay, as it is part of a "
+                f"tensor subclass, found {shard.dtype} on {shard.device}; convert the model before fully_shard"
+            )
         if shard.shape != flat.shard.shape:
             raise RuntimeError(
                 f"parameter {name}: expected a conversion that leaves the {flat.shard.numel()} elements of its shard, "

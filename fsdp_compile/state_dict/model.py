@@ -4,6 +4,8 @@ FULL       plain tensors of the original shapes: each unit is gathered, copied a
 SHARDED    a `ShardedValue` of the original shape for each parameter, over memory of the shard: nothing is gathered
 LOCAL      a `ShardedTensor` for each parameter, over the same memory, which other code knows less well than DTensors
 
+FULL has tensor subclasses as they were; the other kinds have their inner tensors (Note [Inner tensors]).
+
 Every kind can be loaded whatever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores,
 and only the same rank of equally many can load them. Until a kind is set, `fully_shard` means SHARDED and
 `FullyShardedDataParallel` means FULL, as with torch's functions of these names.
@@ -33,6 +35,7 @@ from torch.distributed.fsdp import (
 
 from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.comm.flat import all_gather_flat
+from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
@@ -165,10 +168,14 @@ class _Saving:
         self.sharded = called_by_dcp()  # then values are sharded, whatever is set
         self._copies: dict[Unit, list[Tensor | None]] = {}  # of each unit's parameters in full shape
 
+    def settings_of(self, unit: Unit | None) -> StateDictSettings:
+        """What holds for a unit in this call."""
+        return DEFAULT if self.sharded else settings_of(unit)
+
     def value(self, parameter: ManagedParameter) -> Tensor | None:
         """What the state dict holds of a parameter."""
         unit = parameter.unit
-        settings = DEFAULT if self.sharded else settings_of(unit)
+        settings = self.settings_of(unit)
         if settings.state_dict_type is FULL:
             if unit not in self._copies:
                 self._copies[unit] = _full_copies(unit)
@@ -196,7 +203,7 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
         if isinstance(state.get(prefix + name), Tensor):
             state[prefix + name] = state[prefix + name].to(dtype)
     unit = next(iter(units_used_below(module)), None)
-    settings = DEFAULT if saving.sharded else settings_of(unit)
+    settings = saving.settings_of(unit)
     if unit is not None and settings.state_dict_type is FULL:  # holds for buffers and ignored parameters as well
         for name in [name for name in state if name.startswith(prefix)]:
             if not _has_values(unit):
@@ -211,6 +218,12 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
     saving = _running.get() or _Saving()
     for name, parameter in _own_parameters(module, destination, prefix):
         destination[prefix + name] = saving.value(parameter)
+    for name, recipe in recipes_of(module).items():
+        inner = inner_names(name, recipe)
+        unit = managed(module._parameters[inner[0]]).unit  # type: ignore[arg-type,union-attr]  # it is managed
+        if saving.settings_of(unit).state_dict_type is FULL:
+            plain = [destination.pop(prefix + each) for each in inner]
+            destination[prefix + name] = recipe.put_together(iter(plain)) if _has_values(unit) else None
 
 
 def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
@@ -218,10 +231,28 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str
 
     In `state` the parameters then take the place of their values: `_load_from_state_dict` copies them onto themselves.
     """
+    for name in recipes_of(module):
+        _flatten(module, name, state, prefix, errors)
     for name, parameter in _own_parameters(module, state, prefix):
         if error := _load(parameter, prefix + name, state[prefix + name]):
             errors.append(f"size mismatch for {prefix}{name}: {error}")
         state[prefix + name] = parameter.param
+
+
+def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    """Let `state` have the inner tensors of the subclass that it has for the parameter `name`, if it has one."""
+    recipe, value = recipes_of(module)[name], state.get(prefix + name)
+    if type(value) is recipe.kind:
+        inner = inner_names(name, recipe)
+        there = value.to(module._parameters[inner[0]].device)  # type: ignore[union-attr]  # a parameter
+        given = recipe_of(there)
+        if (given.suffixes, given.context) == (recipe.suffixes, recipe.context):
+            del state[prefix + name]
+            state.update(zip([prefix + each for each in inner], plain_tensors(there), strict=True))
+        else:
+            errors.append(
+                f"{prefix}{name}: expected a {recipe.kind.__name__} of {recipe.context}, found one of {given.context}"
+            )
 
 
 def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> list[tuple[str, ManagedParameter]]:

@@ -384,18 +384,31 @@ class _Scaled(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function is torch.ops.aten.detach.default
-        return _Scaled(args[0].stored, args[0].scale)
+        return cls(args[0].stored, args[0].scale)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_tensor_subclasses_are_refused(trained: bool) -> None:
-    """A quantized weight as a subclass around two tensors: ValueError with its name, and nothing is sharded."""
+class _Joinable(_Scaled):
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> "_Joinable":
+        return cls(inner["stored"], inner["scale"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "trains", "found"),
+    [
+        (_Scaled, False, "expected __tensor_unflatten__ beside __tensor_flatten__, found none in _Scaled"),
+        (_Joinable, True, "requires_grad=False, found _Joinable, a subclass around other tensors that trains"),
+        (_Joinable, False, r"expected _Joinable around contiguous plain tensors with values, found a Tensor of shape"),
+    ],
+)
+def test_tensor_subclasses_are_refused(kind: type[_Scaled], trains: bool, found: str) -> None:
+    """A subclass around two tensors that trains, or cannot be put together: ValueError with its name."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    scaled = _Scaled(torch.ones(3, 2, dtype=torch.int8), torch.ones(()))
-    model[0].weight = nn.Parameter(scaled, requires_grad=trained)
-    with pytest.raises(ValueError, match=r"parameter 0.weight: expected a plain tensor or a DTensor, found _Scaled"):
+    scaled = kind(torch.ones(2, 3, dtype=torch.int8).t(), torch.ones(()))
+    model[0].weight = weight = nn.Parameter(scaled, requires_grad=trains)
+    with pytest.raises(ValueError, match=f"parameter 0.weight: .*{found}"):
         fully_shard(model)
-    assert type(model[0].weight) is _Scaled and not isinstance(model, FSDPModule)
+    assert model[0].weight is weight and not isinstance(model, FSDPModule)
 
 
 def test_inference_mode_is_refused() -> None:

@@ -18,6 +18,7 @@ ALSO_ALONE = {
     "transformers_generate": "transformers",
     "peft_lora": "peft",
     "torchao_float8": "torchao",
+    "torchao_qlora": "torchao",
 }
 
 
@@ -53,7 +54,7 @@ def test_frameworks(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ALSO_ALONE)
 def test_two_ranks_equal_one(name: str) -> None:
-    """Trainer with a resumed run, generation, LoRA and float8 layers print on two ranks what they print on one."""
+    """Trainer with a resumed run, generation, LoRA, float8 and quantized layers print on two ranks what one prints."""
     found, expected = (run_example(name, ALSO_ALONE[name], ranks) for ranks in (2, 1))
     assert found == pytest.approx(expected, rel=1e-5)
 

@@ -1,5 +1,6 @@
-"""Frozen weights of integer and one-byte dtypes beside trained ones: QLoRA with plain parameters."""
+"""Frozen quantized weights beside trained ones, as QLoRA has them: plain parameters, and tensor subclasses."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
+from torch.utils._pytree import tree_map_only
 
-from fsdp_compile import checkpoint, fully_shard, summon_full_params
+from fsdp_compile import checkpoint, fully_shard, state_dict_type, summon_full_params
 
 from .ranks import Ranks
 from .training import executor
@@ -22,11 +24,47 @@ F8 = torch.float8_e4m3fn
 QUANTIZED = (torch.int8, torch.uint8, F8)
 
 
+class Packed(Tensor):
+    """What 4 or 8 bits an element and a scale of each row stand for, seen as one float32 matrix."""
+
+    stored: Tensor
+    scale: Tensor
+    bits: int
+
+    @staticmethod
+    def __new__(cls, stored: Tensor, scale: Tensor, bits: int) -> "Packed":
+        size = (len(stored), stored.shape[1] * 8 // bits)
+        return Tensor._make_wrapper_subclass(cls, size, dtype=scale.dtype, device=stored.device)  # type: ignore[attr-defined]  # torch
+
+    def __init__(self, stored: Tensor, scale: Tensor, bits: int) -> None:
+        self.stored, self.scale, self.bits = stored, scale, bits
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, int]]:
+        return ["stored", "scale"], {"bits": self.bits}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: dict[str, int], *_: Any) -> "Packed":
+        return cls(inner["stored"], inner["scale"], context["bits"])
+
+    def unpacked(self) -> Tensor:
+        """As a plain tensor."""
+        low_and_high = (self.stored & 15, self.stored >> 4)
+        values = torch.cat(low_and_high, 1).to(torch.int8) - 8 if self.bits == 4 else self.stored
+        return values.to(self.scale.dtype) * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(function(args[0].stored), function(args[0].scale), args[0].bits)
+        return function(*tree_map_only(Packed, Packed.unpacked, args), **(kwargs or {}))
+
+
 class Quantized(nn.Module):
     """A linear layer whose weight has 4 or 8 bits an element, and a trained addition of low rank."""
 
     def __init__(self, inputs: int, outputs: int, kind: str) -> None:
         super().__init__()
+        kind, _, packed = kind.partition(" ")
         weight = torch.randn(outputs, inputs) / inputs**0.5
         scale = weight.abs().amax(1, keepdim=True) / (7 if kind == "int4" else 127)
         stored = weight if kind == "float8" else (weight / scale).round()
@@ -34,16 +72,22 @@ class Quantized(nn.Module):
             low, high = (stored + 8).to(torch.uint8).chunk(2, 1)
             stored = low | (high << 4)
         dtype = {"int4": torch.uint8, "int8": torch.int8, "float8": F8}[kind]
-        self.kind = kind
-        self.weight = nn.Parameter(stored.to(dtype), requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.kind = "packed" if packed else kind
+        if packed:
+            whole = Packed(stored.to(dtype), scale, 4 if kind == "int4" else 8)
+            self.weight = nn.Parameter(whole, requires_grad=False)
+        else:
+            self.weight = nn.Parameter(stored.to(dtype), requires_grad=False)
+            self.scale = nn.Parameter(scale, requires_grad=False)
         self.down, self.up = nn.Parameter(torch.randn(RANK, inputs) / 6), nn.Parameter(torch.zeros(outputs, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if self.kind == "int4":
             weight = torch.cat((weight & 15, weight >> 4), 1).to(torch.int8) - 8
-        weight = weight.to(x.dtype) if self.kind == "float8" else weight.to(x.dtype) * self.scale
+        if self.kind in ("int4", "int8"):
+            weight = weight.to(x.dtype) * self.scale
+        weight = weight if weight.dtype == x.dtype else weight.to(x.dtype)
         return F.linear(x, weight) + F.linear(F.linear(x, self.down), self.up)
 
 
@@ -105,15 +149,13 @@ def _step(model: nn.Module, run: nn.Module, optimizer: torch.optim.Optimizer, to
 def _follow(rank: int, kind: str, how: str, options: dict[str, Any]) -> None:
     """Train beside an unsharded model that sees all ranks' sequences."""
     reference, model = _made(kind), fully_shard(_made(kind), auto_wrap_policy={LlamaBlock}, **options)
-    dtypes = {name: param.dtype for name, param in reference.named_parameters()}
+    dtypes = {name: param.dtype for name, param in _plain(reference).items()}
     assert {name: param.dtype for name, param in model.named_parameters()} == dtypes
     with wire() as sent:
         model(_tokens(0).chunk(dist.get_world_size())[rank])
     gathered = sum(each.nbytes for each in sent if each.kind == "gather" and each.dtype in QUANTIZED)
-    elements = sum(
-        each.numel() * (2 if kind == "int4" else 1) for each in reference.parameters() if each.dtype in QUANTIZED
-    )
-    assert gathered <= elements * (0.5 if kind == "int4" else 1) * 1.05  # padding; float32 would be four bytes each
+    stored = sum(each.numel() for each in _plain(reference).values() if each.dtype in QUANTIZED)
+    assert stored <= gathered <= stored * 1.05  # padding; 1/4 of float32's bytes, 1/8 where two elements share a byte
     run = executor(model, how)
     both = [torch.optim.AdamW(_trained(each), lr=1e-2) for each in (model, reference)]
     for step in range(3):
@@ -123,7 +165,9 @@ def _follow(rank: int, kind: str, how: str, options: dict[str, Any]) -> None:
         expected = _step(reference, reference, both[1], tokens)
         torch.testing.assert_close(mine / dist.get_world_size(), expected, rtol=1e-5, atol=1e-6)
     with summon_full_params(model):
-        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        theirs_by_name = _plain(reference)
+        for name, ours in model.named_parameters():
+            theirs = theirs_by_name[name]
             assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
             if ours.requires_grad:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -131,12 +175,33 @@ def _follow(rank: int, kind: str, how: str, options: dict[str, Any]) -> None:
                 assert torch.equal(_bytes(ours), _bytes(theirs)), name
 
 
+def _plain(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of an unsharded model by name, with the inner tensors of subclasses in place of these."""
+    plain: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        at = name.removesuffix("weight") + "_weight_"
+        inner = {at + each: getattr(param, each) for each in ("stored", "scale")} if type(param) is Packed else None
+        plain |= inner or {name: param}
+    return plain
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("kind", ["int8", "int4", "float8"])
+_KINDS = ("int8", "int4", "float8", "int8 packed", "int4 packed")
+_DAILY = {("int8 packed", "eager"), *((kind, how) for kind in _KINDS[:3] for how in ("eager", "aot_eager"))}
+_DAILY |= {("int4 packed", "eager"), ("int4 packed", "aot_eager")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        pytest.param(kind, how, marks=[] if (kind, how) in _DAILY else pytest.mark.nightly)
+        for kind in _KINDS
+        for how in ("eager", "aot_eager", "inductor")
+    ],
+)
 def test_trains_as_unsharded(two: Ranks, kind: str, how: str) -> None:
     """Losses, trained and frozen parameters equal those of one process."""
     two.run(_follow, kind, how, {})
@@ -206,7 +271,85 @@ def _load(rank: int, kind: str, root: Path, expected: dict[str, Tensor]) -> None
     _step(model, model, optimizer, _tokens(1))
 
 
-@pytest.mark.parametrize("kind", ["int4", "float8", pytest.param("int8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["float8", "int4 packed", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("int4", "int8"))]
+)
 def test_checkpoints_of_another_world_size(two: Ranks, three: Ranks, tmp_path: Path, kind: str) -> None:
     """What two ranks save, three load: the same bytes; full state dicts have them too, in their own dtypes."""
     three.run(_load, kind, tmp_path, two.run(_save, kind, tmp_path)[0])
+
+
+# --- subclasses -------------------------------------------------------------------------------------------------------
+
+
+def _look_up(rank: int, strategy: str) -> None:
+    options = {"mixed_precision": MixedPrecision(torch.bfloat16), "sharding_strategy": ShardingStrategy[strategy]}
+    expected, model = _made("int8 packed"), fully_shard(_made("int8 packed"), auto_wrap_policy={LlamaBlock}, **options)
+    layer, unsharded = model.layers[1].qkv, expected.layers[1].qkv.weight
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append((module.weight, module.down.dtype)))
+    model(_tokens(0)).backward()
+    ((within, dtype),) = seen
+    assert type(within) is Packed and dtype == torch.bfloat16
+    assert (within.stored.dtype, within.scale.dtype) == (torch.int8, torch.float32)  # not cast
+    assert type(layer.weight) is Packed and layer.weight.shape == unsharded.shape and not layer.weight.requires_grad
+    assert "weight" not in dict(layer.named_parameters(recurse=False))
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        with summon_full_params(each):
+            assert torch.equal(each.layers[1].qkv.weight.unpacked(), unsharded.unpacked())
+    with pytest.raises(RuntimeError, match=r"parameter .*_weight_scale: expected torch.float32 on cpu to stay, as it"):
+        model.to(torch.bfloat16)
+    with pytest.raises(KeyError, match="already exists"):
+        layer.weight = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_look_up_puts_subclasses_together(two: Ranks, strategy: str) -> None:
+    """Module code finds the subclass, of unsharded tensors in a forward and of sharded ones outside; none is cast."""
+    two.run(_look_up, strategy)
+
+
+def _exchange_states(rank: int) -> None:
+    """FULL state dicts are those of an unsharded model, in both directions."""
+    expected, model = _made("int4 packed"), fully_shard(_made("int4 packed"), auto_wrap_policy={LlamaBlock})
+    torch.manual_seed(7)
+    other = Llama("int4 packed")
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert type(state["layers.2.up.weight"]) is Packed
+    model.load_state_dict(other.state_dict())
+    with summon_full_params(model):
+        for name, param in _plain(other).items():
+            assert torch.equal(_bytes(model.get_parameter(name)), _bytes(param)), name
+    wrong = other.state_dict()
+    stored = wrong["layers.0.up.weight"]
+    wrong["layers.0.up.weight"] = Packed(stored.stored, stored.scale, 8)
+    with pytest.raises(RuntimeError, match=r"layers.0.up.weight: expected a Packed of {'bits': 4}, found one of"):
+        model.load_state_dict(wrong)
+
+
+def test_full_state_dicts_have_subclasses(two: Ranks) -> None:
+    """A full state dict holds subclasses under the names of an unsharded model, which may be loaded as well."""
+    two.run(_exchange_states)
+
+
+def _regions(rank: int) -> None:
+    """Blocks are compiled one by one, within a block-wise call of fully_shard that joins what was divided before."""
+    model = _made("int8 packed")
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert list(dict(model.named_parameters())) == list(_plain(_made("int8 packed")))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    model(_tokens(0)).backward()
+    assert counter.frame_count <= 2, counter.frame_count  # the first has an input that does not train
+
+
+def test_equal_blocks_share_a_graph(two: Ranks) -> None:
+    """Equal blocks with subclasses are compiled once."""
+    two.run(_regions)

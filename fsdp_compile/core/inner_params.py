@@ -1,0 +1,154 @@
+"""Frozen parameters that are tensor subclasses around other tensors, such as torchao's quantized weights.
+
+    linear.weight  (Int8Tensor)      before: one parameter
+    linear._weight_qdata  (int8)     while it is sharded: parameters of their own, in flat parameters like all others,
+    linear._weight_scale  (float32)  under the names that torchao's own safetensors files use
+    linear.weight                    look-up: the subclass again, put together of what the two are at the moment
+
+See Note [Inner tensors].
+"""
+
+# Note [Inner tensors]
+# Look-up finds parameters by properties of the module's class (sharding.py), so it can put a subclass together as well:
+# of unsharded parameters in a forward, of sharded ones outside. Nothing is installed, and equal modules still share one
+# class, hence one graph; `torch.nn.utils.parametrize` would give each module a class of its own, and would call the
+# inner tensors `parametrizations.weight.original0`. What the subclass tells beside its tensors lies in the instance.
+# The parameter object is lost: a sharded one has one local tensor. So are gradients, and only frozen ones are taken.
+# Inner tensors are never cast, whatever `param_dtype` is: what they mean is known to their subclass alone.
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+
+
+@dataclass(eq=False)  # not frozen: Dynamo would guard on each field, those that no code reads too
+class Recipe:
+    """How a tensor subclass is put together.
+
+    Attributes:
+        kind: its class.
+        names: of its inner tensors.
+        context: what `__tensor_flatten__` tells beside these.
+        size, stride: of the subclass.
+        inner: for each name the recipe of the inner tensor, or None for a plain one.
+    """
+
+    kind: Any
+    names: tuple[str, ...]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    inner: tuple["Recipe | None", ...]
+
+    @property
+    def suffixes(self) -> list[str]:
+        """What the names of the plain tensors end with, in order."""
+        return [
+            f"_{name}{rest}"
+            for name, recipe in zip(self.names, self.inner, strict=True)
+            for rest in (recipe.suffixes if recipe else [""])
+        ]
+
+    def put_together(self, plain: Iterator[Tensor]) -> Any:
+        """The subclass around the plain tensors that come next."""
+        tensors = [recipe.put_together(plain) if recipe else next(plain) for recipe in self.inner]
+        inner = dict(zip(self.names, tensors, strict=True))
+        return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+
+
+def is_subclass_around_others(tensor: Tensor) -> bool:
+    """Whether `tensor` consists of others that parameters can be made of; DTensors and our own are known otherwise."""
+    return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, (DTensor, ShardedTensor))
+
+
+def recipe_of(tensor: Any) -> Recipe:
+    """How `tensor`, which is such a subclass, is put together."""
+    names, context = tensor.__tensor_flatten__()
+    tensors = [getattr(tensor, name) for name in names]
+    inner = tuple(recipe_of(each) if is_subclass_around_others(each) else None for each in tensors)
+    return Recipe(type(tensor), tuple(names), context, tensor.size(), tensor.stride(), inner)
+
+
+def plain_tensors(tensor: Any) -> list[Tensor]:
+    """What `tensor` consists of, in the order of the recipe's `suffixes`."""
+    if not is_subclass_around_others(tensor):
+        return [tensor]
+    return [plain for name in tensor.__tensor_flatten__()[0] for plain in plain_tensors(getattr(tensor, name))]
+
+
+class InnerParams:
+    """What takes the place of one parameter.
+
+    Args:
+        param: the parameter.
+        device: where it is read.
+
+    Attributes:
+        recipe: how the parameter is put together.
+        params: its plain tensors as frozen parameters.
+    """
+
+    def __init__(self, param: nn.Parameter, device: torch.device) -> None:
+        there: Tensor = param if param.device == device else param.to(device)  # which its context may name
+        self.recipe = recipe_of(there)
+        self.params = [nn.Parameter(each.detach(), requires_grad=False) for each in plain_tensors(there)]
+        for each in self.params:
+            vars(each)["_fsdp_is_inner"] = True
+
+    def named(self, name: str) -> list[tuple[str, nn.Parameter]]:
+        """The parameters with their names, where the parameter was called `name`."""
+        path, dot, attribute = name.rpartition(".")
+        return list(zip([path + dot + each for each in inner_names(attribute, self.recipe)], self.params, strict=True))
+
+
+def is_inner(param: nn.Parameter) -> bool:
+    """Whether `param` was an inner tensor of a subclass."""
+    return "_fsdp_is_inner" in vars(param)
+
+
+def inner_names(name: str, recipe: Recipe) -> list[str]:
+    """What the inner tensors of the parameter `name` are called in its module."""
+    return [f"_{name}{suffix}" for suffix in recipe.suffixes]
+
+
+def recipes_of(module: nn.Module) -> Mapping[str, Recipe]:
+    """The parameters of `module` itself that are put together, by name."""
+    recipes: Mapping[str, Recipe] = module.__dict__.get("_fsdp_recipes", {})
+    return recipes
+
+
+def take_apart(model: nn.Module, inner: Mapping[nn.Parameter, InnerParams]) -> None:
+    """Let all modules below `model` have the inner parameters in the places of those that consist of them."""
+    for module in model.modules() if inner else ():
+        for name, param in list(module._parameters.items()):
+            if param is not None and param in inner:
+                _replace(module, {name: inner[param].named(name)})
+                module.__dict__["_fsdp_recipes"] = {**recipes_of(module), name: inner[param].recipe}
+
+
+def put_back(model: nn.Module) -> None:
+    """Let all modules below `model`, whose parameters are plain and full, have subclasses again."""
+    made: dict[tuple[nn.Parameter | None, ...], nn.Parameter] = {}
+    for module in model.modules():
+        for name, recipe in recipes_of(module).items():
+            names = inner_names(name, recipe)
+            params = tuple(module._parameters[each] for each in names)
+            if params not in made:
+                together = recipe.put_together(iter(each.detach() for each in params if each is not None))
+                made[params] = nn.Parameter(together, requires_grad=False)
+            _replace(module, {names[0]: [(name, made[params])], **{each: [] for each in names[1:]}})
+        module.__dict__.pop("_fsdp_recipes", None)
+
+
+def _replace(module: nn.Module, new: Mapping[str, Sequence[tuple[str, nn.Parameter]]]) -> None:
+    """Put parameters in the places of others, in the order of the module's."""
+    held = list(module._parameters.items())
+    module._parameters.clear()
+    for name, param in held:
+        module._parameters.update(new.get(name, [(name, param)]))
