@@ -4,6 +4,7 @@ fully_shard                  shard a model's parameters in place
 FSDPModule                   what `fully_shard` returns: the model, with methods such as `no_sync` and `clip_grad_norm_`
 FullyShardedDataParallel     the same as a wrapper, for scripts written for torch.distributed.fsdp
 summon_full_params           a context in which parameters have all elements on this rank
+compile_step                 a whole training step as one call: forward, backward, clipping, a compiled update
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
 explain                      the plan of a compiled step, with what it hides and what not; needs no GPU, no other rank
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from fsdp_compile.state_dict.model import get_state_dict_type, set_state_dict_type, state_dict_type
     from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
+    from fsdp_compile.step import compile_step
     from fsdp_compile.wrapper import FullyShardedDataParallel
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "compile_step",
     "explain",
     "float8_reduce_scatter",
     "fully_shard",
@@ -105,6 +108,7 @@ _MODULES = {
     "FullyShardedDataParallel": "fsdp_compile.wrapper",
     "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
     "UnshardHandle": "fsdp_compile.eager.unshard",
+    "compile_step": "fsdp_compile.step",
     "float8_reduce_scatter": "fsdp_compile.comm_hooks",
     "fully_shard": "fsdp_compile.api",
     "get_state_dict_type": "fsdp_compile.state_dict.model",

@@ -1,6 +1,9 @@
 """Optimizers over sharded parameters.
 
 flat_step.py   flat_step: elementwise optimizers, such as AdamW, update flat shards instead of single parameters
+segments.py    the parameters of one group that lie side by side in a flat shard
+program.py     what an optimizer does to each element, recorded from the optimizer itself
+compiled_update.py   CompiledUpdate: one compiled kernel for each flat shard, for compile_step
 owners.py      by_owner: for optimizers that need complete matrices, such as Muon or SOAP; one rank updates each matrix
 """
 

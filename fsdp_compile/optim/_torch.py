@@ -1,0 +1,49 @@
+"""Private names of torch about optimizers. Checked on torch 2.11 and 2.13.
+
+When torch moves:
+- `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and their global counterparts hold what was registered by
+  `register_optimizer_step_pre_hook` and the like; `torch.profiler` counts steps by a global one;
+- `step` of each class is wrapped by what calls the hooks; `__wrapped__` is the original;
+- schedulers set `_opt_called` when `optimizer.step` is called, and warn if it was not called before them;
+- `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "announce_step", "copy_to_each", "has_step_hooks", "note_step", "step_without_hooks"]
+
+
+def has_step_hooks(of: Optimizer) -> bool:
+    """Whether users have something called before or after each step of the optimizer."""
+    around = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
+    if of._optimizer_step_pre_hooks or of._optimizer_step_post_hooks:
+        return True
+    return any(hook.__module__.partition(".")[0] not in ("torch", "fsdp_compile") for hook in around)
+
+
+def announce_step(of: Optimizer) -> None:
+    """Call what is called before a step of any optimizer: checks of this package, which may raise."""
+    for hook in optimizer._global_optimizer_pre_hooks.values():
+        hook(of, (), {})
+
+
+def step_without_hooks(of: Optimizer) -> None:
+    """Step the optimizer as its class does, without what torch calls around it."""
+    getattr(type(of).step, "__wrapped__", type(of).step)(of)
+
+
+def note_step(of: Optimizer) -> None:
+    """Let learning rate schedulers and the profiler know that the optimizer has stepped."""
+    of._opt_called = True  # type: ignore[attr-defined]  # which schedulers set
+    for hook in optimizer._global_optimizer_post_hooks.values():
+        hook(of, (), {})
+
+
+def copy_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
+    """Copy `value` into each of `tensors`, by one call."""
+    torch._foreach_copy_(list(tensors), [value] * len(tensors))

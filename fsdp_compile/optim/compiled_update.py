@@ -1,0 +1,283 @@
+"""The update of a whole model by an elementwise optimizer: one kernel for each flat shard, compiled once.
+
+    update = CompiledUpdate(optimizer, fuses=True)
+    updates = update.begin()       what steps as it is has stepped; for each flat parameter what remains
+    updates[0].run()               one call of a compiled function, which changes the shard and the state in place
+
+What each element undergoes is recorded from the optimizer itself at every step (program.py). Only the operators are
+compiled; learning rates, weight decays and bias corrections are inputs, so that no schedule compiles anything again.
+
+Between steps everything is what an ordinary step leaves: `param_groups`, sharded state of each parameter, its own step
+count. So ordinary steps may come in between, and state dicts are the ordinary ones.
+"""
+
+# Note [Two ways to run an update]
+# Inductor fuses the operators into one loop over the segment, which is what makes the update fast. It rounds as it
+# likes: results differ from those of the optimizer's own kernels in the last bits. Where the backend is to be exact
+# (`aot_eager`, `eager`), the recorded operators run one by one, on each parameter by itself: the last elements of a
+# tensor go through other instructions than the rest, so a kernel on the whole segment would differ in the last bit.
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.optim._torch import announce_step, copy_to_each, has_step_hooks, note_step
+from fsdp_compile.optim.flat_step import ELEMENTWISE
+from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, check_fusible, fused, record, run_eagerly
+from fsdp_compile.optim.segments import Segment, SegmentTable, is_scalar
+
+State = dict[str, Any]  # of one parameter
+
+
+class _Segment(Segment):
+    """A segment and its optimizer state, in one tensor for each kind if it is fused.
+
+    Attributes:
+        param: the segment of the shard, as a tensor with a storage of its own: a compiled function takes several
+            segments of one shard, and would copy inputs that share a storage.
+        tensors: the state of the parameters' shape, by name: `[stop - start]` each.
+        scalars: the rest of the state, by name: for each parameter a tensor of its own.
+    """
+
+    def __init__(self, flat: FlatParam, indices: list[int]) -> None:
+        super().__init__(flat, indices)
+        self.param: Tensor = torch.from_dlpack(flat.shard.detach()[self.start : self.stop])
+        self.tensors: dict[str, Tensor] = {}
+        self.scalars: dict[str, list[Tensor]] = {}
+        self._values: list[Any] = []  # of the state when it was taken
+        self._versions: list[int] = []  # of the scalars, after the last update
+        self.example: State = {}  # of a parameter, with scalars as they are now
+
+    def take_state(self, states: Sequence[State], joins: bool) -> bool:
+        """See the state of the parameters as it is now; False if it differs in more than its elements.
+
+        Args:
+            joins: whether state of the parameters' shape becomes views of one tensor for each kind.
+        """
+        values = [value for state in states for value in state.values()]
+        same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        if same and [each._version for of in self.scalars.values() for each in of] == self._versions:
+            return True
+        self._values = []
+        if any(state.keys() != states[0].keys() for state in states):
+            return False
+        self.tensors, self.scalars, self.example = {}, {}, {}
+        for name, value in states[0].items():
+            of_each = [state[name] for state in states]
+            if is_scalar(value):
+                if not all(map(is_scalar, of_each)) or value.device.type != "cpu":
+                    return False
+                if len(set(torch.stack(of_each).tolist())) > 1:
+                    return False
+                self.scalars[name] = of_each
+                self.example[name] = value
+            elif isinstance(value, ShardedTensor):
+                if any(type(each) is not ShardedTensor or each.dtype != value.dtype for each in of_each):
+                    return False
+                self.example[name] = value.local
+                if joins:
+                    self.tensors[name] = self.joined(of_each)
+            elif isinstance(value, Tensor) or any(each is not value for each in of_each):
+                return False
+            else:
+                self.example[name] = value
+        for name, tensor in self.tensors.items():
+            for position, state in enumerate(states):
+                state[name] = self.shown(position, tensor)
+        self._values = [value for state in states for value in state.values()]
+        self._record_versions()
+        return True
+
+    def write_scalars(self, scalars: dict[str, Tensor]) -> None:
+        """Let each parameter have `scalars` as its state now."""
+        for name, value in scalars.items():
+            copy_to_each(self.scalars[name], value)
+        self._record_versions()
+
+    def _record_versions(self) -> None:
+        self._versions = [each._version for of in self.scalars.values() for each in of]
+
+
+class FlatUpdate:
+    """The update of one flat parameter that is still to run in this step."""
+
+    def __init__(self, owner: "CompiledUpdate", flat: FlatParam) -> None:
+        self.flat, self._owner = flat, owner
+        self.segments: list[_Segment] = []
+        self.gradients: list[Tensor] = []
+        self.recorded: list[Recorded] = []
+
+    def add(self, segment: _Segment, gradient: Tensor, recorded: Recorded) -> None:
+        """A segment of it, the gradient of that and what is to be done."""
+        self.segments.append(segment)
+        self.gradients.append(gradient)
+        self.recorded.append(recorded)
+
+    @torch.no_grad()
+    def run(self, coefficient: Tensor | None = None) -> None:
+        """Change the shard and the state of the segments; gradients count `coefficient` times, a tensor `()`."""
+        if self._owner.fuses:
+            self._owner.run_fused(self.segments, self.gradients, self.recorded, coefficient)
+        else:
+            for segment, recorded in zip(self.segments, self.recorded, strict=True):
+                self._run_eagerly(segment, recorded)
+        for segment, recorded in zip(self.segments, self.recorded, strict=True):
+            segment.write_scalars(recorded.state)
+            torch.autograd.graph.increment_version(segment.params)
+        torch.autograd.graph.increment_version(self.flat.shard)
+
+    def _run_eagerly(self, segment: _Segment, recorded: Recorded) -> None:
+        for param in segment.params:
+            state = self._owner.optimizer.state.get(param, {})
+            tensors: Any = [param, param.grad, *(state[name] for name in recorded.program.names)]
+            if tensors[0].local.numel():
+                run_eagerly(recorded, [each.local for each in tensors])
+
+
+class _Signature(NamedTuple):
+    """What a compiled function is made for."""
+
+    programs: tuple[tuple[UpdateProgram, int], ...]
+    scalars: tuple[int, ...]
+    clips: bool
+    sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+
+class CompiledUpdate:
+    """Steps of `optimizer` by compiled functions where it is elementwise, else as it is.
+
+    Args:
+        optimizer: over parameters of sharded modules, and maybe others.
+        fuses: whether Inductor compiles the update, or else the optimizer's own kernels run, one by one.
+    """
+
+    def __init__(self, optimizer: Optimizer, fuses: bool) -> None:
+        self.optimizer, self.fuses = optimizer, fuses
+        self._segments = SegmentTable(optimizer, _Segment)
+        self._compiled: dict[_Signature, Callable[..., Any]] = {}
+        self._refused: set[UpdateProgram] = set()
+
+    @torch.no_grad()
+    def begin(self, before_others: Callable[[list[nn.Parameter]], None] | None = None) -> list[FlatUpdate]:
+        """Let parameters step that step as they are; what remains, in the order of the optimizer's parameters.
+
+        Args:
+            before_others: called with the former before they step.
+        """
+        if not self._is_elementwise():
+            if before_others is not None:
+                before_others([param for group in self.optimizer.param_groups for param in group["params"]])
+            self.optimizer.step()
+            return []
+        announce_step(self.optimizer)
+        self._segments.update()
+        updates: dict[FlatParam, FlatUpdate] = {}
+        covered: set[int] = set()
+        recorded: dict[Any, Recorded | None] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for segment in self._segments.of_groups[index]:
+                gradient = segment.gradient()
+                step = None if gradient is None else self._recorded(index, group, segment, recorded)
+                if gradient is not None and step is not None:
+                    updates.setdefault(segment.flat, FlatUpdate(self, segment.flat)).add(segment, gradient, step)
+                    covered.update(map(id, segment.params))
+        self._step_others(covered, before_others)
+        return list(updates.values())
+
+    def _is_elementwise(self) -> bool:
+        """Whether recorded programs say what the optimizer does."""
+        if type(self.optimizer) not in ELEMENTWISE or has_step_hooks(self.optimizer):
+            return False
+        groups = self.optimizer.param_groups
+        if any(group.get("capturable") or group.get("differentiable") for group in groups):
+            return False
+        if self.fuses:
+            return True
+        # The exact way runs the operators of a step without foreach, which is what steps on the CPU do by default.
+        params = [param for group in groups for param in group["params"]]
+        chosen = any(group.get("foreach") or group.get("fused") for group in groups)
+        return not chosen and all(param.device.type == "cpu" for param in params)
+
+    def _recorded(self, index: int, group: dict[str, Any], segment: _Segment, known: dict[Any, Any]) -> Any:
+        """What the step does to parameters of the segment; None: they step as they are. `known`: of this step."""
+        states = [self.optimizer.state.get(param, {}) for param in segment.params]
+        if not segment.take_state(states, joins=self.fuses):
+            return None
+        values = tuple(
+            (name, value.dtype if isinstance(value, Tensor) and value.dim() else float(value))
+            for name, value in segment.example.items()
+            if isinstance(value, Tensor)
+        )
+        key = (index, segment.shard.dtype, values)
+        if key not in known:
+            known[key] = self._record(group, segment)
+        return known[key]
+
+    def _record(self, group: dict[str, Any], segment: _Segment) -> Recorded | None:
+        try:
+            recorded = record(self.optimizer, group, segment.example, segment.shard.dtype)
+            if self.fuses:
+                check_fusible(recorded.program)
+        except NotRecordable:
+            return None
+        return recorded
+
+    def _step_others(self, covered: set[int], before: Callable[[list[nn.Parameter]], None] | None) -> None:
+        groups = self.optimizer.param_groups
+        params = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [param for param in group["params"] if id(param) not in covered]
+            others = [param for group in groups for param in group["params"] if param.grad is not None]
+            if others:
+                if before is not None:
+                    before(others)
+                self.optimizer.step()
+            else:
+                note_step(self.optimizer)
+        finally:
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
+
+    def run_fused(
+        self,
+        segments: Sequence[_Segment],
+        gradients: Sequence[Tensor],
+        recorded: Sequence[Recorded],
+        coefficient: Tensor | None,
+    ) -> None:
+        """Update segments of one flat parameter by one call of a compiled function."""
+        sets: dict[int, int] = {}  # by the id of what was recorded: parameters of one group share their scalars
+        for each in recorded:
+            sets.setdefault(id(each), len(sets))
+        distinct = list({id(each): each for each in recorded}.values())
+        signature = _Signature(
+            tuple((each.program, sets[id(each)]) for each in recorded),
+            tuple(len(each.scalars) for each in distinct),
+            coefficient is not None,
+            tuple(segment.stop - segment.start for segment in segments),
+            tuple(segment.shard.dtype for segment in segments),
+            segments[0].shard.device,
+        )
+        if not any(signature.sizes):
+            return
+        if signature not in self._compiled:
+            function = fused(signature.programs, signature.scalars, signature.clips)
+            self._compiled[signature] = torch.compile(function, fullgraph=True, dynamic=False)
+        inputs: list[Tensor] = []
+        for segment, gradient, each in zip(segments, gradients, recorded, strict=True):
+            inputs += [segment.param, gradient, *(segment.tensors[name] for name in each.program.names)]
+        if coefficient is not None:
+            inputs.append(coefficient)
+        precise = torch.float64 if segments[0].shard.dtype == torch.float64 else torch.float32
+        for each in distinct:
+            inputs += torch.tensor(each.scalars, dtype=precise).unbind()
+        self._compiled[signature](*inputs)

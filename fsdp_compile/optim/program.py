@@ -1,0 +1,249 @@
+"""What an optimizer does to each element, recorded from the optimizer itself, and run on shards by other means.
+
+    recorded = record(optimizer, group, state, dtype)    runs the optimizer's own `step` on a stand-in for a parameter
+    recorded.program     its operators, the same ones at every step
+    recorded.scalars     the floats among their arguments: learning rate, weight decay, bias corrections of this step
+    recorded.state       the state that is no tensor of the parameter's shape, such as the step count, after the step
+
+    run_eagerly(recorded, tensors)    the kernels that `step` would call, in place
+    fused(programs, clips)            a function that Inductor compiles, of the same tensors, with scalars as tensors
+
+The stand-in lies on the meta device: recording computes the scalars, in Python's floats as `step` does, and nothing
+else. It costs the host what the step of one parameter costs, however many parameters share the scalars.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from fsdp_compile.optim._torch import TorchDispatchMode, step_without_hooks
+
+_NUMEL = 2  # elements of a stand-in: any number but 1, which is broadcast
+
+
+class Value(NamedTuple):
+    """An argument that is a tensor: the parameter is 0, its gradient 1, then its state, then results in order."""
+
+    position: int
+
+
+class Scalar(NamedTuple):
+    """An argument that is a float: its position among `Recorded.scalars`."""
+
+    position: int
+
+
+class Operation(NamedTuple):
+    """One operator. Its result is `Value(result)`: one of its operands if it works in place."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    result: int
+
+
+@dataclass(frozen=True)
+class UpdateProgram:
+    """The operators of one step.
+
+    Attributes:
+        names: of the state that has the parameter's shape: `Value(2)` and following.
+        operations: in their order.
+    """
+
+    names: tuple[str, ...]
+    operations: tuple[Operation, ...]
+
+
+class Recorded(NamedTuple):
+    """A step of one parameter: see the module's docstring."""
+
+    program: UpdateProgram
+    scalars: tuple[float, ...]
+    state: dict[str, Tensor]
+
+
+class NotRecordable(Exception):
+    """The optimizer does something that no program expresses; it steps as it is."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operator with a tensor on the meta device among its arguments, and lets all run."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        self.tensors = list(tensors)  # alive, so that no id is used again
+        self.operations: list[Operation] = []
+        self.scalars: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) or not result.is_meta:
+            return result  # the profiler's, or arithmetic with step counts
+        noted = tuple(map(self._argument, args)), tuple((name, self._argument(each)) for name, each in kwargs.items())
+        if func.is_view or not any(isinstance(each, Value) for each in (*noted[0], *dict(noted[1]).values())):
+            raise NotRecordable(f"{func} in the step")
+        if id(result) not in self.positions:
+            self.positions[id(result)] = len(self.tensors)
+            self.tensors.append(result)
+        self.operations.append(Operation(func, *noted, self.positions[id(result)]))
+        return result
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor) and argument.is_meta and id(argument) in self.positions:
+            return Value(self.positions[id(argument)])
+        if isinstance(argument, Tensor):
+            if argument.dim() or argument.device.type != "cpu":  # a learning rate may be a tensor
+                raise NotRecordable("a tensor that is neither the parameter's nor a scalar on the CPU")
+            argument = argument.item()
+        if isinstance(argument, float):
+            self.scalars.append(argument)
+            return Scalar(len(self.scalars) - 1)
+        if isinstance(argument, (list, tuple, torch.device)):
+            raise NotRecordable(f"an argument {argument!r}")
+        return argument
+
+
+def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], dtype: torch.dtype) -> Recorded:
+    """Record a step of one parameter of `group` that has `state`; neither it nor the optimizer changes.
+
+    Args:
+        state: of a parameter; what of it is a tensor with dimensions stands for one of the parameter's shape.
+        dtype: of the parameter and of its gradient.
+
+    Raises:
+        NotRecordable: the step makes state, or calls what cannot be expressed.
+    """
+    param = nn.Parameter(_stand_in(dtype))
+    param.grad = _stand_in(dtype)
+    own: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            own[name] = _stand_in(value.dtype) if value.dim() else value.detach().clone()
+        else:
+            own[name] = value
+    before = dict(own)
+    names = tuple(name for name, value in own.items() if isinstance(value, Tensor) and value.dim())
+    recorder = _Recorder([param, param.grad, *(own[name] for name in names)])
+    groups, states = optimizer.param_groups, optimizer.state
+    try:
+        optimizer.param_groups = [{**group, "params": [param], "foreach": False, "fused": False}]
+        optimizer.state = type(states)(dict, {param: own} if own else {})
+        with recorder:
+            step_without_hooks(optimizer)
+        after: dict[str, Any] = optimizer.state.get(param, {})
+    finally:
+        optimizer.param_groups, optimizer.state = groups, states
+    if after.keys() != before.keys() or any(after[name] is not before[name] for name in before):
+        raise NotRecordable("state that the step makes")
+    scalars = {name: value for name, value in own.items() if isinstance(value, Tensor) and not value.dim()}
+    return Recorded(UpdateProgram(names, tuple(recorder.operations)), tuple(recorder.scalars), scalars)
+
+
+def _stand_in(dtype: torch.dtype) -> Tensor:
+    return torch.empty(_NUMEL, dtype=dtype, device="meta")
+
+
+def run_eagerly(recorded: Recorded, tensors: Sequence[Tensor]) -> None:
+    """Run the recorded operators on `tensors`: the parameter, its gradient, its state; all of one shape, in place."""
+    values: dict[int, Tensor] = dict(enumerate(tensors))
+
+    def actual(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return values[argument.position]
+        return recorded.scalars[argument.position] if isinstance(argument, Scalar) else argument
+
+    for function, args, kwargs, result in recorded.program.operations:
+        values[result] = function(*map(actual, args), **{name: actual(each) for name, each in kwargs})
+
+
+# --- for Inductor -----------------------------------------------------------------------------------------------------
+
+
+def _times(x: Any, factor: Any) -> Any:
+    return x if isinstance(factor, int) and factor == 1 else x * factor
+
+
+# Each operator as arithmetic, where floats may be tensors of no dimension: what changes from step to step is an input.
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y, alpha=1: x + _times(y, alpha),
+    "sub": lambda x, y, alpha=1: x - _times(y, alpha),
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "addcmul": lambda x, y, z, value=1: x + _times(y, value) * z,
+    "addcdiv": lambda x, y, z, value=1: x + _times(y, value) / z,
+    "lerp": lambda x, y, weight: x + (y - x) * weight,
+    "sqrt": torch.sqrt,
+    "abs": torch.abs,
+    "neg": operator.neg,
+    "reciprocal": torch.reciprocal,
+    "maximum": lambda x, y, out=None: torch.maximum(x, y),
+    "copy": lambda x, y: y,
+    "clone": lambda x, memory_format=None: x,
+}
+
+
+def check_fusible(program: UpdateProgram) -> None:
+    """Raise NotRecordable if `fused` cannot express `program`."""
+    for operation in program.operations:
+        if _name(operation) not in _ARITHMETIC:
+            raise NotRecordable(f"{operation.function} has no form for kernels")
+
+
+def _name(operation: Operation) -> str:
+    name: str = operation.function._schema.name
+    return name.removeprefix("aten::").rstrip("_")
+
+
+def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int], clips: bool) -> fx.GraphModule:
+    """The update of several segments as one function of tensors, which changes them in place.
+
+    Args:
+        programs: for each segment its program, and which set of scalars it takes.
+        scalars: how many there are in each set.
+        clips: whether gradients are multiplied by a coefficient.
+
+    Returns:
+        A function of, in this order: for each segment the parameter, its gradient, its state, each 1-D; the
+        coefficient, if any; all scalars, set by set; each of the latter a tensor without dimensions.
+    """
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def placeholder(name: str) -> fx.Proxy:
+        return fx.Proxy(graph.placeholder(name), tracer)
+
+    inputs = [
+        [placeholder(f"{name}_{i}") for name in ("param", "grad", *program.names)]
+        for i, (program, _) in enumerate(programs)
+    ]
+    coefficient = placeholder("coefficient") if clips else None
+    sets = [[placeholder(f"scalar_{i}_{j}") for j in range(count)] for i, count in enumerate(scalars)]
+    for tensors, (program, chosen) in zip(inputs, programs, strict=True):
+        values: dict[int, Any] = dict(enumerate(tensors))
+        if coefficient is not None:
+            values[1] = values[1] * coefficient
+        _apply(program, values, sets[chosen])
+        for position, tensor in enumerate(tensors):
+            if position != 1 and values[position] is not tensor:
+                tensor.copy_(values[position])
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+def _apply(program: UpdateProgram, values: dict[int, Any], scalars: Sequence[Any]) -> None:
+    def actual(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return values[argument.position]
+        return scalars[argument.position] if isinstance(argument, Scalar) else argument
+
+    for operation in program.operations:
+        kwargs = {name: actual(each) for name, each in operation.kwargs}
+        values[operation.result] = _ARITHMETIC[_name(operation)](*map(actual, operation.args), **kwargs)

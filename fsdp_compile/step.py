@@ -1,0 +1,235 @@
+"""`compile_step`: a whole training step as one call.
+
+    step = compile_step(model, optimizer, loss_fn, clip_norm=1.0, accumulate=4)
+    for inputs, target in loader:
+        loss = step(inputs, target=target)
+        schedule.step()
+
+forward, loss, backward    as `torch.compile(model)` and a loop would run them, once for each micro-batch
+clip                       the norm of all gradients, by one all-reduce for each process group
+update                     a compiled function for each flat shard (optim/compiled_update.py)
+zero_grad                  gradients are freed
+
+What is not a part of a step, such as learning rate schedules, evaluation and checkpoints, stays as it is: between two
+calls parameters and the optimizer are what the same loop, written out, would have left.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_compile.core._torch import tree_map
+from fsdp_compile.core.sharding import units_gathered_below
+from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.eager.accumulate import drop_cleared
+from fsdp_compile.fsdp_module import FSDPModule
+from fsdp_compile.optim.compiled_update import CompiledUpdate
+
+_INDUCTOR = ("inductor", "fsdp_compile")
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Tensor] | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    backend: str = "inductor",
+    options: dict[str, Any] | None = None,
+) -> "CompiledStep":
+    """A callable that trains `model` by one step: forward, backward, clipping, update, zero_grad.
+
+    The optimizer's update is compiled too, if it is one of those that `fsdp_compile.optim.flat_step` takes; another one
+    steps as it is. With Inductor its results differ from those of `optimizer.step()` by rounding; with any other
+    backend they are the same bits.
+
+    Args:
+        model: what `fully_shard` returned, which is compiled here, unless `model.compile()` was called; or what
+            `torch.compile` made of that.
+        optimizer: over `model.parameters()`, and maybe others.
+        loss_fn: called with the model's output, and with the step's `target` if one is given; returns the mean loss of
+            the batch, shape `()`. None: the output is the loss.
+        clip_norm: the largest 2-norm that the gradients of all parameters, of the model and of the optimizer, may have
+            together, as in `torch.nn.utils.clip_grad_norm_`; None: gradients are not clipped.
+        accumulate: into how many micro-batches a batch is divided. Their gradients are added up on each rank, and
+            reduced once.
+        scaler: scales the loss and skips steps with infinite gradients, as in a loop that uses it.
+        backend: of `torch.compile`, for a model that is not compiled yet. The update is fused if this is "inductor" or
+            "fsdp_compile", and is run by the optimizer's own kernels if it is another one.
+        options: of `torch.compile`, likewise.
+
+    Raises:
+        TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
+        ValueError: `clip_norm` is not above 0, or `accumulate` is below 1.
+    """
+    sharded = getattr(model, "_orig_mod", model)
+    if not isinstance(sharded, FSDPModule) or not sharded.is_root():
+        raise TypeError(
+            f"model: expected what fully_shard returned, compiled or not, and no module inside of that, found "
+            f"{type(sharded).__name__}; call fully_shard on the whole model"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: expected a number of micro-batches, at least 1, found {accumulate!r}")
+    run: Any = model
+    if sharded is model and model._compiled_call_impl is None:
+        run = torch.compile(model, backend=backend, options=options)
+    update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
+    return CompiledStep(sharded, run, update, loss_fn, clip_norm, accumulate, scaler)
+
+
+class CompiledStep:
+    """What `compile_step` returns. Its arguments are explained there.
+
+    Attributes:
+        model: the sharded model.
+        optimizer: its optimizer.
+    """
+
+    def __init__(
+        self,
+        model: FSDPModule,
+        run: Callable[..., Any],
+        update: CompiledUpdate,
+        loss_fn: Callable[..., Tensor] | None,
+        clip_norm: float | None,
+        accumulate: int,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.model, self.optimizer = model, update.optimizer
+        self._run, self._update, self._loss_fn = run, update, loss_fn
+        self._clip_norm, self._accumulate, self._scaler = clip_norm, accumulate, scaler
+        self._units = units_gathered_below(model)
+
+    def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """One step of training on this rank's batch.
+
+        If the step accumulates, every tensor with dimensions among the arguments, also within tuples, lists and dicts,
+        is divided along dimension 0; all else goes to every micro-batch.
+
+        Args:
+            args, kwargs: of the model.
+            target: for the loss function, if not None.
+
+        Returns:
+            The loss on this rank, without a graph, shape `()`; the mean over micro-batches.
+
+        Raises:
+            RuntimeError: gradients are not synchronized: this is called within `no_sync`.
+            ValueError: a forward or backward of the model is under way; or a tensor cannot be divided.
+            Exception: what the model or the loss function raises. Gradients of this step are dropped, parameters are
+                those before it, and the next call is an ordinary step.
+        """
+        self._check()
+        batches = split_batch((args, kwargs, target), self._accumulate)
+        losses = []
+        try:
+            for position, (own_args, own_kwargs, own_target) in enumerate(batches):
+                last = position == len(batches) - 1
+                with nullcontext() if last else self.model.no_sync():
+                    losses.append(self._backward(own_args, own_kwargs, own_target))
+            self._step()
+        except BaseException:
+            self._drop_gradients()
+            raise
+        self.optimizer.zero_grad()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _check(self) -> None:
+        check_idle(self._units, "step")
+        for unit in self._units:
+            if not unit.syncs:
+                raise RuntimeError(
+                    f"step: expected gradients to be synchronized, found {unit} without; call it outside of no_sync, "
+                    f"and let compile_step(..., accumulate=n) accumulate gradients"
+                )
+
+    def _backward(self, args: Any, kwargs: Any, target: Any) -> Tensor:
+        """Forward and backward of one micro-batch; its loss."""
+        with torch.enable_grad():
+            output = self._run(*args, **kwargs)
+            loss: Tensor = output
+            if self._loss_fn is not None:
+                loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
+            shared = loss if self._accumulate == 1 else loss / self._accumulate
+            (shared if self._scaler is None else self._scaler.scale(shared)).backward()
+        return loss.detach()
+
+    def _step(self) -> None:
+        """Clip and update."""
+        if self._scaler is None:
+            self._clip_and_update()
+            return
+        optimizer: Any = _Scaled(self.optimizer, self._clip_and_update)
+        self._scaler.unscale_(optimizer)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def _clip_and_update(self) -> None:
+        if self._clip_norm is None:
+            for update in self._update.begin():
+                update.run()
+            return
+        params = self._clipped_params()
+        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        clip = partial(nn.utils.clip_grads_with_norm_, max_norm=self._clip_norm, total_norm=norm)
+        if not self._update.fuses:
+            clip(params)
+            for update in self._update.begin():
+                update.run()
+            return
+        coefficient = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
+        for update in self._update.begin(before_others=clip):
+            update.run(coefficient)
+
+    def _clipped_params(self) -> list[nn.Parameter]:
+        """The parameters whose gradients count: first those of the model in its order, which decides rounding."""
+        params = dict.fromkeys(self.model.parameters())
+        params.update(dict.fromkeys(param for group in self.optimizer.param_groups for param in group["params"]))
+        return list(params)
+
+    def _drop_gradients(self) -> None:
+        """After a failure: forget what was accumulated and reduced in this step, on this rank."""
+        self.optimizer.zero_grad()
+        for unit in self._units:
+            for flat in unit.flats:
+                for param in flat.params:
+                    param.grad = None
+                drop_cleared(flat)
+
+
+class _Scaled:
+    """What a GradScaler sees as the optimizer: its parameters, and a step that it may skip."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], None]) -> None:
+        self.param_groups, self.step = optimizer.param_groups, step
+
+
+def split_batch(batch: Any, micro_batches: int) -> Sequence[Any]:
+    """Divide each tensor of `batch` with dimensions along dimension 0 into equal parts.
+
+    Raises:
+        ValueError: its size does not divide by `micro_batches`.
+    """
+    if micro_batches == 1:
+        return [batch]
+
+    def cut(value: Any, index: int) -> Any:
+        if isinstance(value, Tensor) and value.dim():
+            if value.shape[0] % micro_batches:
+                raise ValueError(
+                    f"accumulate: expected tensors whose dimension 0 divides by {micro_batches}, found "
+                    f"{tuple(value.shape)}; drop the last examples or pad the batch"
+                )
+            return value.chunk(micro_batches)[index]
+        return value
+
+    return [tree_map(lambda value, index=index: cut(value, index), batch) for index in range(micro_batches)]

@@ -1,0 +1,390 @@
+"""`compile_step` trains as the loop that it stands for."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MODELS, Case, Inputs, Residual, Stack
+from torch import Tensor, nn
+
+from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.optim.compiled_update import CompiledUpdate
+
+from .ranks import Ranks
+from .training import assert_bitwise, local, mine, shard
+
+LATE = pytest.mark.nightly
+CLIP = 0.5
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of either model."""
+    if target.dtype == torch.int64:
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    return F.mse_loss(output, target)
+
+
+def adamw(model: nn.Module, by_groups: bool = False) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    if not by_groups:
+        return torch.optim.AdamW(params, lr=0.01)
+    groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
+
+
+class Loop:
+    """The loop that `compile_step` stands for, written out, with stock functions."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None, accumulate: int, backend: str
+    ) -> None:
+        self.model, self.optimizer, self.clip, self.accumulate = model, optimizer, clip, accumulate
+        self.run: Any = model if backend == "eager" else torch.compile(model, backend=backend)
+
+    def __call__(self, inputs: Tensor, target: Tensor) -> Tensor:
+        losses = []
+        pairs = list(zip(inputs.chunk(self.accumulate), target.chunk(self.accumulate), strict=True))
+        for position, (x, y) in enumerate(pairs):
+            self.model.set_requires_gradient_sync(position == len(pairs) - 1)
+            loss = loss_of(self.run(x), y)
+            (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+            losses.append(loss.detach())
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
+
+
+def batch(case: Case, seed: int, accumulate: int = 1) -> Inputs:
+    parts = [mine(case, 100 * seed + position) for position in range(accumulate)]
+    return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+# --- as the stock loop ------------------------------------------------------------------------------------------------
+
+
+def _ten_lines(rank: int) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(MODELS["mlp"].build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    step = compile_step(model, optimizer, F.mse_loss, clip_norm=1.0, accumulate=2, backend="aot_eager")
+    losses = []
+    for _ in range(10):
+        inputs, target = batch(MODELS["mlp"], rank, 2)
+        losses.append(step(inputs, target=target).item())
+        schedule.step()
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_ten_lines(two: Ranks) -> None:
+    """A training loop of ten lines trains."""
+    two.run(_ten_lines)
+
+
+def _follow(
+    rank: int, name: str, backend: str, steps: int, by_groups: bool, how: tuple[str, ...], accumulate: int = 2
+) -> float:
+    """Train one model by `compile_step`, in the steps that `how` says so, another by the loop; the largest difference.
+
+    In other steps the first one is trained by the loop too, eager or compiled.
+    """
+    case = MODELS[name]
+    models = [shard(case) for _ in range(2)]
+    optimizers = [adamw(model, by_groups) for model in models]
+    schedules = [schedule_of(optimizer) for optimizer in optimizers]
+    step = compile_step(models[0], optimizers[0], loss_of, CLIP, accumulate, backend=backend)
+    own = {each: Loop(models[0], optimizers[0], CLIP, accumulate, each) for each in set(how) - {"step"}}
+    loop = Loop(models[1], optimizers[1], CLIP, accumulate, backend)
+    updates, begin = [], CompiledUpdate.begin
+    step._update.begin = lambda *args, **kwargs: updates.append(begin(step._update, *args, **kwargs)) or updates[-1]
+    worst = 0.0
+    for number in range(steps):
+        inputs, target = batch(case, number, accumulate)
+        chosen = how[number % len(how)]
+        # The state that the first step makes, and the accumulated gradients of its second half, are new.
+        with torch._dynamo.config.patch(error_on_recompile=number > max(2, len(how))):
+            losses = [step(inputs, target=target) if chosen == "step" else own[chosen](inputs, target)]
+            losses.append(loop(inputs, target))
+        for schedule in schedules:
+            schedule.step()
+        assert all(param.grad is None for param in models[0].parameters())
+        if backend == "aot_eager":
+            assert torch.equal(*losses), f"loss of step {number}"
+            assert_bitwise(*models, f"step {number}")
+            _assert_equal_state(models, optimizers, number)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            if local(a).numel():
+                worst = max(worst, ((local(a) - local(b)).abs().max() / local(b).abs().max()).item())
+    assert all(updates[1:])  # the first one makes the state
+    return worst
+
+
+def _assert_equal_state(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], number: int) -> None:
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        states = [optimizer.state[param] for optimizer, param in zip(optimizers, (a, b), strict=True)]
+        assert states[0].keys() == states[1].keys()
+        for kind, value in states[0].items():
+            assert torch.equal(local(value), local(states[1][kind])), f"{kind} after step {number}"
+
+
+@pytest.mark.parametrize(
+    ("name", "by_groups", "how"),
+    [
+        ("mlp", False, ("step",)),
+        ("mlp", True, ("step", "step", "eager", "step", "aot_eager")),
+        pytest.param("gpt", True, ("step",), marks=LATE),
+        pytest.param("tied", False, ("step", "eager"), marks=LATE),
+        pytest.param("frozen", False, ("step", "aot_eager"), marks=LATE),
+    ],
+)
+def test_as_the_stock_loop(two: Ranks, name: str, by_groups: bool, how: tuple[str, ...]) -> None:
+    """Fifty steps of AdamW with clipping, a schedule and accumulation are those of the stock loop, bit for bit, also
+    where eager and compiled steps of the loop come in between; nothing is compiled again."""
+    assert two.run(_follow, name, "aot_eager", 50, by_groups, how) == [0.0, 0.0]
+
+
+@LATE
+@pytest.mark.parametrize("by_groups", [False, True])
+def test_on_three_ranks(three: Ranks, by_groups: bool) -> None:
+    """So they are on three ranks."""
+    assert three.run(_follow, "gpt", "aot_eager", 50, by_groups, ("step", "step", "eager")) == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("by_groups", "accumulate"), [(False, 1), pytest.param(False, 2, marks=LATE), pytest.param(True, 2, marks=LATE)]
+)
+def test_with_inductor(two: Ranks, by_groups: bool, accumulate: int) -> None:
+    """With Inductor, which fuses the update, parameters differ from the loop's by less than 1e-6."""
+    worst = two.run(_follow, "mlp", "inductor", 50, by_groups, ("step",), accumulate)
+    print("largest relative difference of a parameter:", worst)
+    assert max(worst) <= 1e-6
+
+
+# --- what a step is not alone with ------------------------------------------------------------------------------------
+
+
+def _pair(**options: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer], Any, Loop]:
+    """Two equal models; what steps the one, and the loop for the other."""
+    models = [shard(CASE) for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+    step = compile_step(models[0], optimizers[0], loss_of, CLIP, backend="aot_eager", **options)
+    return models, optimizers, step, Loop(models[1], optimizers[1], CLIP, options.get("accumulate", 1), "aot_eager")
+
+
+CASE = MODELS["mlp"]
+
+
+def _between(rank: int) -> None:
+    models, _, step, loop = _pair()
+    for number in range(6):
+        inputs, target = batch(CASE, number)
+        assert torch.equal(step(inputs, target=target), loop(inputs, target))
+        if number == 1:  # evaluation, eager and compiled
+            for run in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+                with torch.no_grad():
+                    outputs = [run(model.eval())(inputs) for model in models]
+                assert torch.equal(*outputs)
+            for model in models:
+                model.train()
+        if number == 2:  # accumulation by the user, whose gradients count in the next step
+            for model in models:
+                with model.no_sync():
+                    loss_of(model(inputs), target).backward()
+        if number == 3:  # an edit of parameters
+            with torch.no_grad():
+                for param in (param for model in models for param in model.parameters()):
+                    param.mul_(0.9)
+        assert_bitwise(*models, f"step {number}")
+    with models[0].no_sync(), pytest.raises(RuntimeError, match="expected gradients to be synchronized"):
+        step(inputs, target=target)
+    assert torch.equal(step(inputs, target=target), loop(inputs, target))
+
+
+def test_between_steps(two: Ranks) -> None:
+    """Evaluation, accumulation by the user and edits of parameters between steps do what they do in the loop."""
+    two.run(_between)
+
+
+def _resume(rank: int) -> None:
+    models, optimizers, step, loop = _pair()
+    for number in range(3):
+        inputs, target = batch(CASE, number)
+        step(inputs, target=target)
+        loop(inputs, target)
+    saved = [copy.deepcopy((m.state_dict(), o.state_dict())) for m, o in zip(models, optimizers, strict=True)]
+    for kind in (0, 1):
+        flattened = [torch.utils._pytree.tree_leaves(state[kind]) for state in saved]
+        for one, other in zip(*flattened, strict=True):
+            same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+            assert same, (one, other)
+    for number in range(3, 6):
+        step(*batch(CASE, number)[:1], target=batch(CASE, number)[1])
+    models[0].load_state_dict(saved[1][0])  # of the other model, which stands where the first one stood
+    optimizers[0].load_state_dict(saved[1][1])
+    for number in range(3, 6):
+        inputs, target = batch(CASE, number)
+        assert torch.equal(step(inputs, target=target), loop(inputs, target))
+        assert_bitwise(*models, f"step {number}")
+    _assert_equal_state(models, optimizers, 6)
+
+
+def test_state_dicts(two: Ranks) -> None:
+    """State dicts of model and optimizer between steps are those of the loop, and a run that loads them goes on so."""
+    two.run(_resume)
+
+
+def _scaled(rank: int) -> None:
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2)]
+    models, optimizers, step, loop = _pair(scaler=scalers[0])
+    for number in range(6):
+        inputs, target = batch(CASE, number)
+        if number == 2 and rank == 1:
+            inputs = inputs * torch.inf
+        step(inputs, target=target)
+        scalers[1].scale(loss_of(loop.run(inputs), target)).backward()
+        scalers[1].unscale_(optimizers[1])
+        nn.utils.clip_grad_norm_(models[1].parameters(), CLIP)
+        scalers[1].step(optimizers[1])
+        scalers[1].update()
+        optimizers[1].zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_bitwise(*models, f"step {number}")
+    assert scalers[0].get_scale() == 2.0**10  # halved once, doubled once
+
+
+def test_scaler(two: Ranks) -> None:
+    """A GradScaler scales, skips a step whose gradients are infinite on one rank, and goes on, as in the loop."""
+    two.run(_scaled)
+
+
+def _fail(rank: int) -> None:
+    models, _, step, loop = _pair(accumulate=2)
+    calls = 0
+
+    def failing(where: str) -> Any:
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2 and where == "loss":
+                raise ValueError("the loss fails")
+            loss = loss_of(output, target)
+            if calls == 2 and where == "backward":
+                loss.register_hook(_raise)
+            return loss
+
+        return loss_fn
+
+    for number, where in enumerate(["", "loss", "", "backward", "", "update", ""]):
+        inputs, target = batch(CASE, number, 2)
+        calls, step._loss_fn = 0, failing(where)
+        before = [local(param).clone() for param in models[0].parameters()]
+        if where:
+            if where == "update":
+                step._clip_norm = _NotANorm()
+            with pytest.raises((ValueError, TypeError)):
+                step(inputs, target=target)
+            step._clip_norm = CLIP
+            for param, value in zip(models[0].parameters(), before, strict=True):
+                assert torch.equal(local(param), value) and param.grad is None
+            continue
+        assert torch.equal(step(inputs, target=target), loop(inputs, target))
+        assert_bitwise(*models, f"step {number}")
+    with pytest.raises(
+        ValueError, match=r"accumulate: expected tensors whose dimension 0 divides by 2, found \(5, 7\)"
+    ):
+        step(inputs[:5], target=target[:5])
+    assert torch.equal(step(inputs, target=target), loop(inputs, target))
+
+
+class _NotANorm:
+    """What clipping raises a TypeError about."""
+
+
+def _raise(_: Tensor) -> None:
+    raise ValueError("backward fails")
+
+
+def test_failures(two: Ranks) -> None:
+    """A step that fails in the loss, in backward or in clipping changes nothing; the next one is that of the loop."""
+    two.run(_fail)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "plain_sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1), amsgrad=True, maximize=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=1.0),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "radam": lambda params: torch.optim.RAdam(params, lr=0.01),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+AS_THEY_ARE = ("foreach", "rprop", "adafactor")  # with the exact update
+
+
+def _optimizers(rank: int, names: list[str], fuses: bool) -> None:
+    for name in names:
+        models = [shard(Case(lambda: Stack([Residual(11, 23)], width=11), CASE.batch, CASE.loss)) for _ in range(2)]
+        optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
+        update = CompiledUpdate(optimizers[0], fuses)
+        for number in range(8):
+            inputs, target = batch(CASE, number)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model(inputs), target).backward()
+            if number == 4:
+                next(models[0].parameters()).grad = next(models[1].parameters()).grad = None
+            updates = update.begin()
+            for each in updates:
+                each.run()
+            optimizers[1].step()
+            if 0 < number < 4 and not fuses:
+                assert bool(updates) == (name not in AS_THEY_ARE), (name, number)
+            for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                tolerance = {"rtol": 1e-5, "atol": 1e-6} if fuses else {"rtol": 0.0, "atol": 0.0}
+                torch.testing.assert_close(local(a), local(b), **tolerance, msg=f"{name}, step {number}: {{}}".format)
+            if not fuses:
+                _assert_equal_state(models, optimizers, number)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] *= 0.9
+
+
+def test_optimizers(two: Ranks) -> None:
+    """Elementwise optimizers are recorded and do, bit for bit, what they do by themselves; others step as they are."""
+    two.run(_optimizers, list(OPTIMIZERS), False)
+
+
+@LATE
+def test_fused_optimizers(two: Ranks) -> None:
+    """Fused, they do so up to rounding."""
+    two.run(_optimizers, list(OPTIMIZERS), True)
+
+
+def _refuse(rank: int) -> None:
+    plain, model = nn.Linear(3, 3), fully_shard(CASE.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"model: expected what fully_shard returned, .* found Linear"):
+        compile_step(plain, optimizer)
+    with pytest.raises(TypeError, match="no module inside of that, found FSDPResidual"):
+        compile_step(model.blocks[0], optimizer)
+    with pytest.raises(ValueError, match="clip_norm: expected a number above 0, or None, found 0"):
+        compile_step(model, optimizer, clip_norm=0.0)
+    with pytest.raises(ValueError, match="accumulate: expected a number of micro-batches, at least 1, found 0"):
+        compile_step(model, optimizer, accumulate=0)
+
+
+def test_refused(two: Ranks) -> None:
+    """What cannot be a step is refused by the name of the argument."""
+    two.run(_refuse)
