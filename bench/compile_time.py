@@ -1,7 +1,10 @@
 """What `torch.compile` costs a sharded GPT over the unsharded one: cold caches, one process for each figure.
 
 CPU seconds that compiling forward and backward takes, the C++ compiler's included; a fake process group. Medians of
-rounds in which the variants take turns.
+rounds in which the variants alternate.
+
+`--ranks 2 4` measures instead what compiling costs so many gloo ranks, each with a cache folder of its own: what one of
+them takes that compiles alone, and what all of them take together with and without `share_artifacts`.
 """
 
 import argparse
@@ -14,8 +17,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 Figures = dict[str, float]
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 def measure(layers: int, sharded: bool) -> Figures:
@@ -39,6 +44,55 @@ def measure(layers: int, sharded: bool) -> Figures:
     return {name: after[name] - before[name] for name in after}
 
 
+def measure_rank(layers: int, rank: int, world_size: int, folder: str) -> Figures:
+    """As `measure`, of one of several gloo ranks that train the sharded model."""
+    import torch
+    import torch.distributed as dist
+
+    from bench.host_overhead import build
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # imports
+    import torch._inductor.compile_fx
+
+    compiled = torch.compile(build(layers, True), fullgraph=True)
+    before = _seconds()
+    compiled(tokens, tokens).backward()
+    after = _seconds()
+    dist.barrier()
+    dist.destroy_process_group()
+    return {name: after[name] - before[name] for name in after}
+
+
+def on_ranks(layers: int, world_size: int, share: bool) -> Figures:
+    """CPU seconds of all ranks together, each in a fresh process with empty caches."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world_size) as pool:
+
+        def run(rank: int) -> Figures:
+            own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}", "FSDP_COMPILE_SHARE_ARTIFACTS": str(int(share))}
+            which = [str(layers), str(rank), str(world_size), folder]
+            command = [sys.executable, "-m", "bench.compile_time", "--rank", *which]
+            environment = {**os.environ, **ALONE, **own}
+            out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+            figures: Figures = json.loads(out.splitlines()[-1])
+            return figures
+
+        ranks = list(pool.map(run, range(world_size)))
+    return {part: sum(each[part] for each in ranks) for part in ranks[0]}
+
+
+def compare_ranks(layers: int, sizes: list[int]) -> dict[str, Figures]:
+    """CPU seconds of one rank that compiles alone, and of all ranks."""
+    rows = {"one rank": on_ranks(layers, 1, share=False)}
+    for size in sizes:
+        for share in (True, False):
+            rows[f"{size} ranks{', share_artifacts' * share}"] = on_ranks(layers, size, share)
+    return {name: {**row, "of one": row["all"] / rows["one rank"]["all"]} for name, row in rows.items()}
+
+
 def _seconds() -> Figures:
     spent = {who: resource.getrusage(getattr(resource, f"RUSAGE_{who}")) for who in ("SELF", "CHILDREN")}
     seconds = {who: usage.ru_utime + usage.ru_stime for who, usage in spent.items()}
@@ -49,7 +103,7 @@ def in_fresh_process(layers: int, sharded: bool) -> Figures:
     """`measure` with empty caches."""
     with tempfile.TemporaryDirectory() as caches:
         cold = {"TORCHINDUCTOR_CACHE_DIR": caches, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        alone = {name: value for name, value in ALONE.items() if name != "TORCHINDUCTOR_VEC_ISA_OK"}
         command = [sys.executable, "-m", "bench.compile_time", "--one", str(layers), str(int(sharded))]
         out = subprocess.run(command, env={**os.environ, **cold, **alone}, stdout=subprocess.PIPE, check=True).stdout
     figures: Figures = json.loads(out.splitlines()[-1])
@@ -73,7 +127,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="+", help="compare so many ranks, with and without share_artifacts")
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank:
+        layers, rank, world_size, folder = args.rank
+        print(json.dumps(measure_rank(int(layers), int(rank), int(world_size), folder)))
+        return
+    if args.ranks:
+        for layers in args.layers:
+            rows = compare_ranks(layers, args.ranks)
+            print(f"{layers} blocks, CPU s{'':16}" + "".join(f"{part:>10}" for part in rows["one rank"]))
+            for name, row in rows.items():
+                print(f"{name:32}" + "".join(f"{value:10.2f}" for value in row.values()))
+        return
     if args.one:
         print(json.dumps(measure(args.one[0], bool(args.one[1]))))
         return

@@ -37,6 +37,8 @@ class CompileConfig:
             file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
         record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
+        share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
+            it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
 
     Raises:
         ValueError: a field has a value that it cannot have, or needs `link`.
@@ -51,6 +53,7 @@ class CompileConfig:
     profile: str | None = None
     plan: str | None = None
     record_profile: bool = False
+    share_artifacts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))
@@ -93,6 +96,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "budget": int,
     "profile": str,
     "plan": str,
+    "share_artifacts": lambda text: bool(int(text)),
 }
 
 

@@ -8,7 +8,11 @@ config.post_grad_custom_post_pass         called on forward and backward each, b
 config.realize_reads_threshold            how many buffers a value that several read may take before it is stored
 config._post_fusion_custom_pass           called on the scheduler's nodes once loops are fused
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
-callback_handler.end_callbacks            called with one argument when a frame or a deferred backward has been compiled
+callback_handler.end_callbacks            called with one argument when a frame or a deferred backward has been
+                                          compiled, or compiling it has failed
+config.force_non_lazy_backward_lowering   of AOTAutograd: whether a backward is compiled together with its forward
+counters["inductor"]["fxgraph_cache_hit"] how many graphs this process has found in the caches
+cache_dir                                 where the caches are; two levels below it are the C++ backend's libraries
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
@@ -37,11 +41,15 @@ buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed. When tor
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 from torch._dynamo import reset as reset_dynamo
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.utils import counters
+from torch._functorch import config as _autograd_config
 from torch._functorch.aot_autograd import get_graph_being_compiled
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -52,6 +60,7 @@ from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import refresh_group_node_dependencies
 from torch._inductor.virtualized import V as _V
 from torch._inductor.virtualized import ops as _ops
@@ -92,6 +101,21 @@ def call_after_compiling(function: Callable[[Any], None]) -> None:
     """Have `function` called whenever Dynamo has compiled a frame, or a backward that was left for later."""
     if function not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(function)
+
+
+def cache_folder() -> Path:
+    """Where the compiler's caches of this process are."""
+    return Path(cache_dir()).resolve()
+
+
+def cache_hits() -> int:
+    """How many graphs this process has found in the compiler's caches."""
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def compiling_backward_at_once() -> AbstractContextManager[Any]:
+    """Within it a backward is compiled together with its forward, and not when it runs for the first time."""
+    return _autograd_config.patch(force_non_lazy_backward_lowering=True)
 
 
 def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:

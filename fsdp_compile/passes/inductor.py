@@ -33,6 +33,7 @@ from fsdp_compile.passes._torch import (
     inductor_config,
     sort,
 )
+from fsdp_compile.passes.artifacts import share_artifacts
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
 from fsdp_compile.passes.post_grad.lower_collectives import wait_before_loops
@@ -47,10 +48,13 @@ def install() -> None:
     Raises:
         ValueError: an environment variable has a value that its field of `CompileConfig` cannot have.
     """
-    for hook, pipeline in pipelines(CompileConfig.from_environment()).items():
+    config = CompileConfig.from_environment()
+    for hook, pipeline in pipelines(config).items():
         if not isinstance(getattr(inductor_config, hook), (Pipeline, AfterFusion)):
             setattr(inductor_config, hook, pipeline)
     _notice.start()
+    if config.share_artifacts:
+        share_artifacts(config.check_ranks_timeout, at_tracing=True)
 
 
 def fsdp_compile_backend(
@@ -68,7 +72,10 @@ def fsdp_compile_backend(
     unknown = [name for name in options or {} if name not in known]
     if unknown:
         raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
-    return compile_with(gm, example_inputs, PASSES, CompileConfig(**(options or {})))
+    config = CompileConfig(**(options or {}))
+    if config.share_artifacts and is_ours(gm.graph, MARKERS):
+        share_artifacts(config.check_ranks_timeout)
+    return compile_with(gm, example_inputs, PASSES, config)
 
 
 def compile_with(

@@ -1,0 +1,147 @@
+"""`share_artifacts`: the first rank compiles, and the others load what it compiled."""
+
+import hashlib
+import multiprocessing
+import resource
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+LATE = pytest.mark.nightly
+
+
+class Report(NamedTuple):
+    """What one rank did."""
+
+    losses: list[float]
+    hits: int  # graphs that were found in the compiler's caches
+    misses: int
+    compilers: float  # CPU seconds of the C++ compiler
+    code: set[str]  # digests of the generated modules in the rank's cache folder
+    warnings: list[str]
+
+
+def train(rank: int, folder: str, world_size: int, backend: str, own: dict[str, str], results: Any) -> None:
+    """One rank, from process start, with a cache folder of its own."""
+    import logging
+    import os
+
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/rank{rank}", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "1", "OMP_NUM_THREADS": "1", **own}
+    import torch
+    import torch.distributed as dist
+    from models import MODELS, mlp, part
+    from torch._dynamo.utils import counters
+
+    from fsdp_compile import fully_shard
+    from fsdp_compile.passes.inductor import fsdp_compile_backend
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_compile").addHandler(handler)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    torch.manual_seed(0)
+    case = MODELS["mlp"]
+    model = fully_shard(mlp(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if backend == "inductor":
+        step: Any = torch.compile(model, fullgraph=True)
+    else:
+        step = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options={"share_artifacts": True})
+    losses = []
+    for seed in range(3):
+        loss = case.loss(step, part(case.batch(seed, 4 * world_size), rank, world_size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = counters["inductor"]
+    code = {hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(f"{folder}/rank{rank}").glob("*/*.py")}
+    report = Report(
+        losses,
+        found["fxgraph_cache_hit"],
+        found["fxgraph_cache_miss"],
+        usage.ru_utime + usage.ru_stime,
+        code,
+        warnings,
+    )
+    results.put((rank, tuple(report)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(
+    folder: Path, world_size: int = 2, backend: str = "inductor", own: dict[int, dict[str, str]] | None = None
+) -> list[Report]:
+    """Start all ranks anew; their reports by rank. `own`: environment variables of single ranks."""
+    (folder / "store").unlink(missing_ok=True)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    shared = {"FSDP_COMPILE_SHARE_ARTIFACTS": "1"} if backend == "inductor" else {}
+    processes = [
+        context.Process(
+            target=train,
+            args=(rank, str(folder), world_size, backend, shared | (own or {}).get(rank, {}), results),
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        reports = sorted(results.get(timeout=240) for _ in processes)
+        return [Report(*report) for _, report in reports]
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            process.kill()
+
+
+def check_loaded(reports: list[Report]) -> None:
+    """Every rank but the first has found both graphs and all libraries, the same code as the first has."""
+    first, *others = reports
+    for other in others:
+        assert (other.hits, other.misses) == (2, 0)
+        assert other.compilers < 0.5  # it is asked for its version
+        assert other.code == first.code != set()
+        assert other.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [("inductor", 2), pytest.param("fsdp_compile", 2, marks=LATE), pytest.param("inductor", 4, marks=LATE)],
+)
+def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: int) -> None:
+    """With empty caches one rank compiles, and no other rank starts a compiler."""
+    reports = start(tmp_path, world_size, backend)
+    assert reports[0].misses == 2 and reports[0].compilers > 1
+    check_loaded(reports)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("removed", [(), (0,), (1,), (1, 2)], ids=str)
+def test_some_caches_are_gone(tmp_path: Path, removed: tuple[int, ...]) -> None:
+    """Ranks whose caches are empty and ranks whose caches are full end alike, with the numbers that they had before."""
+    before = start(tmp_path, world_size=3)
+    for rank in removed:
+        shutil.rmtree(tmp_path / f"rank{rank}")
+    reports = start(tmp_path, world_size=3)
+    assert reports[0].misses == (2 if 0 in removed else 0)
+    check_loaded(reports)
+    assert [report.losses for report in reports] == [report.losses for report in before]
+
+
+@pytest.mark.nightly
+def test_a_rank_that_differs_compiles_for_itself(tmp_path: Path) -> None:
+    """What the first rank compiled does not fit a rank with other settings of the compiler, which says so."""
+    before = start(tmp_path)
+    shutil.rmtree(tmp_path / "rank1")
+    reports = start(tmp_path, own={1: {"TORCHINDUCTOR_COMPREHENSIVE_PADDING": "0"}})
+    assert reports[1].misses == 2
+    assert ["compiled for itself" in warning for warning in reports[1].warnings] == [True]
+    assert reports[1].losses == pytest.approx(before[1].losses, rel=1e-5)
