@@ -102,12 +102,15 @@ def start(
             process.kill()
 
 
-def check_loaded(reports: list[Report]) -> None:
-    """Every rank but the first has found both graphs and all libraries, the same code as the first has."""
+def check_loaded(reports: list[Report], probes: float) -> None:
+    """Every rank but the first has found both graphs and all libraries, the same code as the first has.
+
+    `probes`: CPU seconds at most in which the compiler is asked for its version, and what the processor can do.
+    """
     first, *others = reports
     for other in others:
         assert (other.hits, other.misses) == (2, 0)
-        assert other.compilers < 0.5  # it is asked for its version
+        assert other.compilers < probes
         assert other.code == first.code != set()
         assert other.warnings == []
 
@@ -120,7 +123,7 @@ def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: i
     """With empty caches one rank compiles, and no other rank starts a compiler."""
     reports = start(tmp_path, world_size, backend)
     assert reports[0].misses == 2 and reports[0].compilers > 1
-    check_loaded(reports)
+    check_loaded(reports, probes=0.5)
 
 
 @pytest.mark.nightly
@@ -132,7 +135,7 @@ def test_some_caches_are_gone(tmp_path: Path, removed: tuple[int, ...]) -> None:
         shutil.rmtree(tmp_path / f"rank{rank}")
     reports = start(tmp_path, world_size=3)
     assert reports[0].misses == (2 if 0 in removed else 0)
-    check_loaded(reports)
+    check_loaded(reports, probes=2.0)
     assert [report.losses for report in reports] == [report.losses for report in before]
 
 
