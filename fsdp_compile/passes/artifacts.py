@@ -101,14 +101,14 @@ def _processor() -> str:
     return hashlib.sha256(f"{platform.machine()} {able} {sys.version} {torch.__version__}".encode()).hexdigest()
 
 
-class ArtifactExchange:
+class ArtifactSharing:
     """The compilations of the ranks of one process group, whose first rank compiles for the others.
 
     Attributes:
         count: how many compilations were begun; the same number on ranks that run the same program.
     """
 
-    by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, ArtifactExchange]"] = WeakKeyDictionary()
+    by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, ArtifactSharing]"] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
         self.store, self.is_first, self.limit = store_of(group), group.rank() == 0, limit
@@ -199,17 +199,17 @@ def share_artifacts(limit: float, at_tracing: bool = False) -> None:
 
     Args:
         limit: seconds that the first rank may take, after which this rank compiles for itself.
-        at_tracing: see `ArtifactExchange.begin`.
+        at_tracing: see `ArtifactSharing.begin`.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is not None and exists(group):
-        exchanges = ArtifactExchange.by_group
-        if group not in exchanges:
-            exchanges[group] = ArtifactExchange(group, limit)
+        sharings = ArtifactSharing.by_group
+        if group not in sharings:
+            sharings[group] = ArtifactSharing(group, limit)
         call_after_compiling(_end)
-        exchanges[group].begin(at_tracing)
+        sharings[group].begin(at_tracing)
 
 
 def _end(_: object) -> None:
-    for exchange in list(ArtifactExchange.by_group.values()):
-        exchange.end()
+    for sharing in list(ArtifactSharing.by_group.values()):
+        sharing.end()
