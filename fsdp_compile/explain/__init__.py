@@ -48,7 +48,9 @@ def predict_step(
     Raises:
         ValueError: a setting names hardware that is unknown, or a model cannot be traced or is on a device.
     """
-    raise NotImplementedError
+    from fsdp_compile.explain.steps import predict
+
+    return predict(make_model, settings, example_inputs, hardware, name, alternatives)
 
 
 def predict_runs(path: str | Path, hardware: "Mapping[str, Hardware] | str | None" = None) -> "list[RunPrediction]":

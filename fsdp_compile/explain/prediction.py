@@ -49,6 +49,9 @@ class Setting:
         ranks_per_node: ranks that the fast links connect; None: as the hardware file says.
         shard_size: ranks that store one copy of the parameters under a hybrid strategy; None: those of a node.
         compiled: whether the step runs compiled, with fused chains, or eagerly, one kernel for each operator.
+        compiled_loss: whether what is outside of blocks runs compiled; None: as the blocks. torchtitan compiles blocks.
+        network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
+            file says.
         keep: blocks that are not resharded after forward, counted from the last one, where the strategy reshards.
         reduce_dtype: in which dtype gradients are reduced: "float32" or "bfloat16"; None: float32 if not compiled under
             amp, or else as `precision` says.
@@ -70,6 +73,8 @@ class Setting:
     ranks_per_node: int | None = None
     shard_size: int | None = None
     compiled: bool = True
+    compiled_loss: bool | None = None
+    network: str | None = None
     keep: int = 0
     reduce_dtype: str | None = None
 

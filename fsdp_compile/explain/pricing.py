@@ -11,7 +11,7 @@ A step with gradient accumulation is that many equal passes and one update; each
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from fsdp_compile.explain.prediction import (
@@ -54,6 +54,11 @@ class Priced:
     work: StepWork
     setting: Setting
     hardware: Hardware
+
+    @classmethod
+    def of(cls, work: StepWork, setting: Setting, hardware: Hardware) -> "Priced":
+        """With products in float8 where the setting says so."""
+        return cls(work.in_float8() if setting.precision == "fp8" else work, setting, hardware)
 
     # --- groups and bytes ---------------------------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware, warnings: tuple[
     Raises:
         ValueError: the hardware has no figure for a dtype that the work computes in.
     """
-    priced = Priced(work.in_float8() if setting.precision == "fp8" else work, setting, hardware)
+    priced = Priced.of(work, setting, hardware)
     passes, tasks = setting.accumulation, priced.workload.tasks
     split = priced.workload.backward
     forward = passes * sum(task.seconds for task in tasks[:split])
@@ -365,8 +370,3 @@ def _warnings(setting: Setting, hardware: Hardware) -> Iterator[str]:
     if setting.precision == "fp32" and half > 2 * single > 0 and hardware.memory is not None:
         yield (f"precision: fp32 on {hardware.name} leaves its matrix units unused, and is up to {half / single:.0f} "
                "times slower than bf16")  # fmt: skip
-
-
-def changed(setting: Setting, **fields: object) -> Setting:
-    """`setting` with other fields."""
-    return replace(setting, **fields)  # type: ignore[arg-type]  # checked in Setting

@@ -37,14 +37,12 @@ class Case:
         setting = self.setting
         width = 4 if setting.precision == "fp32" else 2
         dtype = {"fp32": "float32", "fp16": "float16", "amp_fp16": "float16"}.get(setting.precision, "bfloat16")
-        return Run(setting.batch, setting.sequence, setting.checkpointing, setting.compiled, width, dtype)
+        compiled, loss = setting.compiled, setting.compiled if setting.compiled_loss is None else setting.compiled_loss
+        return Run(setting.batch, setting.sequence, setting.checkpointing, compiled, loss, width, dtype)
 
     def priced(self, hardware: Hardware | None = None) -> Priced:
         """Its seconds and bytes, on other hardware if that is given."""
-        work = work_of(self.model, self.run)
-        if self.setting.precision == "fp8":
-            work = work.in_float8()
-        return Priced(work, self.setting, hardware or self.hardware)
+        return Priced.of(work_of(self.model, self.run), self.setting, hardware or self.hardware)
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
@@ -120,6 +118,7 @@ def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = Non
         hardware=used.name,
         shard_size=shard_size,
         compiled="compile" in system or ("fms" in system and "eager" not in system),
+        compiled_loss=False if "titan" in system else None,
         reduce_dtype="float32" if "fsdp2" in system or "titan" in system else None,
     )
     return Case(model, setting, _with_network(used, row))

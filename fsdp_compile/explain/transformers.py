@@ -94,6 +94,7 @@ class Run:
         sequence: tokens of one.
         checkpointing: as in `Setting`.
         compiled: as in `Setting`.
+        compiled_loss: likewise, but never None.
         width: bytes of an activation.
         dtype: of products.
     """
@@ -102,6 +103,7 @@ class Run:
     sequence: int
     checkpointing: str = "none"
     compiled: bool = False
+    compiled_loss: bool = False
     width: int = 2
     dtype: str = "bfloat16"
 
@@ -202,16 +204,15 @@ def _saved(model: Transformer, run: Run) -> int:
     """Bytes that a forward without checkpointing saves, beside its input."""
     queries, keys = model.qkv
     columns = queries + 2 * keys + queries + model.hidden  # queries, keys, values; what attention returns; the sum
-    columns += model.inner * (2 if model.gated else 1)
-    if not run.compiled:  # which computes norms and the activation again
-        columns += 2 * model.hidden + model.inner * (2 if model.gated else 1)
-        columns += 4 * model.hidden if model.rms else 0  # in float32
+    columns += 2 * model.hidden + model.inner * (3 if model.gated else 2)  # what products read, and the activation
+    if not run.compiled:
+        columns += (7 * model.hidden if model.rms else 0) + (model.inner if model.gated else 0)  # in float32; silu
     return run.width * run.tokens * columns + 4 * run.tokens * model.heads
 
 
 def _saved_by_operator(model: Transformer, run: Run) -> int:
-    """Bytes that are saved where the outputs of attention and of every second product are."""
-    columns = model.qkv[0] + sum(columns for _, columns in model.products[::2])
+    """Bytes that are saved where the outputs of attention and of every second product are; none reads the last one."""
+    columns = model.qkv[0] + sum(columns for _, columns in model.products[:-1:2])
     return run.width * run.tokens * columns + 4 * run.tokens * model.heads
 
 
@@ -237,22 +238,26 @@ def _end(model: Transformer, run: Run) -> UnitWork:
     tokens, width = run.tokens, run.width
     hidden, logits = tokens * width * model.hidden, tokens * model.vocabulary
     forward, weight, given = run.of_weight(model.hidden, model.vocabulary)
-    norm = 18 if model.rms and not run.compiled else 2
+    norm = 18 if model.rms and not run.compiled_loss else 2
     if model.fused_loss:
         chains, chains_backward, alive, saved = [2 * logits], [4 * logits], 2 * logits, 2 * logits
-    elif run.compiled:
+    elif run.compiled_loss:
         chains, chains_backward, alive, saved = [4 * logits], [4 * logits], 4 * logits, 2 * logits
     else:  # a cast to float32, log_softmax, its backward, and the cast of that
         chains, chains_backward = [6 * logits, 8 * logits], [4 * logits, 12 * logits, 6 * logits]
         alive, saved = 12 * logits, 4 * logits
+
+    def outside(moved: Iterable[int]) -> list[Kernel]:
+        return [Chain(each, run.compiled_loss) for each in moved]
+
     return UnitWork(
         "output",
         model.other_parameters - model.hidden * (model.vocabulary + model.positions),
-        (*run.chains([norm * hidden]), forward, *run.chains(chains)),
-        (*run.chains(chains_backward), weight, given, *run.chains([(norm + 1) * hidden])),
+        (*outside([norm * hidden]), forward, *outside(chains)),
+        (*outside(chains_backward), weight, given, *outside([(norm + 1) * hidden])),
         input_bytes=hidden,
         saved_bytes=saved + hidden,
-        forward_bytes=hidden + max(alive, (2 + 8 * (not model.fused_loss and not run.compiled)) * logits),
+        forward_bytes=hidden + max(alive, (2 + 8 * (not model.fused_loss and not run.compiled_loss)) * logits),
         backward_bytes=2 * hidden + alive,
         logits_bytes=alive,
     )

@@ -32,8 +32,8 @@ from fsdp_compile.passes.graph.nodes import (
 
 _FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # links have costs of their own
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read as much as they return
-_SCATTERS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate}
-_SCATTERS |= {aten.scatter_add, aten.scatter_add_}  # write as much as they are given
+SCATTERS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate}
+SCATTERS |= {aten.scatter_add, aten.scatter_add_}  # write as much as they are given
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def node_work(node: fx.Node) -> Work:
     is_free = is_passed_on(node) or is_scalar(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
     if node.op != "call_function" or is_free:
         return Work()
-    if packet_of(node) in _SCATTERS:
+    if packet_of(node) in SCATTERS:
         moved = sum(map(_bytes, node.all_input_nodes[1:]))
         return Work(0, moved, moved)
     return Work(_flops(node), _read_bytes(node), 0 if stays_in_loops(node) else _bytes(node))

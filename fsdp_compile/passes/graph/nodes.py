@@ -253,7 +253,15 @@ def is_product(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether the node computes each element from elements of its inputs."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
+    is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
+    return is_tagged or _is_scatter_upon_constant(node)
+
+
+def _is_scatter_upon_constant(node: fx.Node) -> bool:
+    """Whether the node puts a number into a constant, which Inductor rewrites as a comparison of indices."""
+    if node.target is not aten.scatter.value:
+        return False
+    return isinstance(node.args[0], fx.Node) and packet_of(node.args[0]) in _CONSTANTS
 
 
 def is_loop(node: fx.Node) -> bool:

@@ -1,0 +1,92 @@
+"""Private names of torch that predictions use. Checked on torch 2.11 and 2.13.
+
+What to look for when torch moves:
+
+aot_function               calls `partition_fn(joint, inputs, num_fwd_outputs=...)`, then each compiler with a graph
+default_partition          forward saves what eager autograd would
+min_cut_rematerialization_partition
+                           as Inductor partitions; obeys `recompute` and `ac_graph_id` in nodes' metadata
+select_decomp_table        the decompositions that Inductor uses
+pytree                     trees of arguments and of what modules return
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+__all__ = ["Graphs", "fake_tensors", "is_fake", "partitioned", "pytree"]
+
+Tagging = Callable[[fx.Graph], None]
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Tensors that are made meanwhile get no memory."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield mode
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no memory."""
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+
+
+class Graphs:
+    """Forward and backward of a function after the partitioner.
+
+    Attributes:
+        forward: its outputs are those of the function, `returned` of them, and then what it saves.
+        backward: its inputs are what was saved, and gradients of outputs.
+        returned: how many outputs of forward are not saved for backward alone.
+    """
+
+    def __init__(self) -> None:
+        self.forward = self.backward = fx.Graph()
+        self.returned = 0
+
+
+def partitioned(
+    function: Callable[..., Any], arguments: Sequence[Any], compiled: bool, tag: Tagging | None = None
+) -> Graphs:
+    """Trace `function` and its backward, on tensors without memory.
+
+    Args:
+        function: of `arguments`; returns tensors, all of which get gradients.
+        arguments: trees of tensors.
+        compiled: whether operators are decomposed and saved tensors chosen as by Inductor, or as by eager autograd.
+        tag: puts policies of checkpointing onto nodes of the joint graph.
+    """
+    graphs = Graphs()
+
+    def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        graphs.returned = num_fwd_outputs
+        if tag is not None:
+            tag(joint.graph)
+        cut = min_cut_rematerialization_partition if compiled or tag is not None else default_partition
+        return cut(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    def keep(name: str) -> Any:
+        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
+            setattr(graphs, name, gm.graph)
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+    table: Mapping[Any, Any] = select_decomp_table() if compiled else {}
+    traced = aot_function(
+        function, keep("forward"), keep("backward"), partition_fn=partition, decompositions=dict(table)
+    )
+    outputs = [each for each in traced(*arguments) if each.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
+    return graphs

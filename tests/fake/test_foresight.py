@@ -1,0 +1,235 @@
+"""Predictions of traced models: what is recomputed and saved, batches by substitution, memory as it was reported."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_compile.explain import predict_runs, predict_step
+from fsdp_compile.explain.prediction import Setting
+from fsdp_compile.explain.steps import Model
+from fsdp_compile.explain.tables import REPORTED
+from fsdp_compile.explain.transformers import Run, Transformer, work_of
+from fsdp_compile.explain.work import BATCHES, Attention, Product, at_batch
+
+GIB = 2**30
+SMALL = {"width": 256, "heads": 4, "kv_heads": 2, "inner": 512, "layers": 3, "vocabulary": 1000}
+LLAMA_8B = {"width": 4096, "heads": 32, "kv_heads": 8, "inner": 14336, "layers": 32, "vocabulary": 128256}
+
+
+class Block(nn.Module):
+    """A block of Llama."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, inner: int, causal: bool = True) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head, self.causal = heads, kv_heads, width // heads, causal
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, kv_heads * self.head, bias=False) for _ in range(2))
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        given = self.first(x)
+        q, k, v = (layer(given).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (_turn(each, cos, sin) for each in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        given = self.second(x)
+        return x + self.down(F.silu(self.gate(given)) * self.up(given))
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    one, two = x.float().chunk(2, -1)
+    return torch.cat((one * cos - two * sin, one * sin + two * cos), -1).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """Returns logits [batch, sequence, vocabulary]."""
+
+    def __init__(self, width, heads, kv_heads, inner, layers, vocabulary, causal=True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width, heads, kv_heads, inner, causal) for _ in range(layers)])
+        self.norm, self.out = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(ids.shape[1])[:, None] * torch.ones(self.blocks[0].head // 2)
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, angles.cos(), angles.sin())
+        return self.out(self.norm(x))
+
+
+@pytest.fixture(scope="module")
+def small() -> Model:
+    return Model(lambda: Llama(**SMALL))
+
+
+SETTING = Setting(8, 2, 128, hardware="h100")
+
+
+def test_a_batch_by_substitution_is_a_fresh_trace(small):
+    """The work of batch 5 from those of batches 2 and 3 equals, number by number, what tracing batch 5 gives."""
+    for by_operator in (False, True):
+        key = (128, by_operator, True, True, "bf16")
+        points = [small.traced.work(batch, *key) for batch in BATCHES]
+        assert at_batch(*points, 5) == small.traced.work(5, *key)
+    settings = [replace(SETTING, world_size=world, batch=batch) for world, batch in ((8, 2), (64, 4))]
+    swept = predict_step(lambda: Llama(**SMALL), settings, alternatives=False)
+    assert swept[1] == predict_step(lambda: Llama(**SMALL), settings[1:], alternatives=False)[0]
+
+
+def test_checkpointing_adds_a_forward_to_backward(small):
+    """Full checkpointing adds exactly the forward of each block to its backward, and saves its input alone."""
+    none, full = (small.work(replace(SETTING, checkpointing=each)) for each in ("none", "full"))
+    (plain,), (checkpointed,) = none.blocks, full.blocks
+    assert checkpointed.backward == (*plain.forward, *plain.backward) and checkpointed.saved_bytes == 0
+    assert full.flops - none.flops == SMALL["layers"] * sum(each.flops for each in plain.forward)
+    chosen = small.work(replace(SETTING, checkpointing="selective op")).blocks[0]
+    products = [each for each in chosen.backward if isinstance(each, Product)]
+    # 14 gradients, and again: every second product but the last; attention is saved
+    assert len(products) == 14 + 3
+    assert sum(isinstance(each, Attention) for each in chosen.backward) == 1
+    assert checkpointed.saved_bytes < chosen.saved_bytes < plain.saved_bytes
+
+
+def test_causal_attention_is_half(small):
+    """Attention in which no token sees later ones computes half of the operations; those of the model are the same."""
+    causal = small.work(SETTING)
+    other = Model(lambda: Llama(**SMALL, causal=False)).work(SETTING)
+
+    def attention(work):
+        return [each for each in (*work.blocks[0].forward, *work.blocks[0].backward) if isinstance(each, Attention)]
+
+    assert [2 * each.flops for each in attention(causal)] == [each.flops for each in attention(other)]
+    assert attention(causal)[0].flops == 2 * 2 * 2 * 4 * 128 * 128 * 64 // 2
+    assert causal.model_flops == other.model_flops
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_closed_forms_are_what_is_traced(compiled):
+    """Products and attention of the closed form for tables are those of a trace; what is saved is within a tenth."""
+    model = Model(lambda: Llama(**SMALL))
+    traced = model.work(replace(SETTING, compiled=compiled))
+    kind = {"gated": True, "rms": True, "rotary": True, "tied": False, "fused_qkv": False}
+    same = Transformer("small", 3, 256, 4, 2, 64, 512, 1000, **kind)
+    closed = work_of(same, Run(2, 128, compiled=compiled, compiled_loss=compiled))
+    assert closed.parameters == traced.parameters
+    for unit, other in zip(closed.units, traced.units, strict=True):
+        for kernels, others in ((unit.forward, other.forward), (unit.backward, other.backward)):
+            found, expected = (
+                [each for each in some if isinstance(each, (Product, Attention))] for some in (kernels, others)
+            )
+            assert sorted(map(_sizes, found)) == sorted(map(_sizes, expected))
+    assert closed.blocks[0].saved_bytes == pytest.approx(traced.blocks[0].saved_bytes, rel=0.1)
+
+
+def _sizes(kernel):
+    if isinstance(kernel, Attention):
+        return (0, kernel.flops)
+    return (1, *sorted((kernel.rows, kernel.inner, kernel.columns)))
+
+
+def test_memory_as_reported():
+    """torchtitan's 8B with selective checkpointing: 77.0 GiB on 8 GPUs and 62.0 on 128, each within 5 %."""
+    setting = Setting(8, 2, 8192, checkpointing="selective op", hardware="h100-96-500w", compiled_loss=False,
+                      reduce_dtype="float32")  # fmt: skip
+    settings = [setting, replace(setting, world_size=128)]
+    here, there = predict_step(lambda: Llama(**LLAMA_8B), settings, alternatives=False)
+    assert here.parameters == 8030261248
+    assert here.memory.peak / GIB == pytest.approx(77.0, rel=0.05)
+    assert there.memory.peak / GIB == pytest.approx(62.0, rel=0.05)
+    assert here.memory.peak_at == "output backward" and here.fits
+    assert here.tokens_per_second == pytest.approx(6667, rel=0.10)
+    (row,) = [each for each in predict_runs(REPORTED) if each.row["peak_gib"]]
+    assert row.peak_gib == pytest.approx(77.0, rel=0.05)
+
+
+def test_what_a_prediction_adds_up_to(small):
+    """The step is forward, backward, update and what is exposed; memory is the sum of its parts; lanes end in time."""
+    settings = [
+        SETTING,
+        replace(SETTING, world_size=64, strategy="HYBRID_SHARD", accumulation=3),
+        replace(SETTING, world_size=64, strategy="NO_SHARD", checkpointing="selective 2"),
+        replace(SETTING, world_size=1),
+        replace(SETTING, world_size=16, strategy="SHARD_GRAD_OP", network="efa", precision="fp8"),
+    ]
+    for made in predict_step(lambda: Llama(**SMALL), settings):
+        assert made.step == pytest.approx(made.forward + made.backward + made.update + made.exposed, rel=1e-9)
+        memory = made.memory
+        stored = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.logits)
+        assert sum(stored) + memory.gathered + memory.packed + memory.other == memory.peak
+        assert max(span.end for span in made.timeline if span.lane == "compute") <= made.step * (1 + 1e-9)
+        assert all(0 <= span.exposed <= span.end - span.start + 1e-12 for span in made.timeline)
+        assert math.isfinite(made.mfu) and made.alternatives
+        assert made.setting.world_size > 8 or {each.level for each in made.collectives} <= {"node"}
+        assert sum(each.exposed for each in made.collectives) >= 0
+    hybrid = predict_step(lambda: Llama(**SMALL), settings[1:2], alternatives=False)[0]
+    assert [(each.kind, each.level) for each in hybrid.collectives] == [
+        ("all-gather", "node"), ("reduce-scatter", "node"), ("all-reduce", "network"),
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_and_what_would():
+    """8B without checkpointing does not fit on eight GPUs of 80 GB: alternatives say what does, and what it costs."""
+    (made,) = predict_step(lambda: Llama(**LLAMA_8B), [Setting(8, 2, 8192, hardware="h100")])
+    assert made.fits is False and made.best is not None and made.best.fits
+    changes = {each.change: each for each in made.alternatives}
+    full = changes["checkpointing: full checkpointing"]
+    assert full.fits and full.step > made.step and full.peak < made.memory.peak
+    assert made.best.tokens_per_second >= max(each.tokens_per_second for each in made.alternatives if each.fits) * 0.999
+
+
+def test_float32_on_a_gpu_is_warned_of(small):
+    """float32 leaves the matrix units of a GPU unused, which a prediction says; the CPU has none."""
+    gpu, cpu = predict_step(
+        lambda: Llama(**SMALL),
+        [replace(SETTING, precision="fp32"), replace(SETTING, precision="fp32", hardware="cpu")],
+        alternatives=False,
+    )
+    assert "fp32 on h100-80" in gpu.warnings[0] and not cpu.warnings
+
+
+MADE = nn.Linear(2, 2)
+
+
+def _broken():
+    raise OSError("no such model")
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (lambda: 3, "make_model: expected it to return a module, found int"),
+        (lambda: MADE, "make_model: expected it to make a model.*weight with memory on cpu"),
+        (lambda: nn.Linear(3, 3), "make_model: expected a model that can be traced, found"),
+    ],
+)
+def test_models_that_cannot_be_traced(make_model, message):
+    """What a factory makes that is no model, has memory, or does not take tokens, is refused in words."""
+    with pytest.raises(ValueError, match=message):
+        predict_step(make_model, [SETTING])
+
+
+def test_bad_settings():
+    """Names that are unknown and numbers that make no sense are refused by their field, and an error passes through."""
+    with pytest.raises(ValueError, match="device: expected one of a100-40"):
+        predict_step(lambda: Llama(**SMALL), [replace(SETTING, hardware="abacus")])
+    with pytest.raises(ValueError, match="link: expected one of"):
+        predict_step(lambda: Llama(**SMALL), [replace(SETTING, network="pigeons")])
+    for fields in (
+        {"world_size": -1},
+        {"batch": 0},
+        {"sequence": 1.5},
+        {"checkpointing": "some"},
+        {"precision": "int2"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            replace(SETTING, **fields)
+    with pytest.raises(OSError, match="no such model"):
+        predict_step(_broken, [SETTING])
