@@ -85,6 +85,13 @@ class Link:
         self.marks: list[Any] = []  # CUDA: events of calls whose times are not known yet (link_cuda.settle)
         self.free_at = 0.0
 
+    def forget(self) -> None:
+        """Forget calls that have ended; those in flight go on, and what is waited for them from now on counts."""
+        now = self.clock()
+        self.calls = [call for call in self.calls if call.end > now]
+        for call in self.calls:
+            call.waits.clear()
+
     def issue(self, kind: str, group: str, nbytes: int) -> Call:
         """Put a call behind those before it."""
         now = self.clock()

@@ -64,6 +64,10 @@ class Worker:
         self.prepared = systems.prepare(spec.system, model, self.workload.blocks(model), self._setup(model))
         self.trained = [p for p in self.prepared.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, betas=(0.9, 0.95), foreach=True)
+        self.update: Any = self.optimizer.step
+        if spec.system.endswith(":optimizer"):
+            self.update = torch.compile(self.optimizer.step)
+        self.whole_step = self.prepared.whole_step(self.optimizer)
 
     def _start_group(self) -> None:
         spec = self.spec
@@ -101,7 +105,7 @@ class Worker:
 
     def accumulate(self) -> dict[str, float]:
         """Forward and backward: the loss, seconds of forward, of both, and calls issued before backward."""
-        batch = [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
+        batch = self._batch()
         begin = self.clock()
         loss = self.prepared.forward(*batch)
         forward, calls = self.clock() - begin, len(LINK.calls)
@@ -109,14 +113,24 @@ class Worker:
         self.prepared.after_backward()
         return {"forward": forward, "backward": self.clock() - begin, "calls": calls, "loss": loss.item()}
 
+    def _batch(self) -> list[torch.Tensor]:
+        return [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
+
     def step(self) -> dict[str, float]:
         """A whole step, by the clock."""
-        LINK.reset()
+        if self.whole_step is None:
+            LINK.reset()
+        else:
+            LINK.forget()  # what it has started for this step in the one before is a part of it
         origin = self._origin()
         begin = self.clock()
-        done = self.accumulate()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.whole_step is not None:
+            loss = self.whole_step(*self._batch())
+            done = {"forward": 0.0, "backward": self.clock() - begin, "calls": 0, "loss": loss.item()}
+        else:
+            done = self.accumulate()
+            self.update()
+            self.optimizer.zero_grad()
         done["step"] = self.clock() - begin
         self._settle(origin)
         self.number += 1
@@ -147,14 +161,15 @@ class Worker:
         """`steps` steps, each timed, after the other ranks have come."""
         if self.spec.mode in ("gloo", "nccl"):
             dist.barrier()
+        if self.whole_step is not None:
+            self.step()  # what was started for it has ended while others had their turns
         return [self.step() for _ in range(steps)]
 
     def configure(self, latency: float, bandwidth: float) -> None:
         """Set the emulated link, and let the system plan for it."""
         LINK.configure(0.0, FREE)
         if bandwidth < FREE:
-            batch = [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
-            self.prepared.configured(f"custom:{latency},{bandwidth}", batch)
+            self.prepared.configured(f"custom:{latency},{bandwidth}", self._batch())
         LINK.configure(latency, bandwidth)
 
     def calls(self) -> dict[str, Any]:

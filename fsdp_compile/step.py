@@ -25,10 +25,12 @@ from torch.optim import Optimizer
 
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.sharding import units_gathered_below
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
+from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule
-from fsdp_compile.optim.compiled_update import CompiledUpdate
+from fsdp_compile.optim.compiled_update import CompiledUpdate, FlatUpdate
 
 _INDUCTOR = ("inductor", "fsdp_compile")
 
@@ -41,6 +43,7 @@ def compile_step(
     accumulate: int = 1,
     *,
     scaler: torch.amp.GradScaler | None = None,
+    prefetch: int = 2,
     backend: str = "inductor",
     options: dict[str, Any] | None = None,
 ) -> "CompiledStep":
@@ -61,13 +64,15 @@ def compile_step(
         accumulate: into how many micro-batches a batch is divided. Their gradients are added up on each rank, and
             reduced once.
         scaler: scales the loss and skips steps with infinite gradients, as in a loop that uses it.
+        prefetch: how many units, the first ones in the order of `model.modules()`, are gathered for the next step's
+            forward as soon as their update has ended. Their memory lives until that forward.
         backend: of `torch.compile`, for a model that is not compiled yet. The update is fused if this is "inductor" or
             "fsdp_compile", and is run by the optimizer's own kernels if it is another one.
         options: of `torch.compile`, likewise.
 
     Raises:
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
-        ValueError: `clip_norm` is not above 0, or `accumulate` is below 1.
+        ValueError: `clip_norm` is not above 0, `accumulate` is below 1, or `prefetch` is below 0.
     """
     sharded = getattr(model, "_orig_mod", model)
     if not isinstance(sharded, FSDPModule) or not sharded.is_root():
@@ -79,11 +84,14 @@ def compile_step(
         raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: expected a number of micro-batches, at least 1, found {accumulate!r}")
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch: expected a number of units, at least 0, found {prefetch!r}")
     run: Any = model
     if sharded is model and model._compiled_call_impl is None:
         run = torch.compile(model, backend=backend, options=options)
     update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
-    return CompiledStep(sharded, run, update, loss_fn, clip_norm, accumulate, scaler)
+    units = units_gathered_below(sharded)
+    return CompiledStep(sharded, units, run, update, loss_fn, clip_norm, accumulate, scaler, prefetch)
 
 
 class CompiledStep:
@@ -97,17 +105,19 @@ class CompiledStep:
     def __init__(
         self,
         model: FSDPModule,
+        units: Sequence[Unit],
         run: Callable[..., Any],
         update: CompiledUpdate,
         loss_fn: Callable[..., Tensor] | None,
         clip_norm: float | None,
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
+        prefetch: int,
     ) -> None:
         self.model, self.optimizer = model, update.optimizer
         self._run, self._update, self._loss_fn = run, update, loss_fn
         self._clip_norm, self._accumulate, self._scaler = clip_norm, accumulate, scaler
-        self._units = units_gathered_below(model)
+        self._units, self._next_forward = units, NextForward(units[:prefetch])
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """One step of training on this rank's batch.
@@ -139,6 +149,7 @@ class CompiledStep:
             self._step()
         except BaseException:
             self._drop_gradients()
+            self._next_forward.drop()
             raise
         self.optimizer.zero_grad()
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -155,7 +166,8 @@ class CompiledStep:
     def _backward(self, args: Any, kwargs: Any, target: Any) -> Tensor:
         """Forward and backward of one micro-batch; its loss."""
         with torch.enable_grad():
-            output = self._run(*args, **kwargs)
+            with self._next_forward.offered():
+                output = self._run(*args, **kwargs)
             loss: Tensor = output
             if self._loss_fn is not None:
                 loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
@@ -175,19 +187,27 @@ class CompiledStep:
 
     def _clip_and_update(self) -> None:
         if self._clip_norm is None:
-            for update in self._update.begin():
-                update.run()
+            self._run_updates(self._update.begin())
             return
         params = self._clipped_params()
         norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         clip = partial(nn.utils.clip_grads_with_norm_, max_norm=self._clip_norm, total_norm=norm)
         if not self._update.fuses:
             clip(params)
-            for update in self._update.begin():
-                update.run()
+            self._run_updates(self._update.begin())
             return
         coefficient = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
-        for update in self._update.begin(before_others=clip):
+        self._run_updates(self._update.begin(before_others=clip), coefficient)
+
+    def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
+        """Update units in the order of the forward, and gather the first ones for the next one behind the others."""
+        pending = {update.flat: update for update in updates}
+        for unit in self._units:
+            for flat in unit.flats:
+                if flat in pending:
+                    pending.pop(flat).run(coefficient)
+            self._next_forward.start(unit)
+        for update in pending.values():  # of another model
             update.run(coefficient)
 
     def _clipped_params(self) -> list[nn.Parameter]:

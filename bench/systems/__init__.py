@@ -52,6 +52,10 @@ class Prepared:
     after_backward: Callable[[], None] = lambda: None
     scale: float = 1.0
 
+    def whole_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor] | None:
+        """A batch to the loss, with backward, update and zero_grad, if the system has such a call."""
+        return None
+
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         """The link is another one from here on: for systems that plan for it, which may run steps on `batch`."""
 
@@ -86,6 +90,7 @@ SYSTEMS = {
     "ours_blocks": System("ours, blocks compiled", "ours_blocks", "#2f6fbf", "blocks"),
     "ours_compiled": System("ours, compiled", "ours_compiled", "#1fa187", "whole"),
     "ours_planned": System("ours, compiled, planned for the link", "ours_planned", "#0b4f4a", "whole"),
+    "ours_step": System("ours, compile_step, planned for the link", "ours_step", "#062b28", "whole"),
 }
 
 

@@ -12,14 +12,11 @@ The first of a graph is called by `fsdp_collectives.at_start`, for an earlier ca
 a collective and its wait.
 """
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm import watchdog
-from fsdp_compile.comm._torch import group_named, start_all_gather, start_broadcast
-from fsdp_compile.comm.collectives import copies, movable
-
-Awaitable = dist.Work | watchdog.WatchedCollective
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm.prefetched import Awaitable, start_gather, take
 
 
 class DirectCollectives:
@@ -45,20 +42,17 @@ class DirectCollectives:
         return self
 
     def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
-        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`."""
-        ranks = group_named(group)
-        if copies(out, group):  # Note [What gloo copies]
-            slices = movable(out).view(group_size, -1).unbind()
-            slices[ranks.rank()].copy_(movable(shard))
-            works: tuple[dist.Work, ...] = tuple(
-                start_broadcast(ranks, each, source) for source, each in enumerate(slices)
-            )
-        else:
-            works = (start_all_gather(ranks, out, shard),)
-        if watchdog.is_on() and out.device.type == "cpu":
-            self._in_flight[out.data_ptr()] = (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel()),)
-        else:
-            self._in_flight[out.data_ptr()] = works
+        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`.
+
+        If it was prefetched, `out` becomes the tensor that is being filled (Note [Where a prefetched buffer is taken]).
+        """
+        prefetched = take(shard, group)
+        if prefetched is None:
+            self._in_flight[out.data_ptr()] = start_gather(out, shard, group)
+            return
+        full = prefetched.full
+        out.set_(full.untyped_storage(), 0, full.shape, (1,))  # no copy: the graph has no view of it yet
+        self._in_flight[out.data_ptr()] = prefetched.works
 
     def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
         """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.prefetched import take
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 
 
@@ -164,7 +165,11 @@ def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | Non
     parsed = UnshardSpec.parse(spec)
     local = shard.to(parsed.compute_dtype or shard.dtype)
     if parsed.is_sharded:
-        return all_gather_flat(local, parsed.groups)
+        prefetched = take(local, parsed.groups[0].name) if len(parsed.groups) == 1 else None
+        if prefetched is None:
+            return all_gather_flat(local, parsed.groups)
+        prefetched.wait()
+        return prefetched.full
     return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
 
 

@@ -11,6 +11,7 @@ Each step
     reduce.py             gradients packed and reduced, by collectives or communication hooks, and waited for late
     accumulate.py         gradient accumulation without communication
 Between steps
+    next_forward.py       what a whole step gathers for the forward of the next one
     writeback.py          what users did to parameters
     summon.py             full parameters in the place of the sharded ones
 
