@@ -3,6 +3,7 @@
 python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)
 python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
+python -m bench foresight            steps that were predicted from a calibration, beside the same steps measured
 python -m bench host_overhead        where host time goes, ours beside the unsharded model; others alike: ALONE
 """
 
@@ -13,7 +14,15 @@ import sys
 
 from bench import parts, pictures, report
 
-ALONE = ("host_overhead", "compile_time", "regional", "planner", "planned", "checkpoint")  # files of their own
+ALONE = (
+    "host_overhead",
+    "compile_time",
+    "regional",
+    "planner",
+    "planned",
+    "foresight",
+    "checkpoint",
+)  # files of their own
 
 
 def main() -> None:

@@ -63,6 +63,7 @@ class Link:
 
     def __init__(self) -> None:
         self.latency, self.bandwidth = 20e-6, 1e9
+        self.now = time.perf_counter
         self.uncounted = 0.0  # seconds that this emulation itself has computed or overslept
         self.reset()
 
@@ -71,9 +72,16 @@ class Link:
         self.latency = self.latency if latency is None else latency
         self.bandwidth = self.bandwidth if bandwidth is None else bandwidth
 
+    def count_cpu_time(self) -> None:
+        """From now on count the seconds that this process computes; waits pass at once, other programs do not count.
+
+        Not for systems that wait in threads of their own, as DDP does.
+        """
+        self.now, self.uncounted = time.process_time, 0.0
+
     def clock(self) -> float:
         """Seconds as they pass where a network card writes into memory by itself and wakes who waits in time."""
-        return time.perf_counter() - self.uncounted
+        return self.now() - self.uncounted
 
     def seconds(self, nbytes: int) -> float:
         """How long a call of `nbytes` has the link."""
@@ -104,7 +112,8 @@ class Link:
         """Sleep until the call's transfer has ended. That a sleep returns late is not counted."""
         now = self.clock()
         if now < call.end:
-            time.sleep(call.end - now)
+            if self.now is time.perf_counter:
+                time.sleep(call.end - now)
             self.uncounted += self.clock() - call.end
             call.waits.append((now, call.end))
 
@@ -279,10 +288,10 @@ class EmulatedGroup(dist.ProcessGroup):
             from bench.link_cuda import issue
 
             return self._keep(issue(LINK, kind, self.pg_name, nbytes, move, [*result, *read]))
-        begin = time.perf_counter()
+        begin = LINK.now()
         with torch.no_grad(), _disable_current_modes():  # who counts copies must not count these
             move()
-        LINK.uncounted += time.perf_counter() - begin
+        LINK.uncounted += LINK.now() - begin
         return self._keep(LinkWork(LINK.issue(kind, self.pg_name, nbytes), result))
 
     def _keep(self, work: Any) -> Any:
@@ -296,7 +305,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 class EchoStore(dist.Store):
-    """A store in which every other rank does what this one does: what is added is added by all."""
+    """A store in which every other rank does what this one does: what is added is added by all of its group."""
 
     def __init__(self, world: int) -> None:
         super().__init__()
@@ -311,8 +320,10 @@ class EchoStore(dist.Store):
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` once for each rank."""
-        total = int(self.values.get(key, b"0")) + amount * self.world
+        """Add `amount` once for each rank: of the group whose name is the last prefix of the key, or of all."""
+        sizes = {name: group.size() for group, name in dist.distributed_c10d._world.pg_names.items()}
+        ranks = sizes.get("".join(key.split("//")[-2:-1]), self.world)
+        total = int(self.values.get(key, b"0")) + amount * ranks
         self.values[key] = str(total).encode()
         return total
 

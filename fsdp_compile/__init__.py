@@ -7,7 +7,8 @@ summon_full_params           a context in which parameters have all elements on 
 compile_step                 a whole training step as one call: forward, backward, clipping, a compiled update
 state_dict_type              a context in which `state_dict()` gives full, sharded or local values
 optim_state_dict             an optimizer's state by original names and shapes; and back: optim_state_dict_to_load
-explain                      the plan of a compiled step, with what it hides and what not; needs no GPU, no other rank
+explain                      what a step takes on any cluster: seconds, tokens/s, memory; needs no GPU, no other rank
+explain_plan                 the plan of a compiled step: each collective, what of it is hidden and what limits the rest
 Float8ErrorFeedback          with float8_reduce_scatter, a communication hook that sends gradients in float8
 CompileConfig                what to choose about compilation, for `backend="fsdp_compile", options={...}`
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     )
     from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-    from fsdp_compile.api import explain, fully_shard
+    from fsdp_compile.api import explain, explain_plan, fully_shard
     from fsdp_compile.comm_hooks import Float8ErrorFeedback, float8_reduce_scatter
     from fsdp_compile.config import CompileConfig
     from fsdp_compile.eager.summon import summon_full_params
@@ -85,6 +86,7 @@ __all__ = [
     "UnshardHandle",
     "compile_step",
     "explain",
+    "explain_plan",
     "float8_reduce_scatter",
     "fully_shard",
     "get_state_dict_type",
@@ -109,6 +111,7 @@ _MODULES = {
     "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
     "UnshardHandle": "fsdp_compile.eager.unshard",
     "compile_step": "fsdp_compile.step",
+    "explain_plan": "fsdp_compile.api",
     "float8_reduce_scatter": "fsdp_compile.comm_hooks",
     "fully_shard": "fsdp_compile.api",
     "get_state_dict_type": "fsdp_compile.state_dict.model",

@@ -1,4 +1,4 @@
-"""`fully_shard` and `explain`.
+"""`fully_shard`, `explain` and `explain_plan`.
 
     check arguments -> choose and check units -> shard them one by one -> connect modules, units and root
 
@@ -7,6 +7,7 @@ All but the first is in construct/. See Note [Nothing is changed on refusal] in 
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -49,7 +50,9 @@ from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters, gather_ar
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
 if TYPE_CHECKING:
+    from fsdp_compile.explain.explanation import Explanation
     from fsdp_compile.explain.report import Report
+    from fsdp_compile.passes.cost.hardware import Hardware
 
 
 class FullyShardOptions(TypedDict, total=False):
@@ -250,6 +253,55 @@ def fully_shard(
 
 
 def explain(
+    model: nn.Module | Callable[[], nn.Module],
+    example_inputs: Callable[[int, int], Sequence[Any]] | None = None,
+    *,
+    world_size: int | Sequence[int],
+    batch: int | Sequence[int] = 1,
+    sequence: int | Sequence[int] = 2048,
+    hardware: "str | Path | Hardware" = "h100-80",
+    calibration: str | Path | None = None,
+    name: str | None = None,
+    alternatives: bool = True,
+    **options: Any,
+) -> "Explanation":
+    """Predict what a training step of `model` takes on clusters that need not exist here: seconds, bytes, tokens/s.
+
+    This needs no other rank, no GPU and no memory for the model.
+
+    Args:
+        model: a function without arguments that makes the model, unsharded, or such a model, which stays as it is.
+            What a function makes gets no memory, so it may be larger than this machine.
+        example_inputs: given (batch, sequence), returns positional arguments of a forward; None: token ids, and
+            targets if forward has a second argument, int64 of shape [batch, sequence].
+        world_size: number of GPUs, one rank each. This and every option below may be a sequence of values; there is
+            one prediction for each combination.
+        batch: sequences per rank of one forward.
+        sequence: tokens of a sequence.
+        hardware: name of a hardware file that the package has, such as "h100-80", the path of another one, or a
+            `Hardware`.
+        calibration: path of a hardware file as `fsdp-compile calibrate` writes it, whose measured constants take the
+            place of those of `hardware`.
+        name: of the model; None: the name of its class.
+        alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
+        options: the other fields of `fsdp_compile.explain.prediction.Setting`: strategy, checkpointing, accumulation,
+            precision, optimizer, clip, ranks_per_node, shard_size, compiled, keep, reduce_dtype.
+
+    Returns:
+        An `Explanation`: `str()` gives a table, `to_json()`, `to_html()` and `to_trace()` the other forms.
+
+    Raises:
+        TypeError: an option is no field of `Setting`.
+        ValueError: an option has a value that it cannot have, hardware is unknown, `model` raises an error, is on an
+            accelerator or cannot be traced. Nothing that was passed in is changed.
+    """
+    from fsdp_compile.explain.settings import explain_settings
+
+    chosen = {"world_size": world_size, "batch": batch, "sequence": sequence, **options}
+    return explain_settings(model, example_inputs, chosen, hardware, calibration, name, alternatives)
+
+
+def explain_plan(
     model: nn.Module | Callable[[], nn.Module],
     example_inputs: Sequence[Any],
     *,

@@ -1,6 +1,8 @@
 """The command `fsdp-compile`.
 
-    fsdp-compile explain FILE.py --link LINK --world-size N
+    fsdp-compile explain FILE.py:FUNCTION --gpus 8,64 --seq 8192 --hardware h100-80
+    fsdp-compile calibrate OUT.json
+    fsdp-compile plan FILE.py --link LINK --world-size N
     fsdp-compile checkpoint show SRC
     fsdp-compile checkpoint convert SRC DST --format dcp|safetensors|torch
 
@@ -10,12 +12,24 @@ what they need themselves, so that `--help` answers at once, without torch.
 
 import argparse
 import re
-import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fsdp_compile.cli_explain import (
+    CALIBRATE,
+    CALIBRATE_EXAMPLE,
+    EXPLAIN,
+    EXPLAIN_EXAMPLE,
+    PLAN,
+    PLAN_EXAMPLE,
+    add_calibrate,
+    add_explain,
+    add_plan,
+    positive,
+)
 
 if TYPE_CHECKING:
     from fsdp_compile.checkpoint.convert import Source
@@ -23,17 +37,11 @@ if TYPE_CHECKING:
 FORMATS = ("dcp", "safetensors", "torch")
 
 HELP = """examples:
-  fsdp-compile explain gpt.py --link h100-nvlink --world-size 8
+  fsdp-compile explain gpt.py:make_model --gpus 8,64 --batch 4 --seq 1024 --hardware h100-80
+  fsdp-compile plan gpt.py --link h100-nvlink --world-size 8
   fsdp-compile checkpoint show checkpoints
 
 `fsdp-compile COMMAND --help` says more."""
-EXPLAIN = """Print the plan that a compiled training step would follow: each collective, how much of it
-computing hides and what limits it. No GPU, no other rank and no memory for the model are needed."""
-EXPLAIN_EXAMPLE = """FILE.py defines two functions without arguments. make_model() returns the model, sharded or not;
-example_inputs() returns the tuple of arguments for its forward.
-
-example:
-  fsdp-compile explain gpt.py --link h100-nvlink --world-size 8 --device h100 --trace step.json"""
 CHECKPOINT = "List what a checkpoint holds, or write it in another format."
 CHECKPOINT_EXAMPLE = """SRC is a folder of checkpoints (its newest counts), one checkpoint, a folder or file of
 safetensors, or a file of torch.save.
@@ -68,15 +76,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Tools for sharded models.", epilog=HELP,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
-    explain = _add(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE)
-    explain.set_defaults(run=run_explain)
-    explain.add_argument("file", type=Path, metavar="FILE.py", help="defines make_model() and example_inputs()")
-    explain.add_argument("--link", required=True, help="what connects the ranks, such as h100-nvlink, or "
-                         "custom:<latency in s>,<bandwidth in bytes/s>")  # fmt: skip
-    explain.add_argument("--world-size", type=_positive, required=True, metavar="N", help="number of ranks")
-    explain.add_argument("--device", help="what computes, such as h100 (default: this machine's)")
-    explain.add_argument("--budget", type=_positive, metavar="BYTES", help="memory that may be in use at once")
-    explain.add_argument("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
+    add_explain(_add(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE))
+    add_calibrate(_add(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE))
+    add_plan(_add(groups, "plan", PLAN, PLAN_EXAMPLE))
     checkpoint = _add(groups, "checkpoint", CHECKPOINT, CHECKPOINT_EXAMPLE)
     commands = checkpoint.add_subparsers(required=True, metavar="show|convert")
     show = _add(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints")
@@ -87,7 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
     change.add_argument("target", type=Path, metavar="DST", help="a path that does not exist yet")
     change.add_argument("--format", required=True, choices=FORMATS, help="of DST")
-    change.add_argument("--world-size", type=_positive, default=1, metavar="N", help="spread over N files (default: 1)")
+    change.add_argument("--world-size", type=positive, default=1, metavar="N", help="spread over N files (default: 1)")
     change.add_argument("--trust", action="store_true", help="load values of any type, which can run code, from "
                         "torch.distributed.checkpoint (default: tensors and plain values)")  # fmt: skip
     change.add_argument("--part", metavar="KEY", help="only what lies under this first key, such as model, without it "
@@ -105,12 +107,6 @@ def _add(commands: "argparse._SubParsersAction", name: str, description: str, ex
     )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return int(text)
-
-
 def _refuse(error: Exception, status: int) -> int:
     from fsdp_compile.checkpoint.untrusted import printable
 
@@ -122,31 +118,6 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     from fsdp_compile.checkpoint.untrusted import printable
 
     print(f"fsdp-compile: warning: {printable(str(message))}", file=sys.stderr)
-
-
-# --- explain ----------------------------------------------------------------------------------------------------------
-
-
-def run_explain(args: argparse.Namespace) -> None:
-    """Print the report on the plan of the model that a file defines."""
-    from fsdp_compile.api import explain
-
-    names = runpy.run_path(str(args.file))
-    for name in ("make_model", "example_inputs"):
-        if not callable(names.get(name)):
-            raise ValueError(f"{args.file}: expected a function {name}() without arguments, found none")
-    report = explain(
-        names["make_model"],
-        names["example_inputs"](),
-        link=args.link,
-        world_size=args.world_size,
-        device=args.device,
-        budget=args.budget,
-    )
-    print(report, end="")
-    if args.trace:
-        args.trace.write_text(report.to_trace())
-        print(f"wrote {args.trace}")
 
 
 # --- show -------------------------------------------------------------------------------------------------------------

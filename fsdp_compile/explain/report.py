@@ -165,7 +165,7 @@ def predict(
         ValueError: `world_size` is missing or does not fit, or the model's graph has no sharded parameters.
     """
     exists = isinstance(model, nn.Module)
-    with _process_group(world_size), nullcontext() if exists else _fake_tensors():
+    with process_group(world_size), nullcontext() if exists else _fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
         workload = _workload_of(sharded, example_inputs, config)
@@ -175,7 +175,7 @@ def predict(
 
 
 @contextmanager
-def _process_group(world_size: int | None) -> Iterator[None]:
+def process_group(world_size: int | None) -> Iterator[None]:
     """A process group of `world_size` ranks: the one that is initialized, or else a fake one meanwhile."""
     if dist.is_initialized():
         if world_size not in (None, dist.get_world_size()):

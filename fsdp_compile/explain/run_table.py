@@ -2,13 +2,11 @@
 
 import csv
 import json
-import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
+from fsdp_compile.explain.fit import summary
 from fsdp_compile.explain.prediction import FORMAT, RunPrediction
 
 
@@ -31,14 +29,11 @@ class RunTable:
         predictions are too fast.
         """
         errors = [each.relative_error for each in self.rows if each.relative_error is not None]
-        sizes = sorted(map(abs, errors))
         return {
             "rows": len(self.rows),
             "predicted": sum(each.tok_s_gpu is not None for each in self.rows),
             "compared": len(errors),
-            "mape": statistics.fmean(sizes) if sizes else None,
-            "p90": _quantile(sizes, 0.9) if sizes else None,
-            "bias": statistics.fmean(errors) if errors else None,
+            **(summary(errors) if errors else {"mape": None, "p90": None, "bias": None}),
         }
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -77,13 +72,13 @@ class RunTable:
                       for at, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
             for row in rows
         ]  # fmt: skip
-        summary = self.summary
+        totals = self.summary
         lines += [
             "",
-            f"{summary['predicted']} of {summary['rows']} rows are predicted, {summary['compared']} compared",
+            f"{totals['predicted']} of {totals['rows']} rows are predicted, {totals['compared']} compared",
         ]
-        if summary["compared"]:
-            lines.append(f"MAPE {summary['mape']:.1%}, p90 {summary['p90']:.1%}, bias {summary['bias']:+.1%}")
+        if totals["compared"]:
+            lines.append(f"MAPE {totals['mape']:.1%}, p90 {totals['p90']:.1%}, bias {totals['bias']:+.1%}")
         return "\n".join(lines) + "\n"
 
 
@@ -95,10 +90,3 @@ def _shown(each: RunPrediction) -> tuple[str, ...]:
     peak = "" if each.peak_gib is None else f"{each.peak_gib:.1f}"
     note = each.error or ("does not fit" if each.fits is False else "")
     return (*named, *figures, error, peak, note)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of all lie, between neighbors by linear interpolation, as numpy.quantile has it."""
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])

@@ -83,16 +83,17 @@ def _table_of_settings(predictions: Sequence[Prediction]) -> Iterator[str]:
 
 
 def _alternatives(prediction: Prediction) -> Iterator[str]:
+    best = prediction.best
+    listed = [*prediction.alternatives, *([best] if best is not None and best not in prediction.alternatives else [])]
+
     def row(each: Alternative) -> tuple[str, ...]:
-        change = each.change + (" (best)" if each == prediction.best else "")
+        change = ("best: " if each == best else "") + each.change
         difference = 1e3 * (each.step - prediction.step)
         return (change, _ms(each.step), f"{difference:+,.1f}", f"{each.tokens_per_second:,.0f}", _gib(each.peak),
                 _fits(each.fits))  # fmt: skip
 
     heads = ("alternatives", "step ms", "difference", "tokens/s/GPU", "peak GiB", "memory")
-    yield from _table(heads, [row(each) for each in prediction.alternatives], left=1)
-    if prediction.best is not None and prediction.best not in prediction.alternatives:
-        yield f"best: {prediction.best.change}"
+    yield from _table(heads, [row(each) for each in listed], left=1)
 
 
 def _fits(fits: bool | None) -> str:

@@ -15,7 +15,7 @@ from generated import launches, programs
 from models import routed
 from torch._inductor.utils import fresh_inductor_cache
 
-from fsdp_compile import explain, fully_shard
+from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
@@ -188,25 +188,25 @@ def test_what_needs_a_link_says_so() -> None:
         compiled("mlp", fsdp_compile_backend, options={"link": "ethernet"})
 
 
-def test_explain() -> None:
+def test_explain_plan() -> None:
     """The plan of a step, from a model or from a function that makes one without memory; nothing is compiled or run."""
     inputs, _ = CASES["mlp"].batch(1, 4)
-    found = explain(BUILD["mlp"], (inputs,), link=SLOW)
+    found = explain_plan(BUILD["mlp"], (inputs,), link=SLOW)
     assert [launch.name for launch in found.collectives[:2]] == ["gather root", "gather blocks.0"]
     kinds = Counter(launch.name.split()[0] for launch in found.collectives)
     assert kinds["reduce"] == 6 and 6 <= kinds["gather"] < 12
     assert found.bound <= found.timeline.makespan and "limited by" in str(found)
-    same = explain(fully_shard(BUILD["mlp"](), reshard_after_forward="auto"), (inputs,), link=SLOW, world_size=4)
+    same = explain_plan(fully_shard(BUILD["mlp"](), reshard_after_forward="auto"), (inputs,), link=SLOW, world_size=4)
     assert same.plan == found.plan
     with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):
-        explain(BUILD["mlp"], (inputs,), link=SLOW, budget=1)
+        explain_plan(BUILD["mlp"], (inputs,), link=SLOW, budget=1)
     with pytest.raises(ValueError, match="world_size: expected 4, as the process group has, found 8"):
-        explain(BUILD["mlp"], (inputs,), link=SLOW, world_size=8)
+        explain_plan(BUILD["mlp"], (inputs,), link=SLOW, world_size=8)
     model = BUILD["mlp"]()
     before = [(type(module), *module.parameters(recurse=False)) for module in model.modules()]
     with torch.no_grad():
-        assert not explain(model, (inputs,), link=SLOW).plan.of("reduce")
+        assert not explain_plan(model, (inputs,), link=SLOW).plan.of("reduce")
     after = [(type(module), *module.parameters(recurse=False)) for module in model.modules()]
     assert all(map(operator.is_, chain(*before), chain(*after)))  # what was passed in is unchanged
     with pytest.raises(ValueError, match="model: expected sharded parameters in its graph, found none"):
-        explain(torch.nn.ReLU(), (torch.ones(2, requires_grad=True),), link=SLOW)
+        explain_plan(torch.nn.ReLU(), (torch.ones(2, requires_grad=True),), link=SLOW)

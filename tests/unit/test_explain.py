@@ -73,14 +73,14 @@ def example_inputs():
 """
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`fsdp-compile explain` prints the report on the model that a file defines, and writes its timeline."""
+def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fsdp-compile plan` prints the report on the model that a file defines, and writes its timeline."""
     (tmp_path / "model.py").write_text(MODEL)
     options = ["--link", "h100-nvlink", "--world-size", "8", "--device", "h100", "--trace", str(tmp_path / "trace")]
-    assert main(["explain", str(tmp_path / "model.py"), *options]) == 0
+    assert main(["plan", str(tmp_path / "model.py"), *options]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("collective ") and "\nreduce root " in printed and "\nbound " in printed
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
     (tmp_path / "empty.py").write_text("")
-    assert main(["explain", str(tmp_path / "empty.py"), *options]) == 2
+    assert main(["plan", str(tmp_path / "empty.py"), *options]) == 2
     assert "expected a function make_model() without arguments, found none" in capsys.readouterr().err

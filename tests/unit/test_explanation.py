@@ -42,9 +42,9 @@ reduce-scatter  within nodes       8  4.0  32.5         0.0
 largest          links           GiB     ms  exposed ms  limited by
 gather blocks.0  within nodes  0.500  4.062       4.062  dependency
 
-alternatives                   step ms  difference  tokens/s/GPU  peak GiB    memory
-checkpoint every block (best)    513.9      +112.0        31,879      30.0      fits
-batch 8                          803.9      +401.9         9,000      90.0  too much
+alternatives                  step ms  difference  tokens/s/GPU  peak GiB    memory
+best: checkpoint every block    513.9      +112.0        31,879      30.0      fits
+batch 8                         803.9      +401.9         9,000      90.0  too much
 
 constants 1 data sheet, 1 fitted, 1 measured, 1 assumed; the JSON and the page list them with their sources
 

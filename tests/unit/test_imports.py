@@ -23,7 +23,7 @@ ALLOWED = {
     "passes": {"core.ops", "core.shard_ops", "core.layout", "core.text_files", "config", "comm"},
     "state_dict": {"core", "comm"},
     "checkpoint": {"state_dict", "core", "comm"},
-    "explain": {"core", "construct", "passes", "config"},
+    "explain": {"core", "construct", "passes", "comm", "config"},
     "config": {"core.text_files"},
 }
 PLAIN = {"passes.plan": {"torch"}, "passes.cost": {"torch"}}  # folders that import nothing of these packages

@@ -40,6 +40,21 @@ def test_a_wait_lasts_until_the_deadline_and_uses_no_cpu(link: Any) -> None:
     assert LINK.clock() >= LINK.calls[-1].end
 
 
+def test_seconds_that_this_process_computes(link: Any) -> None:
+    """Where CPU time is counted, that of others does not, and a wait passes at once, by the whole transfer."""
+    LINK.configure(latency=100.0)
+    LINK.count_cpu_time()
+    try:
+        begin, real = LINK.clock(), time.perf_counter()
+        time.sleep(0.2)
+        assert LINK.clock() - begin < 0.1
+        gather(1).wait()
+        assert LINK.clock() - begin >= 100.0 and time.perf_counter() - real < 10.0
+        assert LINK.summary()["exposed"] == pytest.approx(100.0, rel=1e-3)
+    finally:
+        LINK.now = time.perf_counter
+
+
 def test_only_what_a_wait_sleeps_is_exposed(link: Any) -> None:
     """A transfer that has ended before its wait exposes nothing, a later one what was left of it."""
     hidden = gather(1)
@@ -92,6 +107,8 @@ def test_every_rank_seems_to_hold_the_same(link: Any) -> None:
     dist.all_gather_object(found, "here")
     assert found == ["here"] * WORLD
     assert EchoStore(WORLD).add("came", 1) == WORLD
+    half = dist.new_group(list(range(WORLD // 2)))
+    assert EchoStore(WORLD).add(f"0//{half.group_name}//came", 1) == WORLD // 2
 
 
 def test_counts_are_of_one_group_each(link: Any) -> None:

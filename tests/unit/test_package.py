@@ -89,7 +89,9 @@ def test_package_is_typed() -> None:
     assert Path(fsdp_compile.__file__).with_name("py.typed").exists()
 
 
-@pytest.mark.parametrize("command", [[], ["explain"], ["checkpoint"], ["checkpoint", "convert"]])
+@pytest.mark.parametrize(
+    "command", [[], ["explain"], ["plan"], ["calibrate"], ["checkpoint"], ["checkpoint", "convert"]]
+)
 def test_help(command: list[str]) -> None:
     """`--help` has an example for each command and takes less than 0.3 s of processor time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

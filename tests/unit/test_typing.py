@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import assert_type
 
-from fsdp_compile import FSDPModule, explain, fully_shard
+from fsdp_compile import FSDPModule, explain_plan, fully_shard
 
 
 class Net(nn.Module):
@@ -36,7 +36,7 @@ model.set_requires_gradient_sync(True)
 norm: torch.Tensor = model.clip_grad_norm_(1.0)
 weight: torch.Tensor = model.layer.weight
 torch.optim.SGD(model.parameters(), lr=0.1)
-bound: float = explain(model, (torch.ones(2),), link="h100-nvlink").bound
+bound: float = explain_plan(model, (torch.ones(2),), link="h100-nvlink").bound
 assert_type(net, Net)
 """
 MISTAKES = (

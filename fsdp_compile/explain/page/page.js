@@ -378,12 +378,16 @@ function drawTables() {
   show("collectives-section", p.collectives.length > 0);
   put("collectives", table(heads, [...p.collectives.map(row),
     ["all", "", whole(total(p.collectives, "count")), bytes(total(p.collectives, "bytes")), time(total(p.collectives, "seconds")), time(total(p.collectives, "exposed"))]], [2, 3, 4, 5]));
-  show("alternatives-section", p.alternatives.length > 0);
+  const same = (each) => p.best && JSON.stringify(each) === JSON.stringify(p.best);
+  const listed = p.best && !p.alternatives.some(same) ? [...p.alternatives, p.best] : p.alternatives;
+  show("alternatives-section", listed.length > 0);
   const price = (each) => (each.step >= p.step ? "+" : "−") + ms(Math.abs(each.step - p.step));
-  put("alternatives", table(["change", "step", "difference", "tokens/s per GPU", "peak memory", ""], p.alternatives.map((each) =>
-    [each.change, time(each.step), price(each), whole(each.tokens_per_second), bytes(each.peak),
+  put("alternatives", table(["change", "step", "difference", "tokens/s per GPU", "peak memory", ""], listed.map((each) =>
+    [el("span", {}, each.change, same(each) ? el("span", { class: "badge best" }, "best") : null), time(each.step), price(each), whole(each.tokens_per_second), bytes(each.peak),
       el("span", { class: each.fits ? "fits" : "bursts" }, each.fits ? "fits" : "does not fit")]), [1, 2, 3, 4]));
-  const quantity = (value) => (typeof value === "number" ? (Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-3) ? value.toExponential(3).replace("e", " × 10^").replace("+", "") : plain(value)) : String(value));
+  const raised = (power) => [...String(power)].map((digit) => (digit === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit])).join("");
+  const scientific = (value) => value.toExponential(3).replace(/\.?0*e\+?(-?\d+)/, (_, power) => ` × 10${raised(power)}`);
+  const quantity = (value) => (value && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3) ? scientific(value) : plain(value));
   put("constants", table(["constant", "value", "unit", "origin", "source"], p.constants.map((each) =>
     [each.name, quantity(each.value), each.unit, el("span", { class: "badge " + each.origin.replace(" ", "-") }, each.origin), each.source]), [1]));
 }

@@ -1,0 +1,184 @@
+"""Steps that were predicted from a calibration of this machine, beside the same steps measured on the emulated link.
+
+Three sizes of GPT, each plain, checkpointed, with hybrid sharding and by `compile_step`, as one compiled graph. Rounds
+of the calibration alternate with measured steps, of which predictions know nothing. One process plays rank 0 of 8. All
+seconds are those that its one thread computes, to which waits add what a transfer still takes: other programs do not
+count.
+
+    step       ms of forward, backward and AdamW; the mean of the middle half of alternating rounds
+    exposed    ms of it that are spent in waits; its error is given as a part of the measured step
+    peak       MiB: parameters and optimizer states, and what lives beside them in forward and backward, as counted by
+               the records of torch's allocator
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench import link
+from bench.link import FREE, LINK
+from bench.memory import curve, resident
+from bench.models import gpt
+from bench.parts import link_for
+from bench.report import machine, today, versions
+from fsdp_compile import compile_step, explain, fully_shard
+from fsdp_compile.explain.calibrate import Case, Rounds, device_cases, fitted, midmean, step_cases
+from fsdp_compile.explain.prediction import Prediction
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device
+
+CPU = torch.device("cpu")
+WORLD, SHARDS, BATCH, CONTEXT = 8, 4, 4, 128
+SIZES: dict[str, dict[str, int]] = {
+    "1.9 M": {"layers": 4, "heads": 3, "dim": 192},
+    "10.9 M": {},
+    "43 M": {"heads": 12, "dim": 768},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed": {"checkpointing": "full"},
+    "hybrid": {"strategy": "HYBRID_SHARD", "shard_size": SHARDS},
+    "compile_step": {},
+}
+
+
+class Trained:
+    """A model of one size in one setting, sharded and compiled, with its optimizer."""
+
+    def __init__(self, size: str, setting: str) -> None:
+        self.workload = gpt(BATCH, CONTEXT, **SIZES[size], checkpointing=setting == "checkpointed")
+        torch.manual_seed(0)
+        mesh = (WORLD // SHARDS, SHARDS) if setting == "hybrid" else (WORLD,)
+        self.model = fully_shard(self.workload.build(), mesh=init_device_mesh("cpu", mesh))
+        self.forward: Callable[..., Any] = torch.compile(self.model, fullgraph=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        self.batch = self.workload.batch(0, 0)
+        self.whole = compile_step(self.model, self.optimizer) if setting == "compile_step" else None
+
+    def accumulate(self) -> None:
+        """Forward and backward."""
+        self.forward(*self.batch).backward()
+
+    def step(self) -> dict[str, float]:
+        """Seconds of a whole step, and of what it waits."""
+        LINK.reset()
+        begin = LINK.clock()
+        if self.whole is not None:
+            self.whole(*self.batch)
+        else:
+            self.accumulate()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"step": LINK.clock() - begin, "exposed": LINK.summary()["exposed"]}
+
+    def peak(self) -> int:
+        """The most bytes that are alive in a forward and backward, states of the optimizer among them."""
+        states = [each for state in self.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+        there = resident([*self.model.parameters(), *self.model.buffers(), *states])
+        above = max((total for _, total in curve(self.accumulate, torch.device("cpu"))), default=0)
+        self.optimizer.zero_grad()
+        return there + above
+
+
+def predicted(size: str, setting: str, hardware: Hardware) -> Prediction:
+    """What `explain` says of the same step."""
+    workload = gpt(BATCH, CONTEXT, **SIZES[size])
+    options = {"precision": "fp32", "clip": False, **SETTINGS[setting]}
+    made: Any = explain(workload.build, world_size=WORLD, batch=BATCH, sequence=CONTEXT, hardware=hardware,
+                        alternatives=False, name=size, **options)  # fmt: skip
+    return made.predictions[0]
+
+
+def emulated(hardware: Hardware, latency: float, bandwidth: float) -> Hardware:
+    """`hardware` whose ranks are connected by the emulated link, all alike."""
+    wire = Link("emulated", latency, bandwidth, "bench/link.py", origin="measured")
+    return replace(hardware, node=wire, network=wire, ranks_per_node=WORLD)
+
+
+def cases() -> Iterator[Case]:
+    """What `calibrate` times; small steps are on a link that takes no time."""
+    yield from device_cases(CPU)
+    for case in step_cases(fully_shard):
+        yield replace(case, call=partial(on_free_link, case.call))
+
+
+def on_free_link(call: Callable[[], object]) -> None:
+    """What `call` does where transfers take no time."""
+    latency, bandwidth = LINK.latency, LINK.bandwidth
+    LINK.reset()
+    LINK.configure(0.0, FREE)
+    call()
+    LINK.configure(latency, bandwidth)
+
+
+def measured(size: str, ratio: float, rounds: int) -> tuple[Hardware, dict[str, dict[str, float]]]:
+    """This machine with a link for this size, and what each setting takes on it: rounds of all alternate."""
+    timed = Rounds(list(cases()), CPU)
+    systems = {setting: Trained(size, setting) for setting in SETTINGS}
+    LINK.configure(0.0, FREE)
+    for system in systems.values():
+        system.step()
+    alone = statistics.median(systems["plain"].step()["step"] for _ in range(3))
+    wire = link_for(ratio, alone, LINK.summary())
+    LINK.configure(*wire)
+    steps: dict[str, list[dict[str, float]]] = {setting: [] for setting in SETTINGS}
+    for number in range(rounds):
+        for setting in list(SETTINGS)[:: 1 if number % 2 else -1]:
+            steps[setting].append(systems[setting].step())
+            timed.round()
+    found = {setting: {key: midmean([each[key] for each in those]) for key in ("step", "exposed")}
+             for setting, those in steps.items()}  # fmt: skip
+    for setting, system in systems.items():
+        found[setting]["peak"] = system.peak()
+    hardware = fitted(timed.cases, device("cpu"), Source("measured", "bench/foresight.py"))
+    return emulated(hardware, *wire), found
+
+
+def main() -> None:
+    """Print a table and write `bench/results/foresight.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ratio", type=float, default=0.6, help="of communication to computing, which sets the link")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    link.start(WORLD, 0.0, FREE)
+    LINK.count_cpu_time()
+    rows: list[dict[str, Any]] = []
+    constants: dict[str, dict[str, float]] = {}
+    print(f"{'size':8} {'setting':14} {'step ms':>16} {'error':>7} {'exposed ms':>16} {'of step':>8} {'peak MiB':>16}")
+    for size in args.sizes:
+        hardware, found = measured(size, args.ratio, args.rounds)
+        for setting, seen in found.items():
+            said = predicted(size, setting, hardware)
+            figures = {"step": said.step, "exposed": said.exposed, "peak": said.memory.peak}
+            rows.append({"size": size, "setting": setting, "measured": seen, "predicted": figures})
+            show(rows[-1])
+        constants[size] = {name: value for name, value, _, source in hardware.figures() if source.origin == "measured"}
+    report = {"date": today(), "machine": machine(), "versions": versions(), "constants": constants, "rows": rows}
+    path = pathlib.Path(__file__).parent / "results" / "foresight.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line of the table: measured, predicted, and how far apart."""
+    was, said = row["measured"], row["predicted"]
+    step, peak = said["step"] / was["step"] - 1, said["peak"] / was["peak"] - 1
+    exposed = (said["exposed"] - was["exposed"]) / was["step"]
+    cells = [f"{was['step'] * 1e3:7.1f} {said['step'] * 1e3:8.1f}", f"{step:+7.1%}",
+             f"{was['exposed'] * 1e3:7.1f} {said['exposed'] * 1e3:8.1f}", f"{exposed:+8.1%}",
+             f"{was['peak'] / 2**20:7.1f} {said['peak'] / 2**20:8.1f}", f"{peak:+7.1%}"]  # fmt: skip
+    print(f"{row['size']:8} {row['setting']:14}", *cells, flush=True)
+
+
+if __name__ == "__main__":
+    main()

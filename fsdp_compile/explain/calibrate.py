@@ -1,0 +1,407 @@
+"""Measure this machine, and write what was measured as a hardware file.
+
+    cases -> rounds: each case is timed once in every round, so that what disturbs the machine disturbs all alike
+    the middle of its times -> the constants of Note [How operations are priced] that agree best with them
+
+With several ranks, under torchrun, all of them time the collectives, and the first one writes the file.
+"""
+
+import math
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compile.comm import collectives
+from fsdp_compile.explain.report import process_group
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, devices, with_figures
+
+LEAST_ROUNDS = 5
+BURST = 2e-3  # seconds that a case is repeated for in each round, at least
+
+# Rows, inner dimension and columns of matrix products: what blocks of small and large transformers multiply.
+PRODUCTS = {
+    "cpu": [(m, k, n) for m in (256, 1024)
+            for k, n in ((128, 512), (256, 256), (384, 1536), (1024, 1024), (1536, 384))],
+    "cuda": [(m, k, n) for m in (2048, 8192)
+             for k, n in ((1024, 4096), (2048, 2048), (4096, 4096), (4096, 14336), (14336, 4096))],
+}  # fmt: skip
+LENGTHS = {"cpu": (64, 128, 256, 512), "cuda": (1024, 2048, 4096, 8192, 16384)}
+HEADS = {"cpu": (4, 4, 64), "cuda": (1, 16, 128)}  # batch, heads, width of a head
+CHAINS = {"cpu": (1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 22, 1 << 25, 1 << 28)}  # elements
+UPDATE = {"cpu": 1 << 22, "cuda": 1 << 28}  # elements
+MESSAGES = {"cpu": (1 << 14, 1 << 18, 1 << 22, 1 << 24), "cuda": (1 << 14, 1 << 20, 1 << 24, 1 << 28)}  # bytes
+STEP_BLOCKS, STEP_RANKS = (2, 8), 8
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float32)}
+
+
+@dataclass
+class Case:
+    """Something that is timed.
+
+    Attributes:
+        kind: what it measures: "product", "attention", "attention backward", "chain", "eager", "copy", "update",
+            "launch", "step", "gather" or "reduce".
+        call: does it once.
+        work: operations of products and attention, which is causal; bytes that the others read and write or send.
+        size: the inner dimension of a product, the length of attention's sequence, or how many blocks a step has.
+        dtype: of products and attention.
+        times: seconds of one call, one value for each round.
+    """
+
+    kind: str
+    call: Callable[[], object]
+    work: float
+    size: int = 0
+    dtype: str = ""
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of one call, over all rounds."""
+        return midmean(self.times)
+
+
+Shard = Callable[[nn.Module], nn.Module]
+
+
+def calibrate(
+    device_type: str | None = None,
+    base: str | Hardware | None = None,
+    seconds: float = 120,
+    shard: Shard | None = None,
+) -> tuple[Hardware, int]:
+    """Measure this machine.
+
+    Args:
+        device_type: "cuda" or "cpu"; None: the GPU, if there is one.
+        base: hardware, or its name, whose numbers stand where nothing is measured; None: by the name of the device.
+        seconds: how long to measure, beside what compiling takes; at most 300.
+        shard: shards a model in place; on a CPU, steps of small models then tell what blocks and steps take beside
+            their kernels. A GPU computes while the host does that.
+
+    Returns:
+        The hardware, and this process's rank: under torchrun every rank takes part, and one file is to be written.
+
+    Raises:
+        ValueError: the device or the base is unknown, or `seconds` is not above 0 and at most 300.
+    """
+    if not 0 < seconds <= 300:
+        raise ValueError(f"seconds: expected more than 0 and at most 300, found {seconds}")
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: expected cpu, as torch sees no GPU here, found cuda")
+    at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(at)
+    begin = base if isinstance(base, Hardware) else device(base or _name_of(at))
+    source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {_described(at)}")
+    with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
+        cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
+        Rounds(cases, at).run(seconds / 2 if ranks > 1 else seconds)
+    made = fitted(cases, begin, source)
+    if ranks > 1:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        try:
+            sent = Rounds(list(collective_cases(at)), at, together=True).run(seconds / 2)
+            words = f"{source.source}, {ranks} ranks"
+            if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+                made = replace(made, network=fitted_link(sent, made.network, ranks, words))
+            else:
+                made = replace(made, node=fitted_link(sent, made.node, ranks, words))
+        finally:
+            dist.destroy_process_group()
+    return made, rank
+
+
+def _name_of(at: torch.device) -> str:
+    """The name of the hardware file for a device."""
+    if at.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(at)
+    words = set(re.split("[^a-z0-9]+", name.lower()))
+    fitting = [each for each in devices() if each.split("-")[0] in words]
+    memory = torch.cuda.get_device_properties(at).total_memory
+    if not fitting:
+        raise ValueError(f"hardware: expected the name of a hardware file to begin with, as there is none for {name}; "
+                         f"known are {', '.join(devices())}")  # fmt: skip
+    return min(fitting, key=lambda each: abs((devices()[each].memory or 0) - memory))
+
+
+def _described(at: torch.device) -> str:
+    if at.type == "cuda":
+        return torch.cuda.get_device_name(at)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+# --- what is timed ----------------------------------------------------------------------------------------------------
+
+
+def device_cases(device: torch.device) -> Iterator[Case]:
+    """Cases for one device."""
+    kind = device.type
+    for dtype in DTYPES[kind]:
+        for m, k, n in PRODUCTS[kind]:
+            a, b = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
+            yield Case("product", _call(F.linear, a, b), 2.0 * m * k * n, k, _name(dtype))
+    yield from _attention_cases(device)
+    for elements in CHAINS[kind]:
+        yield _chain_case(elements, device)
+    first = torch.zeros(CHAINS[kind][-1], device=device)
+    yield Case("eager", _call(torch.add, first, first), 3.0 * first.nbytes)
+    yield Case("copy", _call(torch.empty_like(first).copy_, first), 2.0 * first.nbytes)
+    weight = torch.nn.Parameter(torch.zeros(UPDATE[kind] // 1024, 1024, device=device))
+    weight.grad = torch.zeros_like(weight)
+    yield Case("update", torch.optim.AdamW([weight], foreach=True).step, 7.0 * weight.nbytes)  # p, m, v; and g read
+    tiny = torch.zeros(1, device=device)
+    yield Case("launch", _call(tiny.add_, 1.0), 1.0)
+
+
+def _attention_cases(device: torch.device) -> Iterator[Case]:
+    batch, heads, width = HEADS[device.type]
+    dtype = DTYPES[device.type][0]
+    for length in LENGTHS[device.type]:
+        q, k, v = (torch.randn(batch, heads, length, width, dtype=dtype, device=device, requires_grad=True)
+                   for _ in range(3))  # fmt: skip
+        operations = 2.0 * batch * heads * length * length * width  # of both products, halved as it is causal
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        out = forward()
+        gradient = torch.randn_like(out)
+
+        def backward(out: Tensor = out, inputs: Any = (q, k, v), gradient: Tensor = gradient) -> object:
+            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+        with torch.no_grad():
+            yield Case("attention", torch.no_grad()(forward), operations, length, _name(dtype))
+        yield Case("attention backward", backward, 2.5 * operations, length, _name(dtype))
+
+
+def _chain_case(elements: int, device: torch.device) -> Case:
+    """A fused chain as blocks have them: residual, normalization, and what a gradient needs of an activation."""
+    dtype = DTYPES[device.type][0]
+    x, y = (torch.randn(elements // 512, 512, dtype=dtype, device=device) for _ in range(2))
+
+    def chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + F.gelu(y)
+        return total, F.layer_norm(total, total.shape[-1:])
+
+    compiled = torch.compile(chain, fullgraph=True)
+    return Case("chain", _call(compiled, x, y), 4.0 * x.nbytes)
+
+
+class _Block(nn.Module):
+    """A block of a transformer that computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.mlp_norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def step_cases(shard: Shard) -> Iterator[Case]:
+    """Whole steps of models that compute next to nothing, on a process group that is there; size is their blocks."""
+    x = torch.ones(1, 4, 16)
+    for blocks in STEP_BLOCKS:
+        model = shard(nn.Sequential(*(_Block() for _ in range(blocks))))
+        yield Case("step", partial(_step, torch.compile(model, fullgraph=True), x, _optimizer(model)), 1.0, blocks)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.0, foreach=True)
+
+
+def _step(model: Callable[[Tensor], Tensor], x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def collective_cases(device: torch.device) -> Iterator[Case]:
+    """Cases for all ranks of the default group; work is the size of what is gathered or reduced."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    for size in MESSAGES[device.type]:
+        full = torch.zeros(max(size // 4 // ranks, 1) * ranks, device=device)
+        shard = full[: full.numel() // ranks].clone()
+        yield Case("gather", _waited(collectives.all_gather, shard, ranks, group.group_name), full.nbytes)
+        yield Case("reduce", _waited(collectives.reduce_scatter, full, ranks, group.group_name), full.nbytes)
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+def _waited(function: Callable[..., Tensor], *arguments: object) -> Callable[[], object]:
+    return lambda: collectives.wait(function(*arguments))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+class Rounds:
+    """Cases that are timed alternately: in every round each of them for about `BURST` seconds.
+
+    Args:
+        cases: what to time; each gets one value in `times` for each round.
+        device: where they run.
+        together: whether all ranks do this at once, and make equally many calls: those of the slowest one.
+    """
+
+    def __init__(self, cases: Sequence[Case], device: torch.device, together: bool = False) -> None:
+        self.cases, self.device, self.together, self.done = cases, device, together, 0
+        for case in cases:
+            _burst(case, 1, device)  # which may compile
+        repeats = [max(1, math.ceil(BURST / max(_burst(case, 1, device), 1e-9))) for case in cases]
+        if together:
+            repeats = [min(each) for each in zip(*collectives.gather_objects(repeats, None), strict=True)]
+        self.repeats = repeats
+
+    def round(self) -> None:
+        """Time each case once, in an order that is reversed from round to round."""
+        order = list(zip(self.cases, self.repeats, strict=True))[:: 1 if self.done % 2 else -1]
+        for case, repeats in order:
+            case.times.append(_burst(case, repeats, self.device))
+        self.done += 1
+
+    def run(self, seconds: float) -> Sequence[Case]:
+        """Rounds until `seconds` have passed, but at least `LEAST_ROUNDS`; the cases with their times."""
+        end = time.perf_counter() + seconds
+        while True:
+            over = time.perf_counter() >= end
+            if self.done >= LEAST_ROUNDS and (any(collectives.gather_objects(over, None)) if self.together else over):
+                return self.cases
+            self.round()
+
+
+def midmean(values: Sequence[float]) -> float:
+    """The mean of the middle half: robust as a median, and of a sum nearly the sum of those of its terms."""
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
+
+
+def _burst(case: Case, repeats: int, device: torch.device) -> float:
+    """Seconds of a call, of so many one after another.
+
+    One thread is timed by the time that it computes: what other programs compute meanwhile does not count.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and case.kind not in ("gather", "reduce")
+    clock = time.process_time if alone else time.perf_counter
+    _finish(device)
+    begin = clock()
+    for _ in range(repeats):
+        case.call()
+    _finish(device)
+    return (clock() - begin) / repeats
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- constants --------------------------------------------------------------------------------------------------------
+
+
+def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
+    """`base` with the constants that agree best with the cases.
+
+    On an accelerator the peak stays that of the data sheet, and efficiencies are parts of it; the peak of a CPU is
+    the fastest product that was measured.
+    """
+    products, dtypes = _of(cases, "product"), list(dict.fromkeys(each.dtype for each in _of(cases, "product")))
+    peak = dict(base.peak)
+    if base.name == "cpu" or not set(dtypes) <= set(peak):
+        peak |= {dtype: max(case.work / case.seconds for case in products if case.dtype == dtype) for dtype in dtypes}
+    ideal = {case.dtype: peak[case.dtype] for case in products}
+    main = [case for case in products if case.dtype == dtypes[0]]
+    efficiency, ramp = _fit_ramp([(case.work / ideal[case.dtype], case.size, case.seconds) for case in main])
+    forward, forward_ramp = _fit_ramp([(case.work / ideal[case.dtype], case.size, case.seconds)
+                                       for case in _of(cases, "attention")])  # fmt: skip
+    backward = [case.seconds / (case.work / ideal[case.dtype] / forward * (1 + forward_ramp / case.size))
+                for case in _of(cases, "attention backward")]  # fmt: skip
+    steps = {case.size: case.seconds for case in _of(cases, "step")}
+    beside: dict[str, float] = {}
+    if steps:
+        (few, short), (many, long) = sorted(steps.items())
+        each = max(0.0, (long - short) / (many - few))  # of a block: half of it in each direction
+        beside = {"layer_seconds": each / 2, "step_seconds": max(0.0, short - few * each)}
+    bandwidth = _rate(_of(cases, "copy")) if base.name == "cpu" else base.bandwidth
+    return with_figures(
+        base,
+        source,
+        peak=peak,
+        bandwidth=bandwidth,
+        product_efficiency=efficiency,
+        product_ramp=ramp,
+        attention_efficiency=forward,
+        attention_ramp=forward_ramp,
+        attention_backward=statistics.median(backward),
+        chain_efficiency=_rate(_of(cases, "chain")) / bandwidth,
+        eager_efficiency=_rate(_of(cases, "eager")) / bandwidth,
+        update_efficiency=_rate(_of(cases, "update")) / bandwidth,
+        kernel_seconds=_of(cases, "launch")[0].seconds,
+        **beside,
+    )
+
+
+def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str) -> Link:
+    """`base` with the latency and bandwidth that agree best with the collectives' times: least squares of ratios."""
+    points = [(case.work * (ranks - 1) / ranks, case.seconds) for case in cases if case.kind in ("gather", "reduce")]
+    # seconds = latency + bytes / bandwidth, each point weighted by 1 / seconds, so that small messages count as well
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_size = sum(weight * size for weight, (size, _) in zip(weights, points, strict=True)) / total
+    mean_time = sum(weight * seconds for weight, (_, seconds) in zip(weights, points, strict=True)) / total
+    spread = sum(weight * (size - mean_size) ** 2 for weight, (size, _) in zip(weights, points, strict=True))
+    slope = sum(weight * (size - mean_size) * (seconds - mean_time)
+                for weight, (size, seconds) in zip(weights, points, strict=True)) / spread  # fmt: skip
+    latency = max(mean_time - slope * mean_size, 0.0)
+    return replace(base, latency=latency, hop=0.0, bandwidth=1 / max(slope, 1e-15), origin="measured", source=source)
+
+
+def _of(cases: Sequence[Case], kind: str) -> list[Case]:
+    return [case for case in cases if case.kind == kind]
+
+
+def _rate(cases: Sequence[Case]) -> float:
+    """Work per second: the median over cases."""
+    return statistics.median(case.work / case.seconds for case in cases)
+
+
+def _fit_ramp(points: Sequence[tuple[float, int, float]]) -> tuple[float, float]:
+    """Efficiency and ramp of `seconds = ideal / efficiency * (1 + ramp / size)`, by least squares of logarithms.
+
+    Args:
+        points: ideal seconds, size and measured seconds of each case.
+    """
+    best = (math.inf, 1.0, 0.0)
+    for ramp in [0.0, *(2 ** (step / 4) for step in range(0, 49))]:
+        logs = [math.log(ideal * (1 + ramp / size) / seconds) for ideal, size, seconds in points]
+        mean = statistics.fmean(logs)
+        best = min(best, (sum((each - mean) ** 2 for each in logs), math.exp(mean), ramp))
+    return best[1], best[2]

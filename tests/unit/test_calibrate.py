@@ -1,0 +1,137 @@
+"""Calibration: constants that agree with measured times, the hardware file, and what a calibration replaces."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_compile.cli import main
+from fsdp_compile.explain.calibrate import LEAST_ROUNDS, Case, Rounds, fitted, fitted_link, midmean
+from fsdp_compile.explain.settings import hardware_of
+from fsdp_compile.passes.cost.hardware import (
+    Hardware,
+    Source,
+    attention_seconds,
+    chain_seconds,
+    device,
+    product_seconds,
+    read_hardware,
+    to_json,
+    update_seconds,
+    with_figures,
+)
+from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
+
+CPU = torch.device("cpu")
+
+
+def nothing() -> None: ...
+
+
+def cases(hardware: Hardware) -> list[Case]:
+    """What calibration would measure on `hardware`."""
+    made = [Case("product", nothing, 2e9 * k, k, "bfloat16") for k in (128, 512, 2048, 8192)]
+    made += [Case("attention", nothing, 1e12, length, "bfloat16") for length in (512, 2048, 8192)]
+    made += [Case("attention backward", nothing, 2.5e12, length, "bfloat16") for length in (512, 2048, 8192)]
+    made += [Case(kind, nothing, 1e9) for kind in ("chain", "eager", "copy", "update", "launch")]
+    made += [Case("step", nothing, 1.0, blocks) for blocks in (2, 8)]
+    for case in made:
+        case.times = [_seconds(case, hardware)]
+    return made
+
+
+def _seconds(case: Case, hardware: Hardware) -> float:
+    if case.kind == "product":
+        return product_seconds(case.work, 0, case.size, case.dtype, hardware)
+    if case.kind.startswith("attention"):
+        return attention_seconds(case.work, case.size, "backward" in case.kind, case.dtype, hardware)
+    beside = hardware.step_seconds + 2 * case.size * hardware.layer_seconds
+    return {
+        "chain": chain_seconds(case.work, True, hardware),
+        "eager": chain_seconds(case.work, False, hardware),
+        "copy": case.work / hardware.bandwidth,
+        "update": update_seconds(case.work, hardware),
+        "launch": hardware.kernel_seconds,
+        "step": beside,
+    }[case.kind]
+
+
+def test_constants_are_found_again() -> None:
+    """From times that follow the cost model, the constants that made them."""
+    made = replace(device("h100-80"), product_ramp=128.0, attention_ramp=256.0, chain_efficiency=0.7,
+                   eager_efficiency=0.3, update_efficiency=0.6, layer_seconds=2e-4, step_seconds=3e-3)  # fmt: skip
+    source = Source("measured", "here")
+    again = fitted(cases(made), device("h100-80"), source)
+    for name, value, _, _ in made.figures():
+        known = {each[0]: each[1] for each in again.figures()}
+        assert known[name] == pytest.approx(value, rel=1e-6), name
+    assert again.sources["product_efficiency"] == source and again.sources["memory"] != source
+
+
+def test_a_link_is_found_again() -> None:
+    """From the times of collectives, latency and bandwidth."""
+    base = replace(device("h100-80").node, latency=3e-5, hop=0.0, bandwidth=2e11)
+    sent = [Case(kind, nothing, size) for kind in ("gather", "reduce") for size in (1e4, 1e6, 1e8)]
+    for case in sent:
+        case.times = [launch_seconds(8, base) + transfer_seconds(case.work, 8, base)]
+    found = fitted_link(sent, device("h100-80").node, 8, "here")
+    assert (found.latency, found.bandwidth) == pytest.approx((3e-5, 2e11)) and found.origin == "measured"
+
+
+def test_rounds_alternate() -> None:
+    """Each round times each case once, and the order is reversed from round to round."""
+    calls: list[str] = []
+    timed = Rounds([Case("chain", lambda name=name: calls.append(name), 1.0) for name in "abc"], CPU)
+    timed.repeats = [1, 1, 1]
+    calls.clear()
+    timed.run(0.0)
+    assert [len(case.times) for case in timed.cases] == [LEAST_ROUNDS] * 3
+    assert "".join(calls[:6]) in ("abccba", "cbaabc")
+    assert midmean([100.0, 1.0, 2.0, 3.0, 0.0, 2.0, 2.0, 2.0]) == 2.0
+
+
+def test_calibration_replaces_what_was_measured(tmp_path: Path) -> None:
+    """Of a calibration only what was measured or fitted takes the place of the hardware's own constants."""
+    base = device("h100-80")
+    made = with_figures(device("a100-80"), Source("measured", "here"), chain_efficiency=0.5)
+    made = replace(made, node=replace(made.node, bandwidth=1e11, origin="measured"))
+    (tmp_path / "here.json").write_text(to_json(made))
+    used = hardware_of(base, tmp_path / "here.json")
+    assert (used.chain_efficiency, used.sources["chain_efficiency"].origin) == (0.5, "measured")
+    assert (used.name, used.peak, used.network, used.node.bandwidth) == (base.name, base.peak, base.network, 1e11)
+
+
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A time or hardware that cannot be is one line that names it; nothing is written."""
+    for options, message in (
+        (["--seconds", "301"], "seconds: expected more than 0 and at most 300, found 301"),
+        (["--hardware", "h1000"], "expected one of a100-40, "),
+        (["--from-runs", str(tmp_path / "none.csv"), "--hardware", "h100"], "expected a CSV file of runs"),
+        (["--from-runs", str(tmp_path / "none.csv")], "--hardware: expected the name of the hardware"),
+    ):
+        assert main(["calibrate", str(tmp_path / "out.json"), "--device", "cpu", *options]) == 2
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Constants are fitted to the rows of a table that used the hardware, and written with that origin."""
+    from fsdp_compile.explain.tables import REPORTED
+
+    options = ["--from-runs", str(REPORTED), "--hardware", "h100-96-500w", "--name", "ours"]
+    assert main(["calibrate", str(tmp_path / "fitted.json"), *options]) == 0
+    made = read_hardware(tmp_path / "fitted.json")
+    assert made.name == "ours" and made.sources["product_efficiency"] == Source("fitted", "least squares over 1 runs")
+    assert "product_efficiency" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_this_machine(tmp_path: Path) -> None:
+    """What is measured here is a hardware file whose figures are possible ones."""
+    assert main(["calibrate", str(tmp_path / "here.json"), "--device", "cpu", "--seconds", "1"]) == 0
+    made = read_hardware(tmp_path / "here.json")
+    measured = {name for name, source in made.sources.items() if source.origin == "measured"}
+    assert {"peak", "bandwidth", "product_efficiency", "attention_efficiency", "chain_efficiency"} <= measured
+    assert 1e9 < made.peak["float32"] < 1e14 and 1e8 < made.bandwidth < 1e13 and 0 < made.product_efficiency <= 1.5
+    assert 0 < made.layer_seconds < 0.1 and 0 < made.step_seconds < 1

@@ -1,0 +1,175 @@
+"""The commands `explain` and `calibrate`: what they print and write, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compile import explain
+from fsdp_compile.cli import main
+from fsdp_compile.explain.explanation import read_explanation
+from fsdp_compile.passes.cost.hardware import device, to_json
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(256, 64), nn.Linear(64, 256)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def make():
+    return Tiny()
+
+def on_a_gpu():
+    return Tiny().to("cuda")
+
+def fails():
+    raise RuntimeError("no such checkpoint")
+
+def makes_a_list():
+    return [1]
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    return str(tmp_path / "tiny.py")
+
+
+def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One prediction for each combination is printed, and written as JSON, page and trace."""
+    written = {name: tmp_path / f"step.{name}" for name in ("json", "html", "trace")}
+    options = [text for name, path in written.items() for text in (f"--{name}", str(path))]
+    assert main(["explain", f"{model}:make", "--gpus", "8,64", "--batch", "1,2", "--seq", "128", *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Tiny, ") and " in 4 settings\n" in printed and "tokens/s per GPU, MFU" in printed
+    made = read_explanation(written["json"])
+    shown = [(each.setting.world_size, each.setting.batch) for each in made.predictions]
+    assert shown == [(8, 1), (8, 2), (64, 1), (64, 2)]
+    assert made.predictions[0].parameters == 256 * 64 + 64 * 256 + 256 + 3 * (2 * 64 + 64 * 192 + 192 + 64 * 64 + 64)
+    for each in made.predictions:
+        assert each.step == pytest.approx(each.forward + each.backward + each.update + each.exposed)
+    assert json.loads(written["trace"].read_text())["traceEvents"]
+    assert "<svg" in written["html"].read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["{model}:make", "--hardware", "h1000"], "expected one of a100-40, "),
+        (["{model}:make", "--gpus", "-8"], "--gpus: expected a whole number of at least 1, found '-8'"),
+        (["{model}:make", "--batch", "1,x"], "--batch: expected a whole number of at least 1, found 'x'"),
+        (["{model}:make", "--seq", "0"], "--seq: expected a whole number of at least 1, found '0'"),
+        (["{model}:make", "--strategy", "ZERO3"], "--strategy: expected one of FULL_SHARD, "),
+        (["{model}:make", "--checkpointing", "some"], "checkpointing: expected one of none, full, "),
+        (["{model}:make", "--precision", "int4"], "--precision: expected one of fp32, "),
+        (["{model}:make", "--shard-size", "3"], "shard_size: expected a divisor of world_size 8, found 3"),
+        (
+            ["{model}:make", "--calibration", "{nan}"],
+            "chain_efficiency: expected a finite number of at least 0, found nan",
+        ),
+        (
+            ["{model}:make", "--hardware", "{nan}"],
+            "chain_efficiency: expected a finite number of at least 0, found nan",
+        ),
+        (["{model}:make", "--html", "{model}.d/step.html"], "expected its folder to exist, found none"),
+        (["{model}:missing"], "expected a function missing() without arguments, found none"),
+        (["{model}"], "expected a file, a colon and the name of a function, found "),
+        (["{model}x:make"], "expected a Python file, found none"),
+        (["{broken}:make"], "expected a file that runs, found ModuleNotFoundError: No module named 'nowhere'"),
+        (["{model}:fails"], "it raised RuntimeError: no such checkpoint"),
+        (["{model}:makes_a_list"], "expected a function that makes a module, found one that makes list"),
+        (["{model}:on_a_gpu"], "model: expected "),
+        (["--runs", "{model}x"], "expected a CSV file of runs, found no regular file"),
+        (
+            ["--runs", "{model}", "--gpus", "8"],
+            "--runs: expected no other option than --hardware and --json, found one",
+        ),
+        ([], "FILE.py:FUNCTION: expected what makes the model, or --runs, found neither"),
+    ],
+)
+def test_bad_input(
+    options: list[str], message: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What makes no sense is one line that names it, with status 2, and nothing is written."""
+    nan, broken = tmp_path / "nan.json", tmp_path / "broken.py"
+    text = to_json(device("h100-80"))
+    at = text.index('"value"', text.index('"chain_efficiency"'))
+    nan.write_text(text[:at] + '"value": NaN' + text[text.index(",", at) :])
+    broken.write_text("import nowhere")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    given = [each.format(model=model, nan=nan, broken=broken) for each in options]
+    try:
+        status = main(["explain", *given])
+    except SystemExit as error:  # as argparse ends the program
+        status = error.code  # type: ignore[assignment]
+    printed = capsys.readouterr()
+    assert status == 2 and message in printed.err.splitlines()[-1] and not printed.out
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+
+def test_model_stays_as_it_is() -> None:
+    """A model that is passed in is not changed, and an option that is no field is a TypeError."""
+    made = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    before = [(name, id(each), each.data_ptr(), each.clone()) for name, each in made.named_parameters()]
+    explained = explain(made, lambda batch, sequence: (torch.ones(batch, 16),), world_size=[4, 8], batch=4, sequence=1)
+    assert [each.setting.world_size for each in explained.predictions] == [4, 8]
+    after = [(name, id(each), each.data_ptr(), each) for name, each in made.named_parameters()]
+    assert all(a[:3] == b[:3] and torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
+    assert type(made) is nn.Sequential
+    with pytest.raises(TypeError, match="batches: expected one of world_size, batch, "):
+        explain(made, world_size=8, batches=4)
+    with pytest.raises(ValueError, match="world_size: expected a whole number of at least 1, found -8"):
+        explain(made, world_size=-8)
+    with pytest.raises(ValueError, match="batch: expected at least one value, found none"):
+        explain(made, world_size=8, batch=[])
+
+
+RUNS = """source,system,model,layers,hidden,heads,seq,gpus,device,precision,micro_batch,act_ckpt,sharding,tok_s_gpu
+here,composer FSDP1 eager,mpt-7b,32,4096,32,2048,8,h100-80,amp_bf16,6,none,FULL_SHARD,10643.0
+there,composer FSDP1 eager,mpt-7b,32,4096,32,2048,8,h100-80,amp_bf16,6,none,FULL_SHARD,
+there,composer FSDP1 eager,mpt-7b,32,4096,32,,8,h100-80,amp_bf16,6,none,FULL_SHARD,1.0
+"""
+
+
+def test_table_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--runs` predicts each row or says why not; --json prints or writes columns, predictions and a summary."""
+    (tmp_path / "runs.csv").write_text(RUNS)
+    assert main(["explain", "--runs", str(tmp_path / "runs.csv")]) == 0
+    assert "2 of 3 rows are predicted, 1 compared\nMAPE " in capsys.readouterr().out
+    assert main(["explain", "--runs", str(tmp_path / "runs.csv"), "--json"]) == 0
+    printed = capsys.readouterr().out
+    table = json.loads(printed)
+    assert [row["source"] for row in table["rows"]] == ["here", "there", "there"]
+    first, second, third = table["rows"]
+    assert first["relative_error"] == pytest.approx(first["predicted_tok_s_gpu"] / 10643 - 1)
+    assert second["predicted_tok_s_gpu"] == first["predicted_tok_s_gpu"] and second["relative_error"] is None
+    assert third["predicted_tok_s_gpu"] is None and third["error"].startswith("seq: expected ")
+    assert table["summary"]["mape"] == pytest.approx(abs(first["relative_error"]))
+    assert main(["explain", "--runs", str(tmp_path / "runs.csv"), "--json", str(tmp_path / "out.json")]) == 0
+    assert (tmp_path / "out.json").read_text() == printed
