@@ -24,6 +24,7 @@ Optimizer = Literal["adamw", "adam", "sgd", "momentum", "none"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+RUNTIMES = ("fsdp_compile", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Setting:
         ranks_per_node: ranks that the fast links connect; None: as the hardware file says.
         shard_size: ranks that store one copy of the parameters under a hybrid strategy; None: those of a node.
         compiled: whether the step runs compiled, with fused chains, or eagerly, one kernel for each operator.
+        runtime: what runs the step: "fsdp_compile", this package, whose compiled graphs contain the collectives; or
+            "fsdp2", which issues them between blocks, compiled or not.
         compiled_loss: whether what is outside of blocks runs compiled; None: as the blocks. torchtitan compiles blocks.
         network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
             file says.
@@ -73,6 +76,7 @@ class Setting:
     ranks_per_node: int | None = None
     shard_size: int | None = None
     compiled: bool = True
+    runtime: str = "fsdp_compile"
     compiled_loss: bool | None = None
     network: str | None = None
     keep: int = 0
@@ -87,6 +91,7 @@ class Setting:
         _expect_one_of("strategy", self.strategy, STRATEGIES)
         _expect_one_of("precision", self.precision, PRECISIONS)
         _expect_one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _expect_one_of("runtime", self.runtime, RUNTIMES)
         _expect_one_of("reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16", "float16"))
         interval = self.checkpointing.removeprefix("selective ") if isinstance(self.checkpointing, str) else ""
         known = ("none", "full", "selective op")

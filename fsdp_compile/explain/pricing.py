@@ -13,7 +13,9 @@ A step with gradient accumulation is that many equal passes and one update; each
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
+from fsdp_compile.explain.graphs import GraphStep, as_graph
 from fsdp_compile.explain.prediction import (
     CollectiveKind,
     CollectiveTime,
@@ -102,6 +104,11 @@ class Priced:
         return self.gathered_width
 
     @cached_property
+    def in_graph(self) -> bool:
+        """Whether collectives are in a compiled graph: see Note [What graphs of this package do]."""
+        return self.setting.compiled and self.setting.runtime == "fsdp_compile"
+
+    @cached_property
     def resharding(self) -> bool:
         """Whether blocks are freed between forward and backward."""
         return self.setting.strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.shards > 1
@@ -134,7 +141,7 @@ class Priced:
         gather, reduce, _ = self.collectives_of(unit.parameters)
         beside = (gather if self.resharding or not backward else 0.0) + (reduce if backward else 0.0)
         packing = 0.0
-        if backward and self.shards > 1:  # gradients are copied into the buffer that is reduced
+        if backward and self.shards > 1 and not self.in_graph:  # gradients are copied into the buffer that is reduced
             moved = unit.parameters * (self.gathered_width + self.packed_width)
             packing = moved / (self.hardware.bandwidth * self.hardware.chain_efficiency)
         slower = self.hardware.contention * min(beside, computing)
@@ -143,6 +150,25 @@ class Priced:
     @cached_property
     def workload(self) -> Workload:
         """One pass as the planner sees it. Unit 0 is all that is outside of blocks."""
+        return self.graph.workload if self.in_graph else self._by_blocks
+
+    @cached_property
+    def graph(self) -> GraphStep:
+        """One pass as compiled graphs do it."""
+        blocks = [*self.work.units][1:-1]
+        outside = self.work.parameters - sum(block.parameters for block in blocks)
+        return as_graph(
+            self._by_blocks,
+            blocks,
+            [4 * -(-parameters // self.shards) for parameters in (outside, *(block.parameters for block in blocks))],
+            self.gathered_width,
+            reshards_last=bool(blocks) and self.resharding and not self.setting.keep,
+            accumulates=self.setting.accumulation > 1,
+        )
+
+    @cached_property
+    def _by_blocks(self) -> Workload:
+        """One pass with a task for each block and direction."""
         units, states = [*self.work.units], self._states
         begin, end, blocks = units[0], units[-1], units[1:-1]
         known: dict[tuple[int, bool], float] = {}
@@ -189,6 +215,8 @@ class Priced:
     @cached_property
     def plan(self) -> Plan:
         """One unit ahead, as FSDP2 does; the reduce of a unit runs beside the backward of the next one."""
+        if self.in_graph:
+            return self.graph.plan
         return prefetch(self.workload, forward=2, backward=1, before_wait=False, in_flight=1)
 
     @cached_property
@@ -243,13 +271,15 @@ class Priced:
         end = self.workload.backward  # the task of `end`'s backward
         logits = self.work.end.logits_bytes if at in (end - 1, end) else 0
         parameters, gradients, optimizer = self._stored
+        if self.in_graph:
+            gradients = self.graph.gradients[at]
         other = int(self.hardware.fragments * memory[at])
         name = tasks[at].name if at < len(tasks) else "the end of backward"
         return Memory(
             parameters,
             gradients,
             optimizer,
-            max(0, beneath - self._states - logits),
+            max(0, beneath - parameters - gradients - optimizer - logits),
             logits,
             gathered,
             packed,
@@ -351,18 +381,35 @@ def _by_kind(singles: list[TopCollective], passes: int) -> Iterator[CollectiveTi
 
 def _spans(priced: Priced, singles: list[TopCollective]) -> Iterator[TimelineSpan]:
     timeline = priced.timeline
-    for task in timeline.compute:
-        yield TimelineSpan("compute", task.name, task.start, task.end)
+    for name, start, end in _joined(timeline.compute):
+        yield TimelineSpan("compute", name, start, end)
     yield TimelineSpan("compute", "update", timeline.makespan, timeline.makespan + priced.update)
     spans = [*(timeline.link if priced.shards > 1 else ()), *timeline.replicas]
     for span, single in zip(spans, singles, strict=True):
         yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
 
 
+def _joined(spans: list[Span]) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end of computing spans; those of one name that follow each other without a wait are one."""
+    name, start, end = "", 0.0, 0.0
+    for span in spans:
+        if span.name == name and span.start <= end * (1 + 1e-12):
+            end = span.end
+            continue
+        if name:
+            yield name, start, end
+        name, start, end = span.name, span.start, span.end
+    if name:
+        yield name, start, end
+
+
 def _memory_over_time(priced: Priced) -> tuple[tuple[float, int], ...]:
     timeline = priced.timeline
-    starts = [*(span.start for span in timeline.compute), timeline.makespan]
-    return (*zip(starts, timeline.memory, strict=True), (timeline.makespan + priced.update, priced._states))
+    starts = [0.0, *(span.start for span in timeline.compute[1:]), timeline.makespan]
+    held = 1 + priced.hardware.fragments  # as in the peak
+    sizes = [int(held * size) for size in (*timeline.memory, priced._states)]
+    points = [*zip([*starts, timeline.makespan + priced.update], sizes, strict=True)]
+    return tuple(point for before, point in pairwise([(0.0, -1), *points]) if point[1] != before[1])
 
 
 def _warnings(setting: Setting, hardware: Hardware) -> Iterator[str]:

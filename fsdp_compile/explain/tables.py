@@ -114,6 +114,7 @@ def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = Non
         accumulation=_optional(row, "grad_accum") or 1,
         precision=_precision(row.get("precision", ""), system),
         optimizer="adamw",
+        runtime="fsdp2",
         clip=True,
         hardware=used.name,
         shard_size=shard_size,
