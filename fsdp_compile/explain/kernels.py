@@ -1,8 +1,8 @@
 """From partitioned graphs to numbers: the kernels of each direction, what is saved, and what is alive at most.
 
 Compiled, loops between two products are one kernel, what passes between them takes neither time nor memory, and what
-they read and write is counted as the planner counts it (passes/graph/node_costs.py). Eager, each operator is a kernel
-that reads all it is given and writes all it returns.
+they read and write is counted nearly as the planner counts it (passes/graph/node_costs.py). Eager, each operator is a
+kernel that reads all it is given and writes all it returns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -104,11 +104,9 @@ def _kernels(nodes: Iterable[fx.Node], compiled: bool) -> tuple[Kernel, ...]:
             continue
         kernel = _attention(node) if _is_attention(node) else _product(node) if is_product(node) else None
         if kernel is None:
-            work = node_work(node)
-            moved = work.read_bytes + (0 if _is_inlined(node) else work.written_bytes) if compiled else _moved(node)
             if compiled:
-                chained += moved
-            elif moved:
+                chained += _moved_by_chain(node)
+            elif moved := _moved(node):
                 kernels.append(Chain(moved, fused=False))
             continue
         if chained:
@@ -118,14 +116,36 @@ def _kernels(nodes: Iterable[fx.Node], compiled: bool) -> tuple[Kernel, ...]:
     return (*kernels, Chain(chained)) if chained else tuple(kernels)
 
 
+def _is_fused(node: fx.Node) -> bool:
+    """Whether Inductor computes `node` in loops: also few elements that are looked up, and what is put side by side."""
+    return is_loop(node) or packet_of(node) in (aten.gather, aten.cat)
+
+
 def _is_inlined(node: fx.Node) -> bool:
-    """Whether the value of `node` passes between loops alone, those among them that look a few elements up."""
-    return is_loop(node) and all(is_loop(each) or packet_of(each) is aten.gather for each in value_readers(node))
+    """Whether the value of `node` passes between loops alone."""
+    return _is_fused(node) and all(map(_is_fused, value_readers(node)))
+
+
+def _moved_by_chain(node: fx.Node) -> int:
+    """Bytes that `node` adds to those of its chain, which reads what it takes from elsewhere once."""
+    if packet_of(node) in SCATTERS:
+        return 2 * sum(map(_bytes, node.all_input_nodes[1:]))
+    if not _is_fused(node):
+        return _moved(node)
+    origins = dict.fromkeys(_origin(each) for each in node.all_input_nodes)
+    read = sum(_bytes(each) for each in origins if not _is_fused(each) and _first_loop(each) is node)
+    return read + (0 if _is_inlined(node) else _bytes(node))
+
+
+def _first_loop(origin: fx.Node) -> fx.Node | None:
+    return next((each for each in value_readers(origin) if _is_fused(each)), None)
 
 
 def _moved(node: fx.Node) -> int:
-    """Bytes that an eager operator reads and writes; look-ups read as much as they return."""
+    """Bytes that an eager operator reads and writes; look-ups read as much as they return, losses next to nothing."""
     written = _bytes(node)
+    if packet_of(node) in (aten.nll_loss_forward, aten.nll_loss_backward):
+        return written
     if packet_of(node) in (aten.embedding, aten.index, aten.index_select, aten.gather):
         return 2 * written
     return written + sum(map(_bytes, node.all_input_nodes))

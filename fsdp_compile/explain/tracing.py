@@ -95,8 +95,11 @@ def _block_gradients(ctx: Any, grad: Tensor) -> Any:
 block.register_autograd(_block_gradients, setup_context=_note_block)
 
 
-class _FusedAttention(TorchFunctionMode):
-    """`scaled_dot_product_attention` is one operator, whichever the device."""
+class _WithoutValues(TorchFunctionMode):
+    """What tensors without values need: one operator for attention, whichever the device, and conditions that hold.
+
+    Conditions on values are checks, such as that no batch is padded or packed, which Hugging Face's models ask for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,6 +108,11 @@ class _FusedAttention(TorchFunctionMode):
             if query.dim() == 4:
                 causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
                 return attention(query, key, value, causal)[0]
+        if func in (Tensor.__bool__, Tensor.item) and args[0].dtype is torch.bool:
+            try:
+                return func(*args)
+            except RuntimeError:
+                return True
         return func(*args, **kwargs)
 
 
@@ -175,7 +183,7 @@ class TracedModel:
         """
         dtype = DTYPES.get(precision, torch.bfloat16)
         try:
-            with self.mode, _FusedAttention(), torch.enable_grad():
+            with self.mode, _WithoutValues(), torch.enable_grad():
                 inputs, names = self._inputs(batch, sequence)
                 sizes = (batch, sequence, dtype)
                 if sizes not in self._calls_of:
@@ -285,13 +293,14 @@ class TracedModel:
 
             return forward
 
-        def run(params: dict[str, Tensor], tensors: Sequence[Any]) -> tuple[Tensor]:
+        def run(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Any) -> tuple[Tensor]:
             upcoming[:] = range(len(order))
-            output = torch.func.functional_call(self.model, {**blocks, **params}, tuple(tensors), names)
+            tensors, by_name = given
+            output = torch.func.functional_call(self.model, {**blocks, **params, **buffers}, tuple(tensors), by_name)
             return (self._loss(output),)
 
         with _forwards(self.blocks, around):
-            graphs = partitioned(run, (state, _cast_inputs(inputs, dtype)), compiled)
+            graphs = partitioned(run, (state, _buffers(self.model), (_cast_inputs(inputs, dtype), names)), compiled)
         outside = sum(each.numel() for each in self.model.parameters() if id(each) not in inside)
         begin, end = divided(graphs, compiled, torch.ops.fsdp_explain.block.default, len(state))
         given = sum(each.nbytes for each in inputs if isinstance(each, Tensor))
@@ -304,14 +313,16 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
     state = _cast(call.module, dtype)
     tensors = [each.detach().requires_grad_(each.is_floating_point() and each.requires_grad) for each in call.tensors]
 
-    def run(params: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = call.rebuild(given)
-        output = torch.func.functional_call(call.module, params, args, kwargs)
+        output = torch.func.functional_call(call.module, {**params, **buffers}, args, kwargs)
         return tuple(
             each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()
         )
 
-    graphs = partitioned(run, (state, tensors), compiled, save_by_operator if by_operator else None)
+    graphs = partitioned(
+        run, (state, _buffers(call.module), tensors), compiled, save_by_operator if by_operator else None
+    )
     passed = sum(each.nbytes for each in tensors if each.requires_grad)
     part = read_part(graphs, compiled, len(state))
     return part.unit("blocks", sum(each.numel() for each in call.module.parameters()), passed)
@@ -383,6 +394,10 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         )
         for path, each in module.named_parameters()
     }
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {path: torch.empty_like(each, device="cpu") for path, each in module.named_buffers()}
 
 
 def _cast_inputs(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
