@@ -285,7 +285,8 @@ def explain(
         name: of the model; None: the name of its class.
         alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
         options: the other fields of `fsdp_compile.explain.prediction.Setting`: strategy, checkpointing, accumulation,
-            precision, optimizer, clip, ranks_per_node, shard_size, compiled, keep, reduce_dtype.
+            precision, optimizer, clip, runtime, compiled, compiled_loss, network, ranks_per_node, shard_size, keep,
+            reduce_dtype.
 
     Returns:
         An `Explanation`: `str()` gives a table, `to_json()`, `to_html()` and `to_trace()` the other forms.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, STRATEGIES
+from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.explanation import Explanation
@@ -109,6 +109,7 @@ def add_explain(explain: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     step.add_argument("--clip", action=argparse.BooleanOptionalAction, help="clip gradients to a norm (default: yes)")
+    step.add_argument("--runtime", choices=RUNTIMES, help="this package, or FSDP2 (default: fsdp_compile)")
     step.add_argument("--eager", dest="compiled", action="store_false", default=None, help="not compiled")
     written = explain.add_argument_group("output, beside the text that is printed")
     written.add_argument("--json", nargs="?", type=Path, const=STANDARD_OUTPUT, metavar="OUT", help="all fields; "
@@ -151,7 +152,8 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
 FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy": "strategy", "keep": "keep",
           "checkpointing": "checkpointing", "accumulate": "accumulation", "precision": "precision",
           "optimizer": "optimizer", "clip": "clip", "gpus_per_node": "ranks_per_node", "shard_size": "shard_size",
-          "compiled": "compiled", "network": "network", "reduce_dtype": "reduce_dtype"}  # fmt: skip
+          "compiled": "compiled", "network": "network", "runtime": "runtime",
+          "reduce_dtype": "reduce_dtype"}  # fmt: skip
 
 
 def run_explain(args: argparse.Namespace) -> None:

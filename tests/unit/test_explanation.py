@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ from expecttest import assert_expected_inline
 from predictions import explanation, prediction
 
 from fsdp_compile.explain.explanation import Explanation, read_explanation
-from fsdp_compile.explain.prediction import RunPrediction
+from fsdp_compile.explain.prediction import (
+    Alternative,
+    CollectiveTime,
+    Constant,
+    Memory,
+    Prediction,
+    RunPrediction,
+    Setting,
+    TimelineSpan,
+    TopCollective,
+)
 from fsdp_compile.explain.run_table import RunTable
 
 SCRIPT = "</script><script>alert(1)</script><!--"  # a name that must not end the element that holds the JSON
@@ -178,6 +189,14 @@ def test_keyboard_and_mouse(browser: Browser, tmp_path: Path) -> None:
     page.evaluate("document.querySelectorAll('#settings tr.pick')[1].click()")
     assert page.evaluate("document.getElementById('title').textContent") == SCRIPT
     assert (page.requests, page.complaints) == ([page.url], [])
+
+
+def test_every_field_is_documented() -> None:
+    """docs/explain.md names each field of the JSON."""
+    text = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    for kind in (Setting, Prediction, Memory, CollectiveTime, TopCollective, TimelineSpan, Alternative, Constant):
+        missing = [each.name for each in fields(kind) if f"`{each.name}" not in text]
+        assert not missing, (kind.__name__, missing)
 
 
 # --- a table of runs --------------------------------------------------------------------------------------------------
