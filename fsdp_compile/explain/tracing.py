@@ -220,11 +220,12 @@ class TracedModel:
         ids = torch.zeros(batch, sequence, dtype=torch.int64)
         parameters = list(inspect.signature(self.model.forward).parameters.values())
         names = [each.name for each in parameters]
+        without = {"use_cache": False} if "use_cache" in names else {}  # keys and values for generation
         if "labels" in names:
-            return [ids], {"labels": torch.zeros_like(ids)}
+            return [ids], {"labels": torch.zeros_like(ids), **without}
         second = names[1] if len(names) > 1 else ""
         wants_targets = "target" in second or "label" in second or second == "y"
-        return ([ids, torch.zeros_like(ids)] if wants_targets else [ids]), {}
+        return ([ids, torch.zeros_like(ids)] if wants_targets else [ids]), without
 
     def _loss(self, output: Any) -> Tensor:
         """What backward begins with."""

@@ -238,7 +238,7 @@ def test_bad_settings():
 def test_hugging_face():
     """A model of Hugging Face is predicted as it is made: with its loss, and an output that is its embedding."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=500, n_positions=128, use_cache=False)
+    config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=500, n_positions=128)
     (made,) = predict_step(lambda: transformers.AutoModelForCausalLM.from_config(config), [SETTING], alternatives=False)
     assert made.parameters == 500 * 64 + 128 * 64 + 3 * (12 * 64**2 + 13 * 64) + 2 * 64
     assert [each.count for each in made.collectives if each.kind == "reduce-scatter"] == [4]
