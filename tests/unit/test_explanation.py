@@ -160,7 +160,7 @@ def test_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """Nothing is requested beside the page, nothing is complained about, and everything is drawn."""
     (tmp_path / "step.html").write_text(explanation().to_html())
     page = browser.open(tmp_path / "step.html")
-    assert page.evaluate("document.querySelectorAll('#timeline .span').length") == len(prediction().timeline)
+    assert page.evaluate("document.querySelectorAll('#timeline rect[data-at]').length") == len(prediction().timeline)
     assert page.evaluate("document.querySelectorAll('#settings tr.pick').length") == 8
     assert page.evaluate("document.querySelectorAll('#scaling circle').length") == 4 * 8
     assert page.evaluate("document.querySelector('#tiles').innerText").startswith("one step\n402")

@@ -93,7 +93,7 @@ function ticks(low, high, wanted) {
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
   return found;
 }
-const plain = (value) => String(Number(value.toPrecision(6)));
+const plain = (value) => Number(value.toPrecision(6)).toLocaleString("en-US", { maximumFractionDigits: 9 });
 
 function frame(box, yTicks, y, yText) {
   return yTicks.map((value) => svg("g", {},
@@ -185,8 +185,8 @@ function drawTimeline() {
   });
   p.timeline.forEach((span, at) => {
     if (!inside(span.start, span.end)) return;
-    const y = top + lanes.indexOf(span.lane) * (row + gap), left = clip(span.start), wide = Math.max(clip(span.end) - left, 0.6);
-    nodes.push(svg("rect", { class: `span ${span.lane}${at === current ? " current" : ""}`, "data-at": at, x: left, y, width: wide, height: row, rx: wide > 4 ? 2 : 0 }));
+    const y = top + lanes.indexOf(span.lane) * (row + gap), left = clip(span.start), wide = Math.max(clip(span.end) - left, 1);
+    nodes.push(svg("rect", { class: `${wide > 3 ? "span " : ""}${span.lane}${at === current ? " current" : ""}`, "data-at": at, x: left, y, width: wide, height: row, rx: wide > 4 ? 2 : 0 }));
     if (span.lane !== "compute" && span.exposed > 0)
       nodes.push(svg("rect", { class: "late", x: left, y: y + row - 5, width: wide * Math.min(1, span.exposed / (span.end - span.start)), height: 5, "pointer-events": "none" }));
     const room = Math.floor((wide - 8) / 6.2);
@@ -344,7 +344,7 @@ function chart(name, sizes, series, title, value, text, limit) {
   const low = Math.log2(sizes[0]), wide = Math.log2(sizes.at(-1)) - low;
   const x = (size) => box.left + 10 + (Math.log2(size) - low) / wide * (box.right - box.left - 20);
   const y = (each) => box.bottom - each / most * (box.bottom - box.top);
-  const nodes = frame(box, ticks(0, most, 5), y, (each) => (each >= 1000 ? whole(each) : plain(each)));
+  const nodes = frame(box, ticks(0, most, 5), y, plain);
   if (limit != null && limit <= most) nodes.push(svg("line", { class: "limit", x1: box.left, x2: box.right, y1: y(limit), y2: y(limit) }),
     svg("text", { x: box.right, y: y(limit) - 5, "text-anchor": "end" }, `capacity ${number(limit, 0)} GiB`));
   let free = -Infinity;
