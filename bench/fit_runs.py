@@ -43,7 +43,7 @@ START = {
     **{name: {"product_efficiency": 0.60, "attention_efficiency": 0.35} for name in H100},
     **{name: {"product_efficiency": 0.60 * 0.87, "attention_efficiency": 0.35} for name in SLOWER},
 }
-SHARED = {"eager_efficiency": 0.5, "layer_seconds": 1e-4}
+SHARED = {"eager_efficiency": 0.7, "layer_seconds": 1e-4}
 
 
 def start_of(hardware: Hardware) -> Hardware:

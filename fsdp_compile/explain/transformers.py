@@ -32,6 +32,7 @@ class Transformer:
         positions: entries of a table of learned positions; 0: there is none.
         tied: whether embedding and output share one matrix.
         fused_loss: whether one kernel makes the loss from logits in two bytes.
+        moves: how many times the bytes of their operators the eager kernels of a block move.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Transformer:
     positions: int = 0
     tied: bool = True
     fused_loss: bool = False
+    moves: float = 1.0
 
     @property
     def qkv(self) -> tuple[int, int]:
@@ -187,7 +189,7 @@ def _chains(model: Transformer, run: Run) -> tuple[list[int], list[int]]:
         forward += [2 * rotated] if model.rotary else []
         backward += [2 * rotated] if model.rotary else []
         return forward, backward
-    norm, norm_backward = ([18 * hidden], [30 * hidden]) if model.rms else ([2 * hidden], [3 * hidden])
+    norm, norm_backward = ([18 * hidden], [30 * hidden]) if model.rms else ([2 * hidden], [3 * hidden, 2 * hidden])
     residual, summed = [3 * hidden], [3 * hidden]
     gate = [2 * inner, 3 * inner] if model.gated else [2 * inner]
     gate_backward = [3 * inner, 3 * inner, 3 * inner] if model.gated else [3 * inner]
@@ -197,7 +199,7 @@ def _chains(model: Transformer, run: Run) -> tuple[list[int], list[int]]:
     backward = [*norm_backward, *turn, *split, *summed, *norm_backward, *gate_backward, *summed]
     if model.biases:
         backward += [unit * columns for _, columns in model.products]
-    return forward, backward
+    return [round(model.moves * each) for each in forward], [round(model.moves * each) for each in backward]
 
 
 def _saved(model: Transformer, run: Run) -> int:
