@@ -52,7 +52,7 @@ class Step:
     def is_product(self) -> bool:
         return bool(
             re.match(
-                r"extern_kernels\.(mm|addmm|bmm|baddbmm|convolution)|torch\.ops\.aten\.\w*(conv|attention)",
+                r"extern_kernels\.(mm|addmm|_scaled_mm|bmm|baddbmm|convolution)|torch\.ops\.aten\.\w*(conv|attention)",
                 self.function,
             )
         )

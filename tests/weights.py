@@ -56,6 +56,21 @@ class Float8RowsProduct(torch.autograd.Function):
         return grad @ (quantised.to(x.dtype) / scale).t(), grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class ScaledProduct(Float8Product):
+    """The same, `x` rounded too, by the product of float8 matrices that GPUs have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scales = [HIGHEST / each.abs().amax().clamp(min=1e-12) for each in (x, weight)]
+        rounded, quantised = (
+            (each * scale).clamp(-HIGHEST, HIGHEST).to(F8) for each, scale in zip((x, weight), scales, strict=True)
+        )
+        ctx.save_for_backward(x, quantised, scales[1])
+        inverse = [scale.reciprocal() for scale in scales]
+        product: Tensor = torch._scaled_mm(rounded, quantised.t(), *inverse, out_dtype=torch.bfloat16)
+        return product.to(x.dtype)
+
+
 class Float8Linear(nn.Linear):
     """A linear layer in float8, as libraries for float8 training have it."""
 
@@ -63,6 +78,12 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product.apply(x, self.weight) + (0 if self.bias is None else self.bias)
+
+
+class ScaledLinear(Float8Linear):
+    """The same with `torch._scaled_mm`."""
+
+    product = ScaledProduct
 
 
 class Float8RowsLinear(Float8Linear):
@@ -77,6 +98,14 @@ class Float8Block(Block):
     def __init__(self, norm: bool = True, width: int = D, bias: bool = True) -> None:
         super().__init__(norm, width)
         self.up, self.down = Float8Linear(width, 3 * width, bias), Float8Linear(3 * width, width, bias)
+
+
+class ScaledBlock(Block):
+    """And with `torch._scaled_mm`, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = ScaledLinear(D, 3 * D, False), ScaledLinear(3 * D, D, False)
 
 
 class Float8RowsBlock(Block):
