@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,37 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
+
+
+class Float8(torch.autograd.Function):
+    """x @ w.T with `w` rounded to float8 with one scale, as in float8 training; backward uses the rounded one too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = 448.0 / weight.abs().amax().clamp(min=1e-12)
+        rounded = (weight * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x, rounded, scale)
+        return x @ (rounded.to(x.dtype) / scale.to(x.dtype)).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, rounded, scale = ctx.saved_tensors
+        return grad @ (rounded.to(x.dtype) / scale.to(x.dtype)), (grad.flatten(0, -2).t() @ x.flatten(0, -2)).float()
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer with that product, in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Float8.apply(x.bfloat16(), self.weight)
+        return x if self.bias is None else x + self.bias.bfloat16()
+
+
+def in_float8(blocks: Sequence[nn.Module]) -> None:
+    """Let the linear layers of blocks multiply in float8."""
+    for layer in (module for block in blocks for module in block.modules()):
+        if type(layer) is nn.Linear:
+            layer.__class__ = Float8Linear
 
 
 def lora() -> Workload:

@@ -63,6 +63,9 @@ FINE = ("fsdp2:layers", "ours_planned", "ours_planned:layers")  # what finer uni
 EAGER = ("fsdp2", "ours")
 ON_CUDA = ("unsharded", "fsdp1", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
 WITHOUT = tuple(f"ours_compiled:{names}" for names in ABLATED)
+LOW_PRECISION = tuple(
+    f"ours_compiled:{kind}{off}" for kind in ("autocast", "float8") for off in ("", "+smallest_gather")
+)
 
 PARTS = {
     "gloo": Part("GPT, two gloo ranks of one core each, fp32", "gloo", "gpt", looks=("copies",)),
@@ -82,9 +85,8 @@ PARTS = {
     "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),
     "link_1024": Part("the same, 1024 ranks", "link", "gpt", PEERS, 1024, ratios=(0.6,), looks=("calls",)),
     "link_autocast": Part(
-        "the same, 8 ranks, bf16: by param_dtype, and by autocast with and without smallest_gather", "link", "gpt",
-        (*PEERS, "ours_compiled:autocast", "ours_compiled:autocast+smallest_gather"), 8, bf16=True,
-        ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
+        "the same, 8 ranks, bf16: by param_dtype, by autocast and in float8, with and without smallest_gather", "link",
+        "gpt", (*PEERS, *LOW_PRECISION), 8, bf16=True, ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
     ),
     "link_lora": Part("the same, 8 ranks, frozen with adapters", "link", "lora", PEERS, 8, ratios=(0.6,)),
     "memory": Part(

@@ -104,9 +104,9 @@ def label(name: str) -> str:
     system, _, option = name.partition(":")
     if not option:
         return find(name).label
-    if system == "ours_compiled" and option.startswith("autocast"):
-        _, _, disabled = option.partition("+")
-        return f"{find(name).label}, autocast" + (f", without {disabled}" if disabled else "")
+    if system == "ours_compiled" and option.startswith(("autocast", "float8")):
+        kind, _, disabled = option.partition("+")
+        return f"{find(name).label}, {kind}" + (f", without {disabled}" if disabled else "")
     return f"{find(name).label} without {option}" if system == "ours_compiled" else f"{find(name).label}, {option}"
 
 

@@ -19,7 +19,7 @@ from fsdp_compile.core.autograd import (
     ShardSplitter,
 )
 from fsdp_compile.core.inner_params import is_inner
-from fsdp_compile.core.layout import DEFAULT_ALIGNMENT, FlatParamLayout, ShardRecord, end_between_rows
+from fsdp_compile.core.layout import ShardRecord, lay_out
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
@@ -67,8 +67,7 @@ class FlatParam:
         pin_memory: bool = False,
     ) -> None:
         shapes = [(name, tuple(param.shape)) for name, param in params]
-        layout = FlatParamLayout.build(shapes, ranks.size if ranks else 1, shard_alignment=DEFAULT_ALIGNMENT)
-        self.layout = layout = end_between_rows(layout, DEFAULT_ALIGNMENT)
+        self.layout = layout = lay_out(shapes, ranks.size if ranks else 1)
         self.params = [param for _, param in params]
         self.is_inner = is_inner(self.params[0])
         self.specs: tuple[ShardSpec, ...] = ()

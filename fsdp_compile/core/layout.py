@@ -216,13 +216,35 @@ class FlatParamLayout:
             raise ValueError(f"{text!r} is not a valid layout: {error}") from error
 
 
+_BLOCKS = (128, 64, 32, DEFAULT_ALIGNMENT)
+"""Elements that share a scale, in formats of numbers that have such blocks."""
+
+
+def lay_out(parameters: Iterable[tuple[str, Sequence[int]]], world_size: int) -> FlatParamLayout:
+    """The layout of `(name, shape)` pairs over `world_size` ranks whose shards end between rows, and between blocks.
+
+    `end_between_rows` tells about rows. If it costs no row, and at most one element in `MOST` more, parameters and
+    shards begin at multiples of 128, 64 or 32 elements instead of 16: then no two ranks share a block that has a scale
+    (`are_owned` in passes/joint/local_programs.py). ValueError as of `FlatParamLayout.build`.
+    """
+    named = list(parameters)
+    layouts = [end_between_rows(FlatParamLayout.build(named, world_size, grid, grid), grid) for grid in _BLOCKS]
+    within = [each for each in layouts if each.numel <= layouts[-1].numel * (1 + 1 / MOST)]
+    return min(within, key=lambda each: _cut_rows(each, _rows(each)))
+
+
+def _rows(layout: FlatParamLayout) -> list[int]:
+    """For each parameter the elements that one index into its first dimension gives."""
+    return [math.prod(shape[1:]) for shape in layout.shapes]
+
+
 def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParamLayout:
     """`layout` with more padding at its end, if fewer shards then end within a row of a parameter.
 
     See Note [Why shards end between rows]. Of the sizes that are multiples of a row for each rank it takes the one with
     the fewest such shards, then the smallest. Shards stay multiples of `shard_alignment` elements.
     """
-    rows = [math.prod(shape[1:]) for shape in layout.shapes]  # elements that one index into the first dimension gives
+    rows = _rows(layout)
     used = layout.offsets[-1] + layout.numels[-1]
     steps = {layout.world_size * math.lcm(row, shard_alignment) for row in rows if row}
     sizes = {round_up(used, step) for step in steps}

@@ -112,11 +112,11 @@ def test_nothing_of_a_parameter_is_saved_by_inductor() -> None:
 # --- generated code ---------------------------------------------------------------------------------------------------
 
 
-def code_for_cuda(make: Callable[[], nn.Module], autocast: bool = False) -> tuple[Program, Program]:
-    """The programs of forward and backward of two blocks, as for CUDA."""
+def code_for_cuda(*make: Callable[[], nn.Module], autocast: bool = False) -> tuple[Program, Program]:
+    """The programs of forward and backward of blocks, each a unit, as for CUDA."""
     torch.manual_seed(0)
-    model = nn.Sequential(make(), make())
-    fully_shard(model, auto_wrap_policy={type(model[0])})
+    model = nn.Sequential(*(each() for each in make))
+    fully_shard(model, auto_wrap_policy=set(map(type, model)))
     run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend)
 
     def loss() -> Tensor:
@@ -130,7 +130,7 @@ def code_for_cuda(make: Callable[[], nn.Module], autocast: bool = False) -> tupl
 @pytest.mark.parametrize(("make", "dtype"), [(Block, "bfloat16"), (Float8Block, "uint8"), (ScaledBlock, "uint8")])
 def test_products_read_what_was_gathered(make: type[nn.Module], dtype: str) -> None:
     """One launch gathers a unit; products and kernels read views of its buffer, and nothing only moves parameters."""
-    forward, backward = code_for_cuda(make, autocast=make is Block)
+    forward, backward = code_for_cuda(make, make, autocast=make is Block)
     for program in (forward, backward):
         assert program.parameter_moves() == []
         gathers = re.findall(r"gather [^,]*, [\d +]+ bytes of (\w+), group 0, computed from the shard by", program.code)
@@ -143,3 +143,12 @@ def test_products_read_what_was_gathered(make: type[nn.Module], dtype: str) -> N
         assert make is Block or all("_scaled_mm" in step.function for step in products)
         read = {name for step in products for name in map(forward.viewed, step.names)}
         assert len(products) == 4 and len(read & forward.gathered()) == 2
+
+
+def test_maxima_hide_behind_gathers() -> None:
+    """Maxima are reduced first, and waited for behind the gathers that do not need them."""
+    forward, _ = code_for_cuda(OneWeight, Float8Block)
+    (reduce,) = [step for step in forward.steps if "all_reduce" in step.function]
+    steps = [step for step in forward.steps if step is reduce or step.is_gather or step.is_wait]
+    waits_for = {name for step in steps[1:3] if step.is_wait for name in step.names}
+    assert steps[0] is reduce and steps[1].is_gather and steps[2].is_wait and waits_for == set(reduce.names)

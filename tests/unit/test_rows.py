@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compile.core.layout import MOST, FlatParamLayout, end_between_rows
+from fsdp_compile.core.layout import MOST, FlatParamLayout, end_between_rows, lay_out
 from fsdp_compile.core.shard_spec import FlatSharding
 
 LINEAR = ((1024, 1024), (1024,))
@@ -62,6 +62,25 @@ def test_padding_that_does_not_pay() -> None:
     ]:
         layout = built(shapes, world_size)
         assert end_between_rows(layout, 16) is layout
+
+
+def _cut_blocks(layout: FlatParamLayout, block: int) -> int:
+    """How many shards end within a block of a parameter that consists of such blocks."""
+    ends = range(layout.shard_numel, layout.numel, layout.shard_numel)
+    begun = zip(layout.offsets, layout.numels, strict=True)
+    spans = [(at, at + numel) for at, numel in begun if numel % block == 0]
+    return sum((end - at) % block > 0 for end in ends for at, stop in spans if at < end < stop)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8, 64, 384])
+@pytest.mark.parametrize("shapes", [LINEAR, GPT_BLOCK, LLAMA_BLOCK, CONVOLUTION, ((1023, 96), (96,), (33, 1024))])
+def test_shards_end_between_blocks(shapes: tuple[tuple[int, ...], ...], world_size: int) -> None:
+    """Shards of usual units end between blocks of 16 to 128 elements, in no more rows, for one element in 512."""
+    least = end_between_rows(built(shapes, world_size), 16)
+    layout = lay_out(((str(i), shape) for i, shape in enumerate(shapes)), world_size)
+    assert layout.numel <= least.numel * (1 + 1 / MOST) and _ends_in_rows(layout) <= _ends_in_rows(least)
+    assert all(_cut_blocks(layout, block) == 0 for block in (16, 32, 64, 128) if block <= layout.alignment)
+    assert layout.alignment == 128 or world_size > 64 or shapes not in (GPT_BLOCK, LLAMA_BLOCK)  # small ones may stay
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 300), max_size=3).map(tuple), min_size=1, max_size=6).map(tuple)

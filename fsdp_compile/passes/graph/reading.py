@@ -85,7 +85,7 @@ class Reading:
         tasks: the nodes of each task.
         gathers: by name of the unit.
         reduces: likewise.
-        prologue: nodes that come before all gathers: maxima of parameters.
+        prologue: nodes that come before all gathers that read them: maxima of parameters.
         tail: nodes that read what was reduced, such as a sum of two; they come after all tasks.
     """
 
@@ -120,7 +120,8 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     writes = {name: _writes(name, reduce, reads, position) for name, reduce in reduces.items()}
     cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
-    units, first = list(dict.fromkeys([*gathers, *reduces])), next(iter(gathers), None)
+    units = list(dict.fromkeys([*gathers, *reduces]))
+    first = next((name for name, gather in gathers.items() if _reads(gather, prologue)), None)
     ready = [spans[-1][1] for spans in writes.values()]
     memory = [0] * len(computing)
     if costs and costs.memory:
@@ -194,6 +195,12 @@ def _gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
     firsts = [index + 1 for index, node in enumerate(nodes) if node.target in STARTS and node not in starts]
     split = max(firsts, default=0)
     return Gather(nodes[:split], nodes[split:], [*waits, *views], list(dict.fromkeys(others)))
+
+
+def _reads(gather: Gather, prologue: Sequence[fx.Node]) -> bool:
+    """Whether a gather sends what follows from the `prologue`."""
+    inputs = {each for node in (*gather.first, *gather.start) for each in node.all_input_nodes}
+    return not inputs.isdisjoint(prologue)
 
 
 def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) -> list[fx.Node]:
@@ -361,7 +368,7 @@ def _beside_matrices(reduce: Reduce) -> int:
 def _unit(
     name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None, prologue: Sequence[fx.Node]
 ) -> UnitCost:
-    """What a unit costs. The first gather waits for the `prologue`, whose seconds count as its own."""
+    """What a unit costs. The first gather that reads the `prologue` waits for it, and has its seconds too."""
     before = [node for node in prologue if node.target in STARTS]
     further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
     return UnitCost(

@@ -3,6 +3,7 @@
 smallest_gather.py decides what is gathered (`GatherChoice`); here the graph is edited:
 
     scalars     segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them; vectors alike
+    blocks      that no two ranks share: maxima of each shard  ->  all-gather  ->  likewise, a quarter of the bytes
     each unit   spread of its scalars, the program on the whole shard, gather, slices of what was gathered
                 take of the segments that need another program, gather, segments joined to parameters
 
@@ -80,6 +81,15 @@ class GatherChoice:
     rest: tuple[Items, ...]
 
 
+def are_owned(unit: GatheredUnit, param: int, vector: Vector) -> bool:
+    """Whether each block of the parameter lies in one rank's shard, where the shard divides into such blocks.
+
+    Formats with a scale for each block have 16, 32, 64 or 128 elements in one, and `lay_out` sees to it that shards of
+    all but small units end between them.
+    """
+    return unit.layout.offsets[param] % vector.block == 0 and unit.layout.shard_numel % vector.block == 0
+
+
 class LocalPrograms:
     """One graph, being edited.
 
@@ -107,7 +117,10 @@ class LocalPrograms:
         self._replace()
 
     def _reduce_scalars(self, local: list[fx.Node], first: fx.Node) -> None:
-        """Compute scalars and vectors before all gathers, level by level: one all-reduce for each group of ranks."""
+        """Compute scalars and vectors before all gathers, level by level: one all-reduce for each group of ranks.
+
+        Maxima of blocks that no two ranks share are gathered instead.
+        """
         scalars = {node: value for node in local if isinstance(value := self.values.of(node), Scalar | Vector)}
         for level in range(1 + max((value.level for value in scalars.values()), default=0)):
             maxima = [node for node, value in scalars.items() if node.target in MAXIMA and value.level == level]
@@ -115,7 +128,12 @@ class LocalPrograms:
             for node in maxima:
                 by_groups[tuple(self._unit_of_maximum(node).groups)].append(node)
             for groups, nodes in by_groups.items():
-                self._all_reduce(nodes, groups, first)
+                owned = [node for node in nodes if self._is_owned(node)]
+                shared = [node for node in nodes if node not in owned]
+                if owned:
+                    self._all_gather(owned, first)
+                if shared:
+                    self._all_reduce(shared, groups, first)
             for node, value in scalars.items():
                 if value.level == level and node not in self.new:
                     with self.graph.inserting_before(first):
@@ -127,6 +145,54 @@ class LocalPrograms:
     def _unit_of_maximum(self, node: fx.Node) -> GatheredUnit:
         return self.unit_of[_elements(node.args[0], self.values).root]
 
+    def _is_owned(self, node: fx.Node) -> bool:
+        value, unit = self.values.of(node), self._unit_of_maximum(node)
+        return isinstance(value, Vector) and are_owned(unit, unit.roots[value.root], value)
+
+    def _on_shard(self, maxima: list[fx.Node], first: fx.Node) -> tuple["_UnitPrograms", list[int], fx.Node]:
+        """Of maxima of one computation on one shard: the unit's programs, the parameters, and what is computed."""
+        unit = self._unit_of_maximum(maxima[0])
+        _move_before(first, unit.shard)
+        programs = _UnitPrograms(self, unit, first)
+        params = [unit.roots[_elements(node.args[0], self.values).root] for node in maxima]
+        sources = [self.values.first(node.args[0]) for node in maxima]  # type: ignore[arg-type]  # fx arguments are untyped
+        return programs, params, programs.evaluate(list(zip(params, sources, strict=True)))
+
+    def _all_gather(self, maxima: list[fx.Node], first: fx.Node) -> None:
+        """One all-gather of the maxima of all blocks of the shards that have one of `maxima`."""
+        alike: dict[Any, list[fx.Node]] = defaultdict(list)  # maxima of one computation on one shard, of equal blocks
+        for node in maxima:
+            vector, source = self.values.of(node), _elements(node.args[0], self.values)
+            assert isinstance(vector, Vector)
+            key = self._unit_of_maximum(node).tag.unit, source.program, vector.block, MAXIMA[node.target]  # type: ignore[index]  # one of them
+            alike[key].append(node)
+        shares = []
+        for (_, _, block, smallest), nodes in alike.items():
+            programs, _, local = self._on_shard(nodes, first)
+            blocks = programs.emit("local", aten.view.default, local, [-1, block])
+            share = programs.emit("local", aten.amin.default if smallest else aten.amax.default, blocks, [1])
+            is_wide = share.meta["val"].dtype == torch.float32
+            shares.append(share if is_wide else programs.emit("local", CAST, share, torch.float32))
+        emit = emitter(self.graph, first, _MAXIMUM, first)
+        row = shares[0] if len(shares) == 1 else emit("maximum", aten.cat.default, shares)
+        full = row
+        for group in self._unit_of_maximum(maxima[0]).spec.groups:
+            full = emit("maximum", WAIT, emit("maximum", ALL_GATHER, full, group.size, group.name))
+        full.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # as those that are reduced
+        rows = emit("maximum", aten.view.default, full, [-1, row.meta["val"].numel()])
+        begin = 0
+        for ((_, _, block, _), nodes), share in zip(alike.items(), shares, strict=True):
+            end = begin + share.meta["val"].numel()
+            values = emit(
+                "maximum", aten.reshape.default, emit("maximum", aten.slice.Tensor, rows, 1, begin, end), [-1]
+            )
+            begin = end
+            for node in nodes:
+                unit, root = self._unit_of_maximum(node), _elements(node.args[0], self.values).root
+                value = self._taken_of(values, unit.layout.offsets[unit.roots[root]] // block, node, emit)
+                dtype = node.meta["val"].dtype
+                self.new[node] = value if dtype == torch.float32 else emit("maximum", CAST, value, dtype)
+
     def _all_reduce(self, maxima: list[fx.Node], groups: tuple[str, ...], first: fx.Node) -> None:
         """One all-reduce of maxima, through each of the groups: the values, and which of them are NaN."""
         alike: dict[Any, list[fx.Node]] = defaultdict(list)  # maxima of one computation on one shard
@@ -135,12 +201,8 @@ class LocalPrograms:
             alike[self._unit_of_maximum(node).tag.unit, source.program, MAXIMA[node.target]].append(node)  # type: ignore[index]  # one of them
         shares, order = [], []
         for (_, _, smallest), nodes in alike.items():
-            unit = self._unit_of_maximum(nodes[0])
-            _move_before(first, unit.shard)
-            programs = _UnitPrograms(self, unit, first)
-            params = [unit.roots[_elements(node.args[0], self.values).root] for node in nodes]
-            sources = [self.values.first(node.args[0]) for node in nodes]  # type: ignore[arg-type]  # likewise
-            local = programs.evaluate(list(zip(params, sources, strict=True)))
+            programs, params, local = self._on_shard(nodes, first)
+            unit = programs.unit
             counts = [node.meta["val"].numel() for node in nodes]
             shares.append(
                 programs.emit("local", SEGMENT_MAXIMA, local, unit.layout.text, unit.groups, params, counts, smallest)

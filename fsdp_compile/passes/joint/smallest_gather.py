@@ -29,7 +29,7 @@ from fsdp_compile.comm.collectives import ALL_GATHER
 from fsdp_compile.core.ops import UnshardSpec
 from fsdp_compile.core.shard_ops import most_taken
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.joint.local_programs import GatherChoice, GatheredUnit, LocalPrograms
+from fsdp_compile.passes.joint.local_programs import GatherChoice, GatheredUnit, LocalPrograms, are_owned
 from fsdp_compile.passes.joint.parameter_values import (
     MAXIMA,
     UNCHANGED,
@@ -44,6 +44,7 @@ from fsdp_compile.passes.pipeline import GraphContext
 aten = torch.ops.aten
 
 _MAXIMUM_BYTES = 16  # of one maximum: the value, and whether there is a NaN; an all-reduce moves both twice
+_OWNED_BYTES = 4  # of the maximum of a block that no two ranks share: it is gathered
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def smallest_gather(context: GraphContext) -> None:
     graph = context.graph
     units = _units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
-    cuts = {root: _minimum_cut(root, values) for unit in units for root in unit.roots}
+    cuts = {root: _minimum_cut(unit, root, values) for unit in units for root in unit.roots}
     choices = [(unit, choice) for unit in units if (choice := _choose(unit, cuts, values)) is not None]
     if choices:
         LocalPrograms(graph, values, units, choices).run(_with_inputs(cuts, choices, values))
@@ -86,12 +87,12 @@ def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUn
 # --- what to gather ---------------------------------------------------------------------------------------------------
 
 
-def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
-    """What of one parameter to gather: the fewest bytes, and of equal ones what is computed first.
+def _minimum_cut(unit: GatheredUnit, root: fx.Node, values: ParameterValues) -> _Cut:
+    """What of one parameter of the unit to gather: the fewest bytes, and of equal ones what is computed first.
 
     In the network a node with elements is an edge whose capacity are its bytes. What is computed on the shard is
     computed from nothing but that: edges back, without a limit, keep the source's side closed. A maximum on that side
-    costs its bytes in the all-reduce.
+    costs its bytes in the all-reduce, or in the all-gather.
     """
     region = {
         node: value for node, value in values.values.items() if isinstance(value, Elements) and value.root is root
@@ -113,7 +114,10 @@ def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
                 network.add_edge((node, "out"), "sink")
     for node in scalars:
         maxima = node.meta["val"].numel() * (node.target in MAXIMA)
-        network.add_edge(node, "sink", capacity=_MAXIMUM_BYTES * maxima * len(values.values))
+        of_blocks = values.of(node)
+        is_owned = isinstance(of_blocks, Vector) and are_owned(unit, unit.roots[root], of_blocks)
+        size = (_OWNED_BYTES if is_owned else _MAXIMUM_BYTES) * maxima
+        network.add_edge(node, "sink", capacity=size * len(values.values))
         for user in values.users(node):
             if user in region:
                 network.add_edge((user, "in"), node)

@@ -127,7 +127,7 @@ def all_gather_into_buffer(context: GraphContext) -> None:
     stored inside that string: two threads that finish at once free its memory twice. Eager code never uses that form.
     """
     graph = context.graph
-    for gather in tagged(graph, "gather"):
+    for gather in tagged(graph, "gather", "maximum"):
         if gather.target is ALL_GATHER:
             _allocate(graph, gather)
             shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped

@@ -39,7 +39,8 @@ def place_deferred_reduces(context: GraphContext) -> None:
 def order(context: GraphContext) -> None:
     """Put the nodes of the graph into the order of the plan.
 
-    The first stage of a gather in two stages is issued one launch ahead of the second.
+    The first stage of a gather in two stages is issued one launch ahead of the second. Maxima of parameters are the
+    first collective; they are waited for where a gather reads what follows from them, behind gathers that do not.
     """
     reading, plan = context.reading, context.plan
     _tag_launches(reading, plan)
@@ -48,11 +49,15 @@ def order(context: GraphContext) -> None:
         steps_before[step.at].append(step)
     gathered = [name for step in plan.of("gather") for name in step.units]
     ahead = {one: reading.gathers[following].first for one, following in pairwise(gathered)}
-    ordered: dict[fx.Node, None] = dict.fromkeys(reading.prologue)
+    begins = reading.prologue[: next((i + 1 for i, n in enumerate(reading.prologue) if n.target in STARTS), 0)]
+    later = set(reading.prologue) - set(begins)
+    ordered: dict[fx.Node, None] = dict.fromkeys(begins)
     for task, steps in zip([*reading.tasks, reading.tail], steps_before, strict=True):
-        for step in steps:
-            ordered.update(dict.fromkeys(_nodes_of(step, reading, ahead)))
-        ordered.update(dict.fromkeys(task))
+        for nodes in (*(_nodes_of(step, reading, ahead) for step in steps), task):
+            if not later.isdisjoint(chain.from_iterable(node.all_input_nodes for node in nodes)):
+                ordered.update(dict.fromkeys(reading.prologue))
+            ordered.update(dict.fromkeys(nodes))
+    ordered.update(dict.fromkeys(reading.prologue))
     ordered.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
     output = context.graph.output_node()
     for node in ordered:
