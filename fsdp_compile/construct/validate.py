@@ -28,7 +28,7 @@ from fsdp_compile.construct.arguments import (
 from fsdp_compile.construct.initial_values import InitFn, must_stay_on_meta, unsent_buffers
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.environment import Switches, warn_caller
-from fsdp_compile.core.inner_params import InnerParams, is_subclass_around_others, plain_tensors
+from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others, plain_tensors
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
@@ -107,7 +107,8 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[
         _check_params(params, path)
         check_placements(path, params, own.placements)
         device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
-        inner = {param: InnerParams(param, device) for _, param in params if is_subclass_around_others(param)}
+        apart = [param for _, param in params if is_subclass_around_others(param) or has_attributes(param)]
+        inner = {param: InnerParams(param, device) for param in apart}
         params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
         on_meta = any(uninitialized) and _are_on_meta(params, path)
         placement = place(own.strategy, own.groups)
@@ -332,6 +333,14 @@ def _check_kind(name: str, param: nn.Parameter) -> None:
         )
     if is_subclass_around_others(param):
         _check_subclass(name, param)
+    if has_attributes(param):
+        for attribute, value in vars(param).items():
+            if isinstance(value, torch.Tensor) and value.numel() >= max(param.numel(), 1):
+                raise ValueError(
+                    f"parameter {name}: expected a {type(param).__name__} whose attributes are smaller than its data, "
+                    f"found {attribute} of shape {tuple(value.shape)}, which every rank would store; list the "
+                    f"parameter in ignored_params"
+                )
 
 
 def _check_subclass(name: str, param: nn.Parameter) -> None:

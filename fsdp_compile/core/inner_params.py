@@ -14,6 +14,7 @@ See Note [Inner tensors].
 # class, hence one graph; `torch.nn.utils.parametrize` would give each module a class of its own, and would call the
 # inner tensors `parametrizations.weight.original0`. What the subclass tells beside its tensors lies in the instance.
 # The parameter object is lost: a sharded one has one local tensor. So are gradients, and only frozen ones are taken.
+# A class of parameters with data of its own and attributes is handled in the same way: the attributes stay here.
 # Inner tensors are never cast, whatever `param_dtype` is: what they mean is known to their subclass alone.
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ class Recipe:
         context: what `__tensor_flatten__` tells beside these.
         size, stride: of the subclass.
         inner: for each name the recipe of the inner tensor, or None for a plain one.
+        attributes: of a class of parameters that has data of its own, `names[0]`, and attributes that tell what it
+            means; None for a class around others.
     """
 
     kind: Any
@@ -45,6 +48,7 @@ class Recipe:
     size: torch.Size
     stride: tuple[int, ...]
     inner: tuple["Recipe | None", ...]
+    attributes: dict[str, Any] | None = None
 
     @property
     def suffixes(self) -> list[str]:
@@ -58,6 +62,13 @@ class Recipe:
     def put_together(self, plain: Iterator[Tensor]) -> Any:
         """The subclass around the plain tensors that come next."""
         tensors = [recipe.put_together(plain) if recipe else next(plain) for recipe in self.inner]
+        if self.attributes is not None and isinstance(tensors[0], ShardedTensor):
+            return tensors[0]  # which cannot be of that class: to look at only
+        if self.attributes is not None:
+            made = tensors[0].as_subclass(self.kind)
+            for name, value in self.attributes.items():
+                setattr(made, name, value)
+            return made
         inner = dict(zip(self.names, tensors, strict=True))
         return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
@@ -67,8 +78,19 @@ def is_subclass_around_others(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, (DTensor, ShardedTensor))
 
 
+def has_attributes(param: Tensor) -> bool:
+    """Whether `param` is frozen and of a class of parameters whose attributes tell what the data means.
+
+    Such as bitsandbytes' `Params4bit`: a view of a gathered buffer alone would lose them.
+    """
+    is_plain = type(param) in (Tensor, nn.Parameter) or isinstance(param, (DTensor, ShardedTensor))
+    return not (is_plain or param.requires_grad or hasattr(param, "__tensor_flatten__"))
+
+
 def recipe_of(tensor: Any) -> Recipe:
     """How `tensor`, which is such a subclass, is put together."""
+    if has_attributes(tensor):
+        return Recipe(type(tensor), ("data",), None, tensor.size(), tensor.stride(), (None,), dict(vars(tensor)))
     names, context = tensor.__tensor_flatten__()
     tensors = [getattr(tensor, name) for name in names]
     inner = tuple(recipe_of(each) if is_subclass_around_others(each) else None for each in tensors)
@@ -77,6 +99,8 @@ def recipe_of(tensor: Any) -> Recipe:
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
     """What `tensor` consists of, in the order of the recipe's `suffixes`."""
+    if has_attributes(tensor):
+        return [tensor.detach().as_subclass(Tensor)]
     if not is_subclass_around_others(tensor):
         return [tensor]
     return [plain for name in tensor.__tensor_flatten__()[0] for plain in plain_tensors(getattr(tensor, name))]

@@ -19,6 +19,7 @@ ALSO_ALONE = {
     "peft_lora": "peft",
     "torchao_float8": "torchao",
     "torchao_qlora": "torchao",
+    "bitsandbytes_qlora": "bitsandbytes",
 }
 
 

@@ -353,3 +353,46 @@ def _regions(rank: int) -> None:
 def test_equal_blocks_share_a_graph(two: Ranks) -> None:
     """Equal blocks with subclasses are compiled once."""
     two.run(_regions)
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a class of its own, as bitsandbytes has them: an attribute tells what its integers mean."""
+
+    scale: float | Tensor
+
+    def __new__(cls, stored: Tensor, scale: float | Tensor) -> "Scaled":
+        made: Scaled = Tensor._make_subclass(cls, stored, False)  # type: ignore[attr-defined]  # torch
+        made.scale = scale
+        return made
+
+
+class _ScaledLinear(nn.Module):
+    def __init__(self, scale: float | Tensor) -> None:
+        super().__init__()
+        self.weight = Scaled(torch.arange(63).view(7, 9).to(torch.int8), scale)
+        self.bias = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.float() * self.weight.scale, self.bias)
+
+
+def _attributes(rank: int, how: str) -> None:
+    expected, model = _ScaledLinear(0.5), fully_shard(_ScaledLinear(0.5))
+    x = torch.ones(2, 9)
+    found, whole = executor(model, how)(x), expected(x)
+    assert torch.equal(found, whole)
+    found.sum().backward()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((7,), 2.0))
+    assert list(dict(model.named_parameters())) == ["_weight_data", "bias"]
+    with summon_full_params(model):
+        assert torch.equal(model.get_parameter("_weight_data").to(torch.int8), expected.weight.detach())
+    with pytest.raises(
+        ValueError, match=r"parameter weight: expected a Scaled whose .*, found scale of shape \(7, 9\)"
+    ):
+        fully_shard(_ScaledLinear(torch.ones(7, 9)))
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_attributes_of_parameters(two: Ranks, how: str) -> None:
+    """A frozen parameter of a class with attributes keeps them in look-up; one that holds its data twice is refused."""
+    two.run(_attributes, how)
