@@ -159,7 +159,13 @@ def _in_two_stages(rank: int, name: str) -> None:
     assert _bytes(after.forward) < _bytes(before.forward)
 
 
-@pytest.mark.parametrize("name", ["float8 with a norm", pytest.param("with a norm", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float8 with a norm",
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in ("with a norm", "rows", "blocks of 16")),
+    ],
+)
 def test_two_stages(four: Ranks, name: str) -> None:
     """Where shards are gathered in two stages, so is what is computed on them."""
     four.run(_in_two_stages, name)
