@@ -154,6 +154,15 @@ class Microscaled(OneWeight):
         return (quantised.float() * scale[..., None]).view(D, D) + 0.5 * weight.to(F8).float()
 
 
+class SpecialBlocks(Microscaled):
+    """The same with a NaN, an infinity and a block of zeros that are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.weight[-1, 3], self.weight[0, 5], self.weight[1, :16] = torch.nan, -torch.inf, -0.0
+
+
 class Special(OneWeight):
     """A scale by the largest magnitude, which one element decides: `value`, in the last row."""
 

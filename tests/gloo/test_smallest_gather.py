@@ -16,7 +16,18 @@ from joint import Collective, JointPasses
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.utils.checkpoint import checkpoint
-from weights import Block, D, Float8Block, Float8RowsBlock, Microscaled, Negative, OneWeight, Special, TwoLevels
+from weights import (
+    Block,
+    D,
+    Float8Block,
+    Float8RowsBlock,
+    Microscaled,
+    Negative,
+    OneWeight,
+    Special,
+    SpecialBlocks,
+    TwoLevels,
+)
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
@@ -78,6 +89,7 @@ CASES: dict[str, Weights] = {
     "rows": Weights(partial(Float8RowsBlock, norm=False, bias=False), ((U8, 6_144),), of_blocks=(2_048,)),
     "rows that are cut": Weights(partial(Float8RowsBlock, width=7), ((U8, 384), (U8, 416)), maxima=(448,)),
     "blocks of 16": Weights(Microscaled, ((U8, 1_024), (U8, 1_024)), of_blocks=(512,)),
+    "special blocks": Weights(SpecialBlocks, ((U8, 1_024), (U8, 1_024)), of_blocks=(512,)),
     "two levels": Weights(TwoLevels, ((U8, 2_048), (U8, 1_024)), maxima=(32, 16)),
     "NaN": Weights(partial(Special, float("nan")), ((BF16, 2_048),), maxima=(16,)),
     "infinity": Weights(partial(Special, float("inf")), ((BF16, 2_048),), maxima=(16,)),
@@ -85,6 +97,7 @@ CASES: dict[str, Weights] = {
     "negative zero": Weights(partial(OneWeight, _signs), ((U8, 1_024), (U8, 2_048))),  # backward needs a mask,
 }
 DAILY = {"with a norm", "checkpointed", "odd sizes", "float8 with a norm", "float8 of bfloat16", "two levels", "NaN"}
+DAILY |= {"blocks of 16"}
 
 
 def _train(case: Weights, backend: Any, steps: int = STEPS) -> list[Tensor]:

@@ -14,6 +14,7 @@ they run (core/shard_ops.py).
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -128,8 +129,9 @@ class LocalPrograms:
             for node in maxima:
                 by_groups[tuple(self._unit_of_maximum(node).groups)].append(node)
             for groups, nodes in by_groups.items():
-                owned = [node for node in nodes if self._is_owned(node)]
-                shared = [node for node in nodes if node not in owned]
+                owned = self._owned(nodes)
+                gathered = set(chain.from_iterable(owned.values()))
+                shared = [node for node in nodes if node not in gathered]
                 if owned:
                     self._all_gather(owned, first)
                 if shared:
@@ -145,9 +147,23 @@ class LocalPrograms:
     def _unit_of_maximum(self, node: fx.Node) -> GatheredUnit:
         return self.unit_of[_elements(node.args[0], self.values).root]
 
-    def _is_owned(self, node: fx.Node) -> bool:
-        value, unit = self.values.of(node), self._unit_of_maximum(node)
-        return isinstance(value, Vector) and are_owned(unit, unit.roots[value.root], value)
+    def _owned(self, maxima: list[fx.Node]) -> dict[tuple[Any, ...], list[fx.Node]]:
+        """Those of `maxima` that are gathered, by computation, shard and block: no two ranks share one of the blocks.
+
+        The gather has all blocks of a shard, so it pays where a fourth of the unit is asked for.
+        """
+        alike: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
+        for node in maxima:
+            value, unit = self.values.of(node), self._unit_of_maximum(node)
+            if isinstance(value, Vector) and are_owned(unit, unit.roots[value.root], value):
+                program = _elements(node.args[0], self.values).program
+                alike[unit.tag.unit, program, value.block, MAXIMA[node.target]].append(node)  # type: ignore[index]  # one of them
+        return {key: nodes for key, nodes in alike.items() if self._is_most(nodes)}
+
+    def _is_most(self, maxima: list[fx.Node]) -> bool:
+        unit = self._unit_of_maximum(maxima[0])
+        params = {unit.roots[_elements(node.args[0], self.values).root] for node in maxima}
+        return 4 * sum(unit.layout.numels[param] for param in params) >= unit.layout.numel
 
     def _on_shard(self, maxima: list[fx.Node], first: fx.Node) -> tuple["_UnitPrograms", list[int], fx.Node]:
         """Of maxima of one computation on one shard: the unit's programs, the parameters, and what is computed."""
@@ -158,14 +174,8 @@ class LocalPrograms:
         sources = [self.values.first(node.args[0]) for node in maxima]  # type: ignore[arg-type]  # fx arguments are untyped
         return programs, params, programs.evaluate(list(zip(params, sources, strict=True)))
 
-    def _all_gather(self, maxima: list[fx.Node], first: fx.Node) -> None:
-        """One all-gather of the maxima of all blocks of the shards that have one of `maxima`."""
-        alike: dict[Any, list[fx.Node]] = defaultdict(list)  # maxima of one computation on one shard, of equal blocks
-        for node in maxima:
-            vector, source = self.values.of(node), _elements(node.args[0], self.values)
-            assert isinstance(vector, Vector)
-            key = self._unit_of_maximum(node).tag.unit, source.program, vector.block, MAXIMA[node.target]  # type: ignore[index]  # one of them
-            alike[key].append(node)
+    def _all_gather(self, alike: Mapping[tuple[Any, ...], list[fx.Node]], first: fx.Node) -> None:
+        """One all-gather of the maxima of all blocks of the shards that have one of the maxima in `alike`."""
         shares = []
         for (_, _, block, smallest), nodes in alike.items():
             programs, _, local = self._on_shard(nodes, first)
@@ -176,7 +186,7 @@ class LocalPrograms:
         emit = emitter(self.graph, first, _MAXIMUM, first)
         row = shares[0] if len(shares) == 1 else emit("maximum", aten.cat.default, shares)
         full = row
-        for group in self._unit_of_maximum(maxima[0]).spec.groups:
+        for group in programs.unit.spec.groups:
             full = emit("maximum", WAIT, emit("maximum", ALL_GATHER, full, group.size, group.name))
         full.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # as those that are reduced
         rows = emit("maximum", aten.view.default, full, [-1, row.meta["val"].numel()])
