@@ -6,7 +6,7 @@ with as_for_cuda(), kernels_not_built():       a graph that was traced on the CP
 Needs triton, which generates the text of kernels; its compiler and driver are not asked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -31,14 +31,18 @@ HOPPER = SimpleNamespace(
 
 
 @contextmanager
-def as_for_cuda() -> Iterator[None]:
-    """Inductor takes each graph for one of tensors on a GPU. Attention is products and kernels: the op is the CPU's."""
+def as_for_cuda(on_cuda: Callable[[FakeTensor], bool] = lambda _: True) -> Iterator[None]:
+    """Inductor takes each graph for one of tensors on a GPU. Attention is products and kernels: the op is the CPU's.
+
+    Args:
+        on_cuda: whether a tensor is on the GPU.
+    """
     _triton.has_triton.cache_clear()  # asked and remembered before
     with ExitStack() as stack:
         stack.callback(_triton.has_triton.cache_clear)
         for target, name, value in _HARDWARE:
             stack.enter_context(mock.patch.object(target, name, value))
-        compile_for_cuda = partial(compile_fx.compile_fx, inner_compile=_compile)
+        compile_for_cuda = partial(compile_fx.compile_fx, inner_compile=partial(_compile, on_cuda))
         stack.enter_context(mock.patch.object(compile_fx, "compile_fx", compile_for_cuda))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
@@ -57,14 +61,17 @@ _HARDWARE: list[tuple[Any, str, Any]] = [  # whatever asks for it on the way to 
 ]
 
 
-def _compile(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+def _compile(
+    on_cuda: Callable[[FakeTensor], bool], module: fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> Any:
     """Inductor's compilation of one graph after autograd, whose tensors say from now on that they are on the GPU."""
+
+    def claim(tensor: FakeTensor) -> None:
+        if on_cuda(tensor):
+            tensor.fake_device = CUDA
+
     for node in module.graph.nodes:
         node.args, node.kwargs = tree_map_only(torch.device, lambda _: CUDA, (node.args, node.kwargs))
-        tree_map_only(FakeTensor, _claim, node.meta.get("val"))
-    tree_map_only(FakeTensor, _claim, inputs)
+        tree_map_only(FakeTensor, claim, node.meta.get("val"))
+    tree_map_only(FakeTensor, claim, inputs)
     return compile_fx.compile_fx_inner(module, inputs, **options)
-
-
-def _claim(tensor: FakeTensor) -> None:
-    tensor.fake_device = CUDA
