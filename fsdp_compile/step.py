@@ -31,6 +31,7 @@ from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.compiled_update import CompiledUpdate, FlatUpdate
+from fsdp_compile.wrapper import FullyShardedDataParallel
 
 _INDUCTOR = ("inductor", "fsdp_compile")
 
@@ -54,8 +55,8 @@ def compile_step(
     backend they are the same bits.
 
     Args:
-        model: what `fully_shard` returned, which is compiled here, unless `model.compile()` was called; or what
-            `torch.compile` made of that.
+        model: what `fully_shard` or `FullyShardedDataParallel` returned, which is compiled here, unless
+            `model.compile()` was called; or what `torch.compile` made of that.
         optimizer: over `model.parameters()`, and maybe others.
         loss_fn: called with the model's output, and with the step's `target` if one is given; returns the mean loss of
             the batch, shape `()`. None: the output is the loss.
@@ -74,7 +75,8 @@ def compile_step(
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
         ValueError: `clip_norm` is not above 0, `accumulate` is below 1, or `prefetch` is below 0.
     """
-    sharded = getattr(model, "_orig_mod", model)
+    called: Any = getattr(model, "_orig_mod", model)
+    sharded = called.module if isinstance(called, FullyShardedDataParallel) else called
     if not isinstance(sharded, FSDPModule) or not sharded.is_root():
         raise TypeError(
             f"model: expected what fully_shard returned, compiled or not, and no module inside of that, found "
@@ -87,7 +89,7 @@ def compile_step(
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"prefetch: expected a number of units, at least 0, found {prefetch!r}")
     run: Any = model
-    if sharded is model and model._compiled_call_impl is None:
+    if called is model and model._compiled_call_impl is None:
         run = torch.compile(model, backend=backend, options=options)
     update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)

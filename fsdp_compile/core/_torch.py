@@ -16,6 +16,7 @@ torch.utils._pytree                                      the tensors in the argu
 docs/upgrading_torch.md says of the others what to look for.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -68,6 +69,7 @@ __all__ = [
     "leaves_of",
     "local_shape_and_offset",
     "mark_as_sharded",
+    "never_compile",
     "never_trace",
     "new_wrapper",
     "norms",
@@ -262,6 +264,21 @@ def never_trace(function: FunctionT) -> FunctionT:
 def dynamo_is_active() -> bool:
     """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
     return get_eval_frame_callback() not in (None, False)
+
+
+def never_compile(function: FunctionT) -> FunctionT:
+    """Let Dynamo compile neither calls of `function` nor what it calls; it must not be traced.
+
+    As `torch.compiler.disable`, without its microsecond where Dynamo compiles nothing.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if dynamo_is_active():
+            return torch.compiler.disable(function)(*args)
+        return function(*args)
+
+    return never_trace(call)  # type: ignore[return-value]  # it is called as `function` is
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

@@ -27,6 +27,7 @@ from fsdp_compile.core._torch import (
     carries_optimizers,
     computes_all_gradients,
     current_backward,
+    never_compile,
     step_carried_optimizers,
 )
 from fsdp_compile.core.layout import FlatParamLayout
@@ -49,6 +50,11 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 # Python and a second wrapper, for each parameter. So where nobody could see a difference, `ScatterGradients` stores the
 # gradients itself and returns None: the pass computes all gradients, the parameters have none yet, and no hooks. The
 # nodes run nevertheless, and so do hooks on them.
+
+# Note [Backward passes within a compiled function]
+# A function that calls `backward` may be compiled (`torch.compile(train_step)`). Its graph breaks there, and the engine
+# calls functions in Python from outside of any graph. Dynamo would compile each of them, and all that they call, by
+# themselves: it has nothing to win there, and fails on attributes of parameters.
 
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
@@ -278,6 +284,7 @@ class ScatterGradients(torch.autograd.Function):
         return alias(shard)  # own version counter: in-place optimizer updates do not invalidate the graph
 
     @staticmethod
+    @never_compile  # Note [Backward passes within a compiled function]
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # grad: [shard_numel]
         """The reduced gradient's slice for each parameter; None where there is none."""
         binding: ShardBinding = ctx.binding
@@ -313,6 +320,7 @@ class DeferredGradient(torch.autograd.Function):
         return torch.zeros((), dtype=torch.float32, device=autograd_shard.device)
 
     @staticmethod
+    @never_compile  # Note [Backward passes within a compiled function]
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         """The reduced gradient of the flat shard, `[shard_numel]`, or None."""
         if grad is None:

@@ -1,6 +1,7 @@
 """`compile_step` trains as the loop that it stands for."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, Case, Inputs, Residual, Stack
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp_compile import compile_step, fully_shard
+from fsdp_compile import FullyShardedDataParallel, compile_step, fully_shard
 from fsdp_compile.optim.compiled_update import CompiledUpdate
 
 from .ranks import Ranks
@@ -51,9 +55,9 @@ class Loop:
         losses = []
         pairs = list(zip(inputs.chunk(self.accumulate), target.chunk(self.accumulate), strict=True))
         for position, (x, y) in enumerate(pairs):
-            self.model.set_requires_gradient_sync(position == len(pairs) - 1)
-            loss = loss_of(self.run(x), y)
-            (loss / self.accumulate if self.accumulate > 1 else loss).backward()
+            with nullcontext() if position == len(pairs) - 1 else self.model.no_sync():
+                loss = loss_of(self.run(x), y)
+                (loss / self.accumulate if self.accumulate > 1 else loss).backward()
             losses.append(loss.detach())
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -388,3 +392,87 @@ def _refuse(rank: int) -> None:
 def test_refused(two: Ranks) -> None:
     """What cannot be a step is refused by the name of the argument."""
     two.run(_refuse)
+
+
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    "two_stages": {"reshard_after_forward": 2},
+    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "mesh": (2, 2)},
+}
+
+
+def _sharded(rank: int, names: list[str], backend: str) -> None:
+    for name in names:
+        options = dict(SHARDINGS[name])
+        if "mesh" in options:
+            options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicas", "shards"))
+        build = FullyShardedDataParallel if name == "SHARD_GRAD_OP" else fully_shard
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(build(CASE.build(), **options))
+        optimizers = [adamw(model) for model in models]
+        step = compile_step(models[0], optimizers[0], loss_of, CLIP, accumulate=2, backend=backend)
+        loop = Loop(models[1], optimizers[1], CLIP, 2, backend)
+        for number in range(4):
+            inputs, target = batch(CASE, number, 2)
+            losses = step(inputs, target=target), loop(inputs, target)
+            if backend == "aot_eager":
+                assert torch.equal(*losses), (name, number)
+                assert_bitwise(*models, f"{name}, step {number}")
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4, msg=f"{name}: {{}}".format)
+
+
+@pytest.mark.parametrize("names", [["SHARD_GRAD_OP", "bf16"], pytest.param(list(SHARDINGS)[:-2], marks=LATE)])
+def test_other_shardings(two: Ranks, names: list[str]) -> None:
+    """Other strategies, precisions and devices: what cannot be updated or prefetched as a whole is as in the loop."""
+    two.run(_sharded, names, "aot_eager")
+
+
+@LATE
+def test_other_shardings_with_inductor(two: Ranks) -> None:
+    """So it is with Inductor."""
+    two.run(_sharded, ["SHARD_GRAD_OP", "bf16"], "inductor")
+
+
+@LATE
+def test_groups_of_ranks(four: Ranks) -> None:
+    """Two stages of gathers, and replicas."""
+    four.run(_sharded, ["two_stages", "hybrid"], "aot_eager")
+
+
+def _function(rank: int) -> tuple[int, int]:
+    """Train by a function of one step, plain and compiled; how many graphs and breaks there are."""
+    models = [shard(CASE) for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, target: Tensor) -> Tensor:
+        loss = loss_of(model(inputs), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    counters.clear()
+    compiled, graphs = torch.compile(train, backend="aot_eager"), []
+    for number in range(5):
+        inputs, target = batch(CASE, number)
+        losses = train(models[0], optimizers[0], inputs, target), compiled(models[1], optimizers[1], inputs, target)
+        torch.testing.assert_close(*losses)
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(local(a), local(b), rtol=1e-5, atol=1e-6)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[-1]
+    return graphs[-1], sum(counters["graph_break"].values())
+
+
+@LATE
+def test_a_compiled_function(two: Ranks) -> None:
+    """`torch.compile` of a function with all of a step is right, and compiles nothing after its second call."""
+    counts = two.run(_function)
+    print("graphs and breaks:", counts)
+    assert all(graphs <= 12 and breaks <= 3 for graphs, breaks in counts)
