@@ -11,7 +11,6 @@ from itertools import product
 
 from fsdp_compile.explain.transformers import Transformer
 
-TOLERANCE = 0.02  # by which a number of parameters may differ from that of the sizes, as "7b" does from 6.7e9
 VOCABULARIES = (50257, 50277, 50280, 50304, 50368, 50432, 32000, 32768, 64000, 65024, 100352, 128256, 131072, 151936)
 
 
@@ -123,9 +122,14 @@ def infer(name: str, sizes: Mapping[str, int | None], sequence: int) -> Transfor
     )  # fmt: skip
     candidates = list(_candidates(base, table, given, sequence, parameters))
     best = min(candidates, key=lambda each: abs(each.parameters - (parameters or each.parameters)))
-    if parameters and abs(best.parameters / parameters - 1) > TOLERANCE:
+    if parameters and abs(best.parameters / parameters - 1) > _tolerance(parameters):
         best = _solved(best, parameters)
     return best
+
+
+def _tolerance(parameters: int) -> float:
+    """By which part a number may differ from that of the sizes: more if it is rounded, as 7e9 is for 6.7e9."""
+    return 0.12 if len(str(parameters).rstrip("0")) <= 2 else 0.02
 
 
 def _in_name(text: str) -> int | None:
