@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointed": {"checkpointing": "full"},
     "hybrid": {"strategy": "HYBRID_SHARD", "shard_size": SHARDS},
-    "compile_step": {},
+    "compile_step": {"compile_step": True},
 }
 
 

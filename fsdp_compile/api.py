@@ -259,7 +259,7 @@ def explain(
     world_size: int | Sequence[int],
     batch: int | Sequence[int] = 1,
     sequence: int | Sequence[int] = 2048,
-    hardware: "str | Path | Hardware" = "h100-80",
+    hardware: "str | Path | Hardware | None" = None,
     calibration: str | Path | None = None,
     name: str | None = None,
     alternatives: bool = True,
@@ -278,15 +278,15 @@ def explain(
             one prediction for each combination.
         batch: sequences per rank of one forward.
         sequence: tokens of a sequence.
-        hardware: name of a hardware file that the package has, such as "h100-80", the path of another one, or a
-            `Hardware`.
+        hardware: name of a hardware file that the package has, the path of another one, or a `Hardware`; None: what
+            `calibration` was made for, or else "h100-80".
         calibration: path of a hardware file as `fsdp-compile calibrate` writes it, whose measured constants take the
-            place of those of `hardware`.
+            place of those of `hardware`, which has to have the same name.
         name: of the model; None: the name of its class.
         alternatives: whether other settings are tried too, for `Prediction.alternatives` and `.best`.
         options: the other fields of `fsdp_compile.explain.prediction.Setting`: strategy, checkpointing, accumulation,
-            precision, optimizer, clip, runtime, compiled, compiled_loss, network, ranks_per_node, shard_size, keep,
-            reduce_dtype.
+            precision, optimizer, clip, runtime, compile_step, compiled, compiled_loss, network, ranks_per_node,
+            shard_size, keep, reduce_dtype.
 
     Returns:
         An `Explanation`: `str()` gives a table, `to_json()`, `to_html()` and `to_trace()` the other forms.

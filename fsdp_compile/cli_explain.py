@@ -86,7 +86,7 @@ def add_explain(explain: argparse.ArgumentParser) -> None:
     cluster.add_argument("--network", metavar="LINK", help="between nodes, for each GPU: a link such as ib400, or "
                          "custom:<latency in s>,<bandwidth in bytes/s> (default: the hardware's)")  # fmt: skip
     cluster.add_argument("--hardware", metavar="NAME|FILE", help="a name such as h100-80, or a hardware file (JSON); "
-                         "--hardware list prints the names (default: h100-80)")  # fmt: skip
+                         "--hardware list prints the names (default: that of --calibration, or h100-80)")  # fmt: skip
     cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what fsdp-compile calibrate has measured, "
                          "used in place of the hardware's own constants")  # fmt: skip
     step = explain.add_argument_group("step")
@@ -109,6 +109,7 @@ def add_explain(explain: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     step.add_argument("--clip", action=argparse.BooleanOptionalAction, help="clip gradients to a norm (default: yes)")
+    step.add_argument("--compile-step", action="store_true", default=None, help="as compile_step runs it")
     step.add_argument("--runtime", choices=RUNTIMES, help="this package, or FSDP2 (default: fsdp_compile)")
     step.add_argument("--eager", dest="compiled", action="store_false", default=None, help="not compiled")
     written = explain.add_argument_group("output, beside the text that is printed")
@@ -152,7 +153,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
 FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy": "strategy", "keep": "keep",
           "checkpointing": "checkpointing", "accumulate": "accumulation", "precision": "precision",
           "optimizer": "optimizer", "clip": "clip", "gpus_per_node": "ranks_per_node", "shard_size": "shard_size",
-          "compiled": "compiled", "network": "network", "runtime": "runtime",
+          "compiled": "compiled", "network": "network", "runtime": "runtime", "compile_step": "compile_step",
           "reduce_dtype": "reduce_dtype"}  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def run_explain(args: argparse.Namespace) -> None:
         make_model,
         example_inputs,
         **{"world_size": 8, **given},
-        hardware=args.hardware or "h100-80",
+        hardware=args.hardware,
         calibration=args.calibration,
         alternatives=not args.no_alternatives,
     )

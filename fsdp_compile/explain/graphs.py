@@ -5,7 +5,8 @@ Where collectives are part of a compiled graph, they follow the rule for graphs 
 collectives begin between any two products, not just between blocks. Backward gathers the last block again. Gradients
 are written into the buffer that is reduced, which takes the memory of the gathered one: nothing is packed. Parameters
 outside of blocks are read until the end of backward. Shards of gradients come to exist one by one. The first product
-of a checkpointed block's backward may run before its forward is computed again.
+of a checkpointed block's backward may run before its forward is computed again. `compile_step` updates the parameters
+that the next forward reads first, and gathers them beside the rest of the update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.search import alternating
 from fsdp_compile.passes.plan.workload import Task, Workload
 
+UPDATE = "update"  # the task of `compile_step` that comes first
+PREFETCHED = 2  # units that `compile_step` gathers beside it by default
 TASKS = 8  # of a block's forward or backward, between which collectives may begin
 
 
@@ -41,6 +44,7 @@ def as_graph(
     width: int,
     reshards_last: bool,
     accumulates: bool,
+    update: float | None = None,
 ) -> GraphStep:
     """The pass `workload`, as FSDP2 does it, as compiled graphs do it.
 
@@ -51,6 +55,8 @@ def as_graph(
         width: bytes of an element of a gradient; `workload` counts a block's gradients beside the packed ones.
         reshards_last: whether the last block is freed after forward.
         accumulates: whether shards of gradients of an earlier pass exist.
+        update: seconds of the optimizer's update before the pass, beside which the first all-gathers run; None: they
+            begin after it.
     """
     tasks: list[Task] = []
     gradients: list[int] = []
@@ -71,11 +77,21 @@ def as_graph(
             new = [*_divided(replace(task, memory=memory), unit, backward)]
         tasks += new
         gradients += [exist] * len(new)
+    if update is not None:
+        states = min(task.memory for task in workload.tasks)
+        tasks, gradients, split = [Task(UPDATE, update, states), *tasks], [everything, *gradients], split + 1
     units = list(workload.units)
     if reshards_last:
         units[-1] = replace(units[-1], keep_unsharded=False)
     graph = replace(workload, tasks=tuple(tasks), backward=split, units=tuple(units))
-    return GraphStep(graph, alternating(graph), (*gradients, everything))
+    plan = alternating(graph)
+    return GraphStep(graph, plan if update is None else _prefetched(plan), (*gradients, everything))
+
+
+def _prefetched(plan: Plan) -> Plan:
+    """`plan`, whose first gathers begin before all tasks."""
+    first = plan.of("gather")[:PREFETCHED]
+    return Plan((*(replace(step, at=0) for step in first), *(step for step in plan.steps if step not in first)))
 
 
 def _divided(task: Task, unit: int, backward: bool) -> Iterator[Task]:

@@ -52,12 +52,13 @@ class Setting:
         compiled: whether the step runs compiled, with fused chains, or eagerly, one kernel for each operator.
         runtime: what runs the step: "fsdp_compile", this package, whose compiled graphs contain the collectives; or
             "fsdp2", which issues them between blocks, compiled or not.
-        compiled_loss: whether what is outside of blocks, such as the loss, runs compiled; None: as the blocks where
-            this package runs the step, and not with "fsdp2", with which torchtitan compiles each block alone.
+        compile_step: whether `compile_step` runs it: then the first all-gathers run beside the update before.
+        compiled_loss: whether what is outside of blocks runs compiled; None: as the blocks. torchtitan compiles blocks.
         network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
             file says.
         keep: blocks that are not resharded after forward, counted from the last one, where the strategy reshards.
-        reduce_dtype: in which dtype gradients are reduced; None: as they are gathered.
+        reduce_dtype: in which dtype gradients are reduced: "float32" or "bfloat16"; None: float32 if not compiled under
+            amp, or else as `precision` says.
 
     Raises:
         ValueError: a field has a value that it cannot have, and is named.
@@ -77,6 +78,7 @@ class Setting:
     shard_size: int | None = None
     compiled: bool = True
     runtime: str = "fsdp_compile"
+    compile_step: bool = False
     compiled_loss: bool | None = None
     network: str | None = None
     keep: int = 0
@@ -101,12 +103,6 @@ class Setting:
             )
         if self.shard_size is not None and self.world_size % self.shard_size:
             raise ValueError(f"shard_size: expected a divisor of world_size {self.world_size}, found {self.shard_size}")
-
-    @property
-    def compiles_loss(self) -> bool:
-        """`compiled_loss`, or what None stands for."""
-        by_runtime = self.compiled and self.runtime == "fsdp_compile"
-        return by_runtime if self.compiled_loss is None else self.compiled_loss
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from fsdp_compile.explain.graphs import GraphStep, as_graph
+from fsdp_compile.explain.graphs import UPDATE, GraphStep, as_graph
 from fsdp_compile.explain.prediction import (
     CollectiveKind,
     CollectiveTime,
@@ -164,7 +164,14 @@ class Priced:
             self.gathered_width,
             reshards_last=bool(blocks) and self.resharding and not self.setting.keep,
             accumulates=self.setting.accumulation > 1,
+            update=self.update if self.begins_with_update else None,
         )
+
+    @cached_property
+    def begins_with_update(self) -> bool:
+        """Whether the tasks begin with the update, beside which the first all-gathers run."""
+        called = self.in_graph and self.setting.compile_step and self.setting.accumulation == 1
+        return called and self.setting.precision == "fp32"  # what is gathered has to be what is stored
 
     @cached_property
     def _by_blocks(self) -> Workload:
@@ -240,7 +247,8 @@ class Priced:
     @cached_property
     def step(self) -> float:
         """Seconds of the step."""
-        return self.setting.accumulation * self.timeline.makespan + self.update
+        passes = self.setting.accumulation * self.timeline.makespan
+        return passes if self.begins_with_update else passes + self.update
 
     @cached_property
     def tokens_per_second(self) -> float:
@@ -310,7 +318,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware, warnings: tuple[
     priced = Priced.of(work, setting, hardware)
     passes, tasks = setting.accumulation, priced.workload.tasks
     split = priced.workload.backward
-    forward = passes * sum(task.seconds for task in tasks[:split])
+    forward = passes * sum(task.seconds for task in tasks[:split] if task.name != UPDATE)
     backward = passes * sum(task.seconds for task in tasks[split:])
     peak = hardware.peak.get("float32" if setting.precision == "fp32" else "bfloat16", 0.0)
     singles = list(_singles(priced))
@@ -383,7 +391,8 @@ def _spans(priced: Priced, singles: list[TopCollective]) -> Iterator[TimelineSpa
     timeline = priced.timeline
     for name, start, end in _joined(timeline.compute):
         yield TimelineSpan("compute", name, start, end)
-    yield TimelineSpan("compute", "update", timeline.makespan, timeline.makespan + priced.update)
+    if not priced.begins_with_update:
+        yield TimelineSpan("compute", UPDATE, timeline.makespan, timeline.makespan + priced.update)
     spans = [*(timeline.link if priced.shards > 1 else ()), *timeline.replicas]
     for span, single in zip(spans, singles, strict=True):
         yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
@@ -408,7 +417,8 @@ def _memory_over_time(priced: Priced) -> tuple[tuple[float, int], ...]:
     starts = [0.0, *(span.start for span in timeline.compute[1:]), timeline.makespan]
     held = 1 + priced.hardware.fragments  # as in the peak
     sizes = [int(held * size) for size in (*timeline.memory, priced._states)]
-    points = [*zip([*starts, timeline.makespan + priced.update], sizes, strict=True)]
+    end = timeline.makespan + (0.0 if priced.begins_with_update else priced.update)
+    points = [*zip([*starts, end], sizes, strict=True)]
     return tuple(point for before, point in pairwise([(0.0, -1), *points]) if point[1] != before[1])
 
 

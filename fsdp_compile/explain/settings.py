@@ -17,12 +17,14 @@ from fsdp_compile.explain.prediction import Setting
 from fsdp_compile.explain.tables import case_of, read_rows
 from fsdp_compile.passes.cost.hardware import Hardware, device, read_hardware
 
+USUAL = "h100-80"  # hardware, where none is named
+
 
 def explain_settings(
     model: nn.Module | Callable[[], nn.Module],
     example_inputs: Callable[[int, int], Sequence[Any]] | None,
     chosen: Mapping[str, Any],
-    hardware: str | Path | Hardware,
+    hardware: str | Path | Hardware | None,
     calibration: str | Path | None,
     name: str | None,
     alternatives: bool,
@@ -115,16 +117,20 @@ def _used(row: Mapping[str, str]) -> str | None:
         return None
 
 
-def hardware_of(hardware: str | Path | Hardware, calibration: str | Path | None) -> Hardware:
+def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path | None) -> Hardware:
     """Hardware by its name, with what was measured or fitted in a calibration in place of its own constants.
 
     Raises:
-        ValueError: hardware of that name is unknown, or a file is no hardware file.
+        ValueError: hardware of that name is unknown, a file is no hardware file, or the calibration is of another one.
     """
-    base = hardware if isinstance(hardware, Hardware) else device(str(hardware))
     if calibration is None:
-        return base
+        return hardware if isinstance(hardware, Hardware) else device(str(hardware or USUAL))
     measured = read_hardware(Path(calibration))
+    if hardware is None:
+        return measured
+    base = hardware if isinstance(hardware, Hardware) else device(str(hardware))
+    if measured.name != base.name:
+        raise ValueError(f"calibration: expected a file of {base.name}, found one of {measured.name}")
     known = {name: source for name, source in measured.sources.items() if source.origin in ("measured", "fitted")}
     links = {name: link for name in ("node", "network")
              if (link := getattr(measured, name)).origin == "measured"}  # fmt: skip

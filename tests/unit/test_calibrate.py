@@ -94,12 +94,15 @@ def test_rounds_alternate() -> None:
 def test_calibration_replaces_what_was_measured(tmp_path: Path) -> None:
     """Of a calibration only what was measured or fitted takes the place of the hardware's own constants."""
     base = device("h100-80")
-    made = with_figures(device("a100-80"), Source("measured", "here"), chain_efficiency=0.5)
+    made = with_figures(replace(device("a100-80"), name="h100-80"), Source("measured", "here"), chain_efficiency=0.5)
     made = replace(made, node=replace(made.node, bandwidth=1e11, origin="measured"))
     (tmp_path / "here.json").write_text(to_json(made))
     used = hardware_of(base, tmp_path / "here.json")
     assert (used.chain_efficiency, used.sources["chain_efficiency"].origin) == (0.5, "measured")
     assert (used.name, used.peak, used.network, used.node.bandwidth) == (base.name, base.peak, base.network, 1e11)
+    assert hardware_of(None, tmp_path / "here.json").peak == made.peak
+    with pytest.raises(ValueError, match="calibration: expected a file of h200, found one of h100-80"):
+        hardware_of("h200", tmp_path / "here.json")
 
 
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
