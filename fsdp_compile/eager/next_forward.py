@@ -78,7 +78,9 @@ class NextForward:
             return
         for flat in unit.flats:
             stored = flat.shard
-            if flat in self._unused or unit.compute_dtype(flat) != stored.dtype or unit.device != stored.device:
+            if not stored.numel() or flat in self._unused:
+                continue
+            if unit.compute_dtype(flat) != stored.dtype or unit.device != stored.device:
                 continue
             group = unit.stages[0].name
             gather = PrefetchedGather(stored, unit.group_size, group, flat.shown_unit)

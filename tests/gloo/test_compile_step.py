@@ -21,6 +21,8 @@ from .training import assert_bitwise, local, mine, shard
 
 LATE = pytest.mark.nightly
 CLIP = 0.5
+CASE = MODELS["mlp"]
+SMALL = Case(lambda: Stack([Residual(11, 23)], width=11), CASE.batch, CASE.loss)
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def _follow(
 
     In other steps the first one is trained by the loop too, eager or compiled.
     """
-    case = MODELS[name]
+    case = MODELS.get(name, SMALL)
     models = [shard(case) for _ in range(2)]
     optimizers = [adamw(model, by_groups) for model in models]
     schedules = [schedule_of(optimizer) for optimizer in optimizers]
@@ -163,11 +165,12 @@ def test_on_three_ranks(three: Ranks, by_groups: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_groups", "accumulate"), [(False, 1), pytest.param(False, 2, marks=LATE), pytest.param(True, 2, marks=LATE)]
+    ("name", "by_groups", "accumulate"),
+    [("small", False, 1), pytest.param("mlp", False, 2, marks=LATE), pytest.param("mlp", True, 2, marks=LATE)],
 )
-def test_with_inductor(two: Ranks, by_groups: bool, accumulate: int) -> None:
+def test_with_inductor(two: Ranks, name: str, by_groups: bool, accumulate: int) -> None:
     """With Inductor, which fuses the update, parameters differ from the loop's by less than 1e-6."""
-    worst = two.run(_follow, "mlp", "inductor", 50, by_groups, ("step",), accumulate)
+    worst = two.run(_follow, name, "inductor", 50, by_groups, ("step",), accumulate)
     print("largest relative difference of a parameter:", worst)
     assert max(worst) <= 1e-6
 
@@ -181,9 +184,6 @@ def _pair(**options: Any) -> tuple[list[nn.Module], list[torch.optim.Optimizer],
     optimizers = [adamw(model) for model in models]
     step = compile_step(models[0], optimizers[0], loss_of, CLIP, backend="aot_eager", **options)
     return models, optimizers, step, Loop(models[1], optimizers[1], CLIP, options.get("accumulate", 1), "aot_eager")
-
-
-CASE = MODELS["mlp"]
 
 
 def _between(rank: int) -> None:
@@ -340,7 +340,7 @@ AS_THEY_ARE = ("foreach", "rprop", "adafactor")  # with the exact update
 
 def _optimizers(rank: int, names: list[str], fuses: bool) -> None:
     for name in names:
-        models = [shard(Case(lambda: Stack([Residual(11, 23)], width=11), CASE.batch, CASE.loss)) for _ in range(2)]
+        models = [shard(SMALL) for _ in range(2)]
         optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
         update = CompiledUpdate(optimizers[0], fuses)
         for number in range(8):
