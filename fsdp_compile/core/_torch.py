@@ -93,23 +93,60 @@ def keep_size_static(tensor: Tensor) -> None:
     tensor._dynamo_static_indices = {0}  # type: ignore[attr-defined]  # Dynamo's own mark, which Tensor's stub lacks
 
 
+# --- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable)
+
+
+def never_trace(function: FunctionT) -> FunctionT:
+    """Let Dynamo run calls of `function` as they are where it would compile them; it still traces what calls it.
+
+    `torch.compiler.disable` would break the graph of a caller.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+def never_compile(function: FunctionT) -> FunctionT:
+    """Let Dynamo compile neither `function` nor what it calls: for functions that torch calls from C++.
+
+    As `torch.compiler.disable`, without its microsecond where Dynamo compiles nothing. It must not be traced.
+    """
+    disabled = torch.compiler.disable(function, reason="the eager runtime of fsdp_compile")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if dynamo_is_active() else function(*args, **kwargs)
+
+    return functools.wraps(function)(never_trace(call))  # type: ignore[return-value]  # of the same type
+
+
+@never_trace
+def dynamo_is_active() -> bool:
+    """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
+    return get_eval_frame_callback() not in (None, False)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
 def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any] | None = None) -> None:
     """Call `callback` when the running backward pass has ended without error, else `if_failed`."""
-    last = callback if if_failed is None else _Last(callback, if_failed)
-    torch.autograd.Variable._execution_engine.queue_callback(last)
+    torch.autograd.Variable._execution_engine.queue_callback(_Last(callback, if_failed))
 
 
 class _Last:
     """What the engine calls after a backward pass; it drops it uncalled when the pass has failed."""
 
-    def __init__(self, callback: Callable[[], Any], if_failed: Callable[[], Any]) -> None:
-        self.callback = callback
-        self.if_failed: Callable[[], Any] | None = if_failed
+    def __init__(self, callback: Callable[[], Any], if_failed: Callable[[], Any] | None) -> None:
+        self.callback, self.if_failed = callback, if_failed
 
+    @never_compile
     def __call__(self) -> None:
         self.if_failed = None
         self.callback()
 
+    @never_compile
     def __del__(self) -> None:
         if self.if_failed is not None:
             self.if_failed()
@@ -245,40 +282,7 @@ RNN_WITHOUT_LIST: dict[str, Any] = {
 }
 
 
-# --- Dynamo, norms, replication and what outputs hold -----------------------------------------------------------------
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable)
-
-
-def never_trace(function: FunctionT) -> FunctionT:
-    """Let Dynamo run calls of `function` as they are where it would compile them; it still traces what calls it.
-
-    `torch.compiler.disable` would break the graph of a caller.
-    """
-    skip_code(function.__code__)
-    return function
-
-
-@never_trace
-def dynamo_is_active() -> bool:
-    """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
-    return get_eval_frame_callback() not in (None, False)
-
-
-def never_compile(function: FunctionT) -> FunctionT:
-    """Let Dynamo compile neither calls of `function` nor what it calls; it must not be traced.
-
-    As `torch.compiler.disable`, without its microsecond where Dynamo compiles nothing.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        if dynamo_is_active():
-            return torch.compiler.disable(function)(*args)
-        return function(*args)
-
-    return never_trace(call)  # type: ignore[return-value]  # it is called as `function` is
+# --- norms, replication and what outputs hold -------------------------------------------------------------------------
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

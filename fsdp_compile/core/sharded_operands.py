@@ -32,6 +32,7 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     executes_formula,
     gives_gradients_of_leaves,
+    never_compile,
     new_wrapper,
 )
 from fsdp_compile.core.shard_spec import ShardSpec
@@ -132,6 +133,7 @@ class _Averages:
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
 
+    @never_compile
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or type(gradient) is ShardedTensor:  # None: under no_sync nothing is reduced
             return None
@@ -256,5 +258,6 @@ class ShardedView(Tensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
+    @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return ShardedTensor.__torch_dispatch__(func, types, args, kwargs)

@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
     change_wrapper,
+    never_compile,
     new_wrapper,
     register_foreach_type,
     set_plain_grad,
@@ -116,6 +117,7 @@ class ShardedTensor(Tensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
+    @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return _rules()(func)(func, args, kwargs or {})
 

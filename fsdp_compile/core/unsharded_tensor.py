@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.core._torch import never_compile
 from fsdp_compile.core.sharded_tensor import ShardedTensor, check_full_shape, set_local
 
 
@@ -23,6 +24,7 @@ class UnshardedTensor(ShardedTensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
+    @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         return _call_on_all_elements(func, args, kwargs or {})
 
@@ -78,6 +80,7 @@ class UnreducedGradient(ShardedTensor):
 
     # torch's stub declares a static method without `func`.
     @classmethod
+    @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
         name = func._schema.name
         if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):

@@ -19,7 +19,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core._torch import WITHOUT_TENSORS, call_after_backward, current_backward, leaves_of
+from fsdp_compile.core._torch import (
+    WITHOUT_TENSORS,
+    call_after_backward,
+    current_backward,
+    leaves_of,
+    never_compile,
+    never_trace,
+)
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Unit
@@ -67,6 +74,7 @@ class UnshardParams(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @never_compile
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
         """The gradients of the shards, 1-D `[shard_numel]`, being reduced."""
         gathered = ctx.gathered()
@@ -260,6 +268,7 @@ class UnshardedUnit:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
+    @never_compile
     def _before_backward(self, _grad: Any) -> None:
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
@@ -323,6 +332,7 @@ class UnshardedUnit:
             self.close()
         self._prefetch_next(BackwardPrefetch.BACKWARD_POST)
 
+    @never_compile
     def _inputs_ready(self) -> None:
         self.readers &= ~Reader.FROZEN_PARAMETERS
         if Reader.TRAINED_PARAMETERS in self.readers:
@@ -391,6 +401,7 @@ def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
     """A hook that calls `method` while its object lives (Note [Freeing buffers that autograd has saved])."""
     weak = weakref.WeakMethod(method)
 
+    @never_trace
     def hook(_grads: Any) -> None:
         target = weak()
         if target is not None:

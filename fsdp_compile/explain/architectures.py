@@ -11,7 +11,6 @@ from itertools import product
 
 from fsdp_compile.explain.transformers import Transformer
 
-TOLERANCE = 0.02  # by which a number of parameters may differ from that of the sizes, as "7b" does from 6.7e9
 VOCABULARIES = (50257, 50277, 50280, 50304, 50368, 50432, 32000, 32768, 64000, 65024, 100352, 128256, 131072, 151936)
 
 
@@ -121,11 +120,26 @@ def infer(name: str, sizes: Mapping[str, int | None], sequence: int) -> Transfor
         name=name, layers=layers, hidden=hidden, heads=heads, head=max(1, hidden // heads),
         tied=_family(family).tied or bool(re.search(_TIED, text)) if family else True,
     )  # fmt: skip
-    candidates = list(_candidates(base, table, given, sequence, parameters))
-    best = min(candidates, key=lambda each: abs(each.parameters - (parameters or each.parameters)))
-    if parameters and abs(best.parameters / parameters - 1) > TOLERANCE:
+    exact = parameters is not None and not _is_rounded(parameters)
+    candidates = list(_candidates(base, table, given, sequence, exact))
+    best = (
+        candidates[0]
+        if parameters and not exact
+        else min(candidates, key=lambda each: abs(each.parameters - (parameters or each.parameters)))
+    )
+    if parameters and abs(best.parameters / parameters - 1) > _tolerance(parameters):
         best = _solved(best, parameters)
     return best
+
+
+def _tolerance(parameters: int) -> float:
+    """By which part a number may differ from that of the sizes: more if it is rounded, as 7e9 is for 6.7e9."""
+    return 0.12 if _is_rounded(parameters) else 0.02
+
+
+def _is_rounded(parameters: int) -> bool:
+    """Whether a number has two digits at most that are not 0, as in 7B and 6.7B."""
+    return len(str(parameters).rstrip("0")) <= 2
 
 
 def _in_name(text: str) -> int | None:
@@ -141,7 +155,7 @@ def _guess(layers: int, hidden: int, parameters: int | None) -> str:
 
 
 def _candidates(
-    base: Transformer, table: Mapping[str, int], given: Mapping[str, int], sequence: int, parameters: int | None
+    base: Transformer, table: Mapping[str, int], given: Mapping[str, int], sequence: int, exact: bool
 ) -> Iterator[Transformer]:
     """Transformers of these sizes, with what no column gives as such models have it."""
     heads = base.heads
@@ -153,7 +167,7 @@ def _candidates(
     vocabularies = [given["vocabulary"]] if "vocabulary" in given else [base.vocabulary]
     if "vocabulary" not in given and table:
         vocabularies.insert(0, table["vocabulary"])
-    if "vocabulary" not in given and parameters:
+    if "vocabulary" not in given and exact:
         vocabularies += VOCABULARIES
     biases = (False, True) if not (base.biases or base.gated) else (base.biases,)
     for kv, vocabulary, positions, biased in product(

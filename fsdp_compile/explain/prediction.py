@@ -53,12 +53,12 @@ class Setting:
         runtime: what runs the step: "fsdp_compile", this package, whose compiled graphs contain the collectives; or
             "fsdp2", which issues them between blocks, compiled or not.
         compile_step: whether `compile_step` runs it: then the first all-gathers run beside the update before.
-        compiled_loss: whether what is outside of blocks runs compiled; None: as the blocks. torchtitan compiles blocks.
+        compiled_loss: whether what is outside of blocks, such as the loss, runs compiled; None: as the blocks where
+            this package runs the step, and not with "fsdp2", with which torchtitan compiles each block alone.
         network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
             file says.
         keep: blocks that are not resharded after forward, counted from the last one, where the strategy reshards.
-        reduce_dtype: in which dtype gradients are reduced: "float32" or "bfloat16"; None: float32 if not compiled under
-            amp, or else as `precision` says.
+        reduce_dtype: in which dtype gradients are reduced; None: as they are gathered.
 
     Raises:
         ValueError: a field has a value that it cannot have, and is named.
@@ -103,6 +103,12 @@ class Setting:
             )
         if self.shard_size is not None and self.world_size % self.shard_size:
             raise ValueError(f"shard_size: expected a divisor of world_size {self.world_size}, found {self.shard_size}")
+
+    @property
+    def compiles_loss(self) -> bool:
+        """`compiled_loss`, or what None stands for."""
+        by_runtime = self.compiled and self.runtime == "fsdp_compile"
+        return by_runtime if self.compiled_loss is None else self.compiled_loss
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name."""

@@ -32,8 +32,7 @@ class Model:
     def work(self, setting: Setting) -> StepWork:
         """What one forward and backward computes. ValueError if the model cannot be traced."""
         by_operator = setting.checkpointing == "selective op"
-        loss = setting.compiled if setting.compiled_loss is None else setting.compiled_loss
-        key = (setting.sequence, by_operator, setting.compiled, loss, setting.precision)
+        key = (setting.sequence, by_operator, setting.compiled, setting.compiles_loss, setting.precision)
         full = (*key, setting.batch, setting.checkpointing)
         if full in self._works:
             return self._works[full]

@@ -41,7 +41,7 @@ class Case:
         setting = self.setting
         width = 4 if setting.precision == "fp32" else 2
         dtype = {"fp32": "float32", "fp16": "float16", "amp_fp16": "float16"}.get(setting.precision, "bfloat16")
-        compiled, loss = setting.compiled, setting.compiled if setting.compiled_loss is None else setting.compiled_loss
+        compiled, loss = setting.compiled, setting.compiles_loss
         return Run(setting.batch, setting.sequence, setting.checkpointing, compiled, loss, width, dtype)
 
     def priced(self, hardware: Hardware | None = None) -> Priced:
@@ -97,6 +97,7 @@ def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = Non
     Raises:
         ValueError: a column is missing or says nothing that is known; it is named.
     """
+    row = {name: value or "" for name, value in row.items()}
     sequence = _int(row, "seq", least=1)
     world = _int(row, "gpus", least=1)
     names = {"parameters": "params", "layers": "layers", "hidden": "hidden", "heads": "heads",
@@ -123,7 +124,6 @@ def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = Non
         hardware=used.name,
         shard_size=shard_size,
         compiled="compile" in system or ("fms" in system and "eager" not in system),
-        compiled_loss=False if "titan" in system else None,
         reduce_dtype="float32" if "fsdp2" in system or "titan" in system else None,
     )
     return Case(model, setting, _with_network(used, row))
@@ -137,6 +137,9 @@ def _as_composer(model: Transformer) -> Transformer:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
+_MOST = {"layers": 1e4, "gpus": 1e7, "seq": 1e9, "micro_batch": 1e6, "grad_accum": 1e6}  # beyond these, a mistake
+
+
 def _optional(row: Row, column: str) -> int | None:
     """A whole number, such as 12, 12.0, 12,000 or 6.7B; None where there is none."""
     text = (row.get(column) or "").strip().lower().replace(",", "").replace("_", "")
@@ -144,8 +147,9 @@ def _optional(row: Row, column: str) -> int | None:
         return None
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)([kmbt]?)", text)
     value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else math.nan
-    if not 0 <= value < 1e16:
-        raise ValueError(f"{column}: expected a number, found {row[column]!r}")
+    most = _MOST.get(column, 1e16)
+    if not 0 <= value <= most:
+        raise ValueError(f"{column}: expected a number from 0 to {most:.0e}, found {row[column]!r}")
     if column == "seq" and match is not None and match[2] == "k":
         value = float(match[1]) * 1024
     return round(value)

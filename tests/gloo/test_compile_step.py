@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, Case, Inputs, Residual, Stack
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
@@ -442,37 +441,3 @@ def test_other_shardings_with_inductor(two: Ranks) -> None:
 def test_groups_of_ranks(four: Ranks) -> None:
     """Two stages of gathers, and replicas."""
     four.run(_sharded, ["two_stages", "hybrid"], "aot_eager")
-
-
-def _function(rank: int) -> tuple[int, int]:
-    """Train by a function of one step, plain and compiled; how many graphs and breaks there are."""
-    models = [shard(CASE) for _ in range(2)]
-    optimizers = [adamw(model) for model in models]
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, target: Tensor) -> Tensor:
-        loss = loss_of(model(inputs), target)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    counters.clear()
-    compiled, graphs = torch.compile(train, backend="aot_eager"), []
-    for number in range(5):
-        inputs, target = batch(CASE, number)
-        losses = train(models[0], optimizers[0], inputs, target), compiled(models[1], optimizers[1], inputs, target)
-        torch.testing.assert_close(*losses)
-        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(local(a), local(b), rtol=1e-5, atol=1e-6)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1] == graphs[-1]
-    return graphs[-1], sum(counters["graph_break"].values())
-
-
-@LATE
-def test_a_compiled_function(two: Ranks) -> None:
-    """`torch.compile` of a function with all of a step is right, and compiles nothing after its second call."""
-    counts = two.run(_function)
-    print("graphs and breaks:", counts)
-    assert all(graphs <= 12 and breaks <= 3 for graphs, breaks in counts)

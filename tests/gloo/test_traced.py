@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .ranks import Ranks
 from .test_outputs import _Outer
-from .training import assert_bitwise, follow, local, mine, reference_and_model, shard
+from .training import assert_bitwise, build, follow, local, mine, reference_and_model, shard
 
 MLP = MODELS["mlp"]
 
@@ -121,6 +121,44 @@ def _loss_inside(rank: int) -> None:
 def test_a_compiled_function_calls_the_model(two: Ranks) -> None:
     """What is compiled may be a function that takes the model and returns a loss."""
     two.run(_loss_inside)
+
+
+def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...]) -> Tensor:
+    loss = MLP.loss(model, inputs)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _step_compiled(rank: int) -> None:
+    graphs = []
+    for model, eager in ((build(MLP), build(MLP)), (shard(MLP), shard(MLP))):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        optimizers = [torch.optim.AdamW(each.parameters(), 0.01, eps=1e-3) for each in (model, eager)]
+        step = torch.compile(_train_step, backend="aot_eager")
+        for seed in range(4):
+            with nullcontext() if seed < 2 else _compiled_already():
+                losses = [
+                    step(model, optimizers[0], mine(MLP, seed)),
+                    _train_step(eager, optimizers[1], mine(MLP, seed)),
+                ]
+            torch.testing.assert_close(*losses)
+            for (name, ours), (_, theirs) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+                assert ours.grad is None and theirs.grad is None
+                torch.testing.assert_close(local(ours), local(theirs), rtol=1e-5, atol=1e-6, msg=name)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1], graphs
+
+
+def test_a_compiled_step(two: Ranks) -> None:
+    """`torch.compile(train_step)` trains as the loop does, in as many graphs as without sharding, and no more later.
+
+    Dynamo breaks the graph at the call of backward, within which it compiles nothing of this package.
+    """
+    two.run(_step_compiled)
 
 
 @dataclass

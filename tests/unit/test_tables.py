@@ -52,7 +52,7 @@ def test_leave_one_out():
     ("changes", "message"),
     [
         ({"seq": ""}, "seq: expected a number of at least 1, found ''"),
-        ({"gpus": "many"}, "gpus: expected a number, found 'many'"),
+        ({"gpus": "many"}, "gpus: expected a number from 0 to 1e\\+07, found 'many'"),
         ({"device": "abacus"}, "device: expected one of a100-40.*found 'abacus'"),
         ({"precision": "int3"}, "precision: expected bf16"),
         ({"act_ckpt": "sometimes"}, "act_ckpt: expected none, full"),
@@ -72,11 +72,11 @@ def test_rows_that_cannot_be_predicted(tmp_path, changes, message):
 def test_rows_are_read_generously(tmp_path):
     """Numbers with units, columns that are unknown or empty, and other words for the same thing are understood."""
     same = [
-        {}, {"params": "6.66B"}, {"seq": "2k", "heads": ""}, {"color": "blue", "micro_batch": "6.0"},
+        {}, {"params": "6.66B"}, {"params": "7B"}, {"seq": "2k", "heads": ""}, {"color": "blue", "micro_batch": "6.0"},
         {"device": "NVIDIA A100-SXM4-80GB"}, {"act_ckpt": "False", "sharding": "full"}, {"precision": "bf16"},
     ]  # fmt: skip
     speeds = [each.tok_s_gpu for each in predict(tmp_path, *same)]
-    assert max(speeds) <= 1.01 * min(speeds)
+    assert max(speeds) <= 1.02 * min(speeds)
     others = [
         {"device": "h100"}, {"device": "H200 141GB"}, {"device": "mi300x"}, {"act_ckpt": "selective 2"},
         {"sharding": "HYBRID_SHARD", "gpus": "64"}, {"precision": "amp_fp8", "device": "h100-80"}, {"gpus": "512"},
