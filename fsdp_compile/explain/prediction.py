@@ -160,7 +160,8 @@ class TopCollective:
         bytes: its full size.
         seconds: how long it occupies the links.
         exposed: the seconds of these in which nothing computes.
-        limit: what exposes it, as in `Collective.limit` of report.py; empty if nothing does.
+        limit: what exposes it. "dependency": nothing can compute before it, or after it; "compute": what computes
+            beside it is too short. Empty if nothing does.
     """
 
     name: str

@@ -160,8 +160,8 @@ def _block(model: Transformer, run: Run) -> UnitWork:
     if run.checkpointing == "selective op":
         again = [each[0] for each in products[1::2]] + run.chains(chains)
         saved = _saved_by_operator(model, run)
+    # Beside what is saved, the widest gradients are alive; of what is computed again, all that backward reads is.
     widest = width * tokens * max(model.inner * (3 if model.gated else 2), 2 * sum(model.qkv))
-    inside = _saved(model, run) + widest
     return UnitWork(
         "blocks.0",
         model.block_parameters,
@@ -170,7 +170,7 @@ def _block(model: Transformer, run: Run) -> UnitWork:
         input_bytes=width * tokens * model.hidden,
         saved_bytes=saved,
         forward_bytes=saved + widest,
-        backward_bytes=max(inside, saved + widest),
+        backward_bytes=max(saved, _saved(model, run)) + widest,
         count=model.layers,
     )
 

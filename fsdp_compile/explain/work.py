@@ -7,7 +7,7 @@ It is of one batch, one sequence length and one policy of checkpointing, and say
 Where a model has many equal blocks, they are one `UnitWork` that is repeated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -156,9 +156,7 @@ class StepWork:
         begin: what comes before the first block: an embedding.
         blocks: in order; a model without repeated blocks has none.
         end: what comes after the last one: the product with the vocabulary, and the loss.
-        tokens: of one batch; 0 where the model has no sequence.
-        shared: parameters that `begin` and `end` have together.
-        vectors: parameters that are no matrices, of all.
+        tokens: of one batch.
     """
 
     model: str
@@ -263,9 +261,6 @@ def _points(first: Any, second: Any, batch: int) -> Any:
     if len(first) != len(second):
         raise NotAffine(f"batch: expected as many kernels, found {len(first)} and {len(second)}")
     return tuple(_point(one, other, batch) for one, other in zip(first, second, strict=True))
-
-
-Price = Callable[[Kernel], float]
 
 
 def seconds_of(kernels: tuple[Kernel, ...], hardware: Hardware) -> float:

@@ -25,7 +25,6 @@ class Group:
         size: how many they are.
         per_node: how many of them are on one node.
         hardware: what connects them.
-        sharing: how many groups like this one use the adapter of a rank's node at once, for each of its ranks here.
     """
 
     size: int
