@@ -121,7 +121,11 @@ class FlatUpdate:
 
     @torch.no_grad()
     def run(self, coefficient: Tensor | None = None) -> None:
-        """Change the shard and the state of the segments; gradients count `coefficient` times, a tensor `()`."""
+        """Change the shard and the state of the segments, and free their gradients.
+
+        Args:
+            coefficient: what gradients are multiplied by, shape `()`; None: 1.
+        """
         if self._owner.fuses:
             self._owner.run_fused(self.segments, self.gradients, self.recorded, coefficient)
         else:
@@ -130,6 +134,9 @@ class FlatUpdate:
         for segment, recorded in zip(self.segments, self.recorded, strict=True):
             segment.write_scalars(recorded.state)
             torch.autograd.graph.increment_version(segment.params)
+            for param in segment.params:
+                param.grad = None
+        self.gradients.clear()
         torch.autograd.graph.increment_version(self.flat.shard)
 
     def _run_eagerly(self, segment: _Segment, recorded: Recorded) -> None:

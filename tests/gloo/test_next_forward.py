@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_compile import compile_step, summon_full_params
 from fsdp_compile.comm.prefetched import PrefetchedGather
+from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager import next_forward
 
 from .ranks import Ranks
@@ -143,10 +144,20 @@ def _freed(rank: int) -> None:
     model = shard(CASE)
     step = compile_step(model, adamw(model), loss_of, backend="aot_eager")
     inputs, target = batch(CASE, 0)
+    gradients: list[list[bool]] = []
+    start = step._next_forward.start
+
+    def recording(unit: Unit) -> None:
+        gradients[-1].append(any(param.grad is not None for param in unit.params))
+        start(unit)
+
+    step._next_forward.start = recording  # type: ignore[method-assign]
     for _ in range(3):
+        gradients.append([])
         step(inputs, target=target)
         started = [weakref.ref(each.gather._filling.full) for each in step._next_forward._started]
         assert len(started) == 2
+    assert not any(gradients[-1])
     step._run = _raise
     with pytest.raises(ValueError, match="forward fails"):
         step(inputs, target=target)
@@ -164,5 +175,6 @@ def _raise(*_: Tensor) -> None:
 
 
 def test_freed(two: Ranks) -> None:
-    """A forward that fails frees what was prefetched for it; nothing is prefetched if that is not wanted."""
+    """A unit's gradients are freed before it is gathered for the next forward; a forward that fails frees what was
+    prefetched for it; nothing is prefetched if that is not wanted."""
     two.run(_freed)
