@@ -32,8 +32,9 @@ from bench.report import machine, today, versions
 from fsdp_compile import compile_step, explain, fully_shard
 from fsdp_compile.explain.calibrate import Case, Rounds, device_cases, fitted, midmean, step_cases
 from fsdp_compile.explain.prediction import Prediction
-from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, with_figures
 
+RESULTS = pathlib.Path(__file__).parent / "results" / "foresight.json"
 CPU = torch.device("cpu")
 WORLD, SHARDS, BATCH, CONTEXT = 8, 4, 4, 128
 SIZES: dict[str, dict[str, int]] = {
@@ -87,8 +88,14 @@ class Trained:
         return there + above
 
 
-def predicted(size: str, setting: str, hardware: Hardware) -> Prediction:
+def figures(size: str, setting: str, hardware: Hardware) -> dict[str, float]:
     """What `explain` says of the same step."""
+    said = predicted(size, setting, hardware)
+    return {"step": said.step, "exposed": said.exposed, "peak": said.memory.peak}
+
+
+def predicted(size: str, setting: str, hardware: Hardware) -> Prediction:
+    """All of it."""
     workload = gpt(BATCH, CONTEXT, **SIZES[size])
     options = {"precision": "fp32", "clip": False, **SETTINGS[setting]}
     made: Any = explain(workload.build, world_size=WORLD, batch=BATCH, sequence=CONTEXT, hardware=hardware,
@@ -147,7 +154,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ratio", type=float, default=0.6, help="of communication to computing, which sets the link")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--again", action="store_true", help="predict anew what the newest results have measured")
     args = parser.parse_args()
+    print(f"{'size':8} {'setting':14} {'step ms':>16} {'error':>7} {'exposed ms':>16} {'of step':>8} {'peak MiB':>16}")
+    if args.again:
+        report = json.loads(RESULTS.read_text())
+        for row in report["rows"]:
+            row["predicted"] = figures(row["size"], row["setting"], with_constants(report["constants"][row["size"]]))
+            show(row)
+    else:
+        report = measure(args)
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All sizes, measured and predicted."""
     torch._dynamo.config.recompile_limit = 64
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -155,18 +176,22 @@ def main() -> None:
     LINK.count_cpu_time()
     rows: list[dict[str, Any]] = []
     constants: dict[str, dict[str, float]] = {}
-    print(f"{'size':8} {'setting':14} {'step ms':>16} {'error':>7} {'exposed ms':>16} {'of step':>8} {'peak MiB':>16}")
     for size in args.sizes:
         hardware, found = measured(size, args.ratio, args.rounds)
         for setting, seen in found.items():
-            said = predicted(size, setting, hardware)
-            figures = {"step": said.step, "exposed": said.exposed, "peak": said.memory.peak}
-            rows.append({"size": size, "setting": setting, "measured": seen, "predicted": figures})
+            said = figures(size, setting, hardware)
+            rows.append({"size": size, "setting": setting, "measured": seen, "predicted": said})
             show(rows[-1])
         constants[size] = {name: value for name, value, _, source in hardware.figures() if source.origin == "measured"}
-    report = {"date": today(), "machine": machine(), "versions": versions(), "constants": constants, "rows": rows}
-    path = pathlib.Path(__file__).parent / "results" / "foresight.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    return {"date": today(), "machine": machine(), "versions": versions(), "constants": constants, "rows": rows}
+
+
+def with_constants(constants: dict[str, float]) -> Hardware:
+    """This machine, by constants and a link that were noted."""
+    peak = {name.removeprefix("peak."): value for name, value in constants.items() if name.startswith("peak.")}
+    rest: dict[str, Any] = {name: value for name, value in constants.items() if "." not in name}
+    made = with_figures(device("cpu"), Source("measured", "bench/foresight.py"), peak=peak, **rest)
+    return emulated(made, constants["node.latency"], constants["node.bandwidth"])
 
 
 def show(row: dict[str, Any]) -> None:
