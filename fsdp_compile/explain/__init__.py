@@ -5,8 +5,14 @@ predict_runs    the same for each row of a table of runs
 fit_hardware    constants of a device that agree with a table of runs
 
 prediction.py   what is asked of a prediction and what it says: plain data
+settings.py     from options of one value or several to an explanation
+steps.py        a model in many settings: traced a few times (tracing.py, kernels.py), the rest is computed from that
+work.py         what a step computes and keeps in memory, without ranks, links or seconds
+pricing.py      from work, a setting and hardware to a prediction; graphs.py: what graphs of this package do otherwise
 explanation.py  predictions of one model, and the forms in which they are read: text.py, JSON, trace, a page (page/)
-run_table.py    a table of training runs beside what is predicted for each
+tables.py       tables of training runs, whose models are known by name and size: architectures.py, transformers.py
+run_table.py    a table of runs beside what is predicted for each; fit.py: constants that agree with one
+calibrate.py    measure this machine, and write a hardware file
 report.py       trace a sharded model as far as its joint graph, read the workload from it, search a plan, report on it
 
 `fsdp_compile.explain`, the function, is defined in api.py, because it may shard the model first. The attribute of that
