@@ -284,7 +284,7 @@ class Prediction:
         tokens_per_second: per GPU.
         mfu: the part of the peak that the model's own operations use: 6 for each parameter and token, and those of
             attention, not halved (Chowdhery et al.: PaLM, 2022, appendix B).
-        hfu: the same with all operations that run, attention that is causal counted as half.
+        hfu: the same with the operations of the forward that backward repeats; equal to `mfu` if it repeats none.
         collectives: by kind and level.
         top: the largest single collectives.
         memory: by part.

@@ -322,7 +322,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware, warnings: tuple[
     backward = passes * sum(task.seconds for task in tasks[split:])
     peak = hardware.peak.get("float32" if setting.precision == "fp32" else "bfloat16", 0.0)
     singles = list(_singles(priced))
-    ran = passes * priced.work.flops / priced.step
+    recomputed = passes * priced.work.recomputed_flops / priced.step
     model = passes * priced.work.model_flops / priced.step
     return Prediction(
         model=work.model,
@@ -335,7 +335,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware, warnings: tuple[
         step=priced.step,
         tokens_per_second=priced.tokens_per_second,
         mfu=model / peak if peak else 0.0,
-        hfu=ran / peak if peak else 0.0,
+        hfu=(model + recomputed) / peak if peak else 0.0,
         collectives=tuple(_by_kind(singles, passes)),
         top=tuple(sorted(singles, key=lambda each: -each.seconds)[:MOST_TOP]),
         memory=priced.memory,

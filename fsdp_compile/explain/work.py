@@ -186,6 +186,20 @@ class StepWork:
         attention = [each.full_flops for unit in self.units for each in unit.forward if isinstance(each, Attention)]
         return 6 * self.parameters * self.tokens + 3 * sum(attention)
 
+    @property
+    def recomputed_flops(self) -> int:
+        """Operations of the forward that backward repeats, counted as in `model_flops`.
+
+        Of a product in forward, backward has two: more of them are repeated ones.
+        """
+        units = list(self.units)
+        forward, backward = (
+            sum(each.flops for unit in units for each in kernels(unit) if isinstance(each, Product))
+            for kernels in (lambda unit: unit.forward, lambda unit: unit.backward)
+        )
+        repeated = (each for unit in units for each in unit.backward if isinstance(each, Attention))
+        return max(0, backward - 2 * forward) + sum(each.full_flops for each in repeated if not each.backward)
+
     def checkpointed(self, policy: str) -> "StepWork":
         """With "full", every block is checkpointed; with "selective N", every N-th."""
         if policy == "full":

@@ -90,6 +90,8 @@ def test_checkpointing_adds_a_forward_to_backward(small):
     (plain,), (checkpointed,) = none.blocks, full.blocks
     assert checkpointed.backward == (*plain.forward, *plain.backward) and checkpointed.saved_bytes == 0
     assert full.flops - none.flops == SMALL["layers"] * sum(each.flops for each in plain.forward)
+    repeated = sum(each.full_flops if isinstance(each, Attention) else each.flops for each in plain.forward)
+    assert (none.recomputed_flops, full.recomputed_flops) == (0, SMALL["layers"] * repeated)
     chosen = small.work(replace(SETTING, checkpointing="selective op")).blocks[0]
     products = [each for each in chosen.backward if isinstance(each, Product)]
     # 14 gradients, and again: every second product but the last; attention is saved
