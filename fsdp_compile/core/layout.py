@@ -255,7 +255,7 @@ def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParam
 def _cut_rows(layout: FlatParamLayout, rows: list[int]) -> int:
     """How many shards end within a row."""
     count = 0
-    for end in range(layout.shard_numel, layout.numel, layout.shard_numel):
+    for end in range(layout.shard_numel, layout.numel, max(1, layout.shard_numel)):  # there may be no elements
         index = bisect_right(layout.offsets, end) - 1
         within = end - layout.offsets[index]
         count += within < layout.numels[index] and within % rows[index] > 0

@@ -101,6 +101,16 @@ def test_what_else_a_layout_has_stays(shapes: tuple[tuple[int, ...], ...], world
         assert _ends_in_rows(found) < _ends_in_rows(layout)
 
 
+@given(SHAPES, st.integers(1, 9))
+def test_every_unit_is_laid_out(shapes: tuple[tuple[int, ...], ...], world_size: int) -> None:
+    """Any shapes have a layout, also those without elements, with little more padding and no more rows that are cut."""
+    least = end_between_rows(built(shapes, world_size), 16)
+    layout = lay_out(((str(i), shape) for i, shape in enumerate(shapes)), world_size)
+    assert layout.numel <= least.numel * (1 + 1 / MOST)
+    assert layout.shard_numel % 16 == 0 and layout.alignment % 16 == 0
+    assert _ends_in_rows(layout) <= _ends_in_rows(least)
+
+
 def _ends_in_rows(layout: FlatParamLayout) -> int:
     """For each cut that is inside of a parameter whether it leaves a part of a row, by the ranks' records."""
     found = 0
