@@ -16,8 +16,8 @@ import math
 import pathlib
 from dataclasses import replace
 
-from fsdp_compile.explain.fit import Free, apply, fit, leave_one_out, predicted, summary
-from fsdp_compile.explain.tables import REPORTED, Case, case_of, read_rows
+from fsdp_compile.explain.runs.fit import Free, apply, fit, leave_one_out, predicted, summary
+from fsdp_compile.explain.runs.tables import REPORTED, Case, case_of, read_rows
 from fsdp_compile.passes.cost.hardware import DATA, Hardware, Source, device, devices, to_json
 
 A100 = ("a100-40", "a100-80")
@@ -33,7 +33,7 @@ FREE = (
     Free("product_ramp", deviation=0.6),
     Free("layer_seconds", deviation=0.7),
 )
-FITTED = Source("fitted", "least squares over explain/data/reported_runs.csv: python -m bench.fit_runs")
+FITTED = Source("fitted", "least squares over explain/runs/data/reported_runs.csv: python -m bench.fit_runs")
 AS_FITTED = Source("assumed", "as for A100 and H100, which were fitted: python -m bench.fit_runs")
 
 # What the fit begins with, from elsewhere: FlashAttention-2 (Dao 2023) on both GPUs, the largest measured products

@@ -251,7 +251,7 @@ def _list_hardware() -> None:
 
 def _explain_table(args: argparse.Namespace) -> None:
     from fsdp_compile.explain import predict_runs
-    from fsdp_compile.explain.run_table import RunTable
+    from fsdp_compile.explain.runs.run_table import RunTable
 
     _check_folder(args.json)
     table = RunTable(tuple(predict_runs(args.table, args.hardware)))

@@ -10,8 +10,7 @@ steps.py        a model in many settings: traced a few times (tracing.py, kernel
 work.py         what a step computes and keeps in memory, without ranks, links or seconds
 pricing.py      from work, a setting and hardware to a prediction; graphs.py: what graphs of this package do otherwise
 explanation.py  predictions of one model, and the forms in which they are read: text.py, JSON, trace, a page (page/)
-tables.py       tables of training runs, whose models are known by name and size: architectures.py, transformers.py
-run_table.py    a table of runs beside what is predicted for each; fit.py: constants that agree with one
+runs/           tables of training runs, whose models are known by name and size, and constants that agree with one
 calibrate.py    measure this machine, and write a hardware file
 report.py       trace a sharded model as far as its joint graph, read the workload from it, search a plan, report on it
 
@@ -63,7 +62,7 @@ def predict_runs(path: str | Path, hardware: "Mapping[str, Hardware] | str | Non
     """Predict each row of a table of runs.
 
     Args:
-        path: of a CSV file with the columns of `data/reported_runs.csv`; columns that are unknown are ignored.
+        path: of a CSV file with the columns of `runs/data/reported_runs.csv`; columns that are unknown are ignored.
         hardware: name or path of a hardware file for all rows; None: by the column `device`.
 
     Returns:
@@ -72,7 +71,7 @@ def predict_runs(path: str | Path, hardware: "Mapping[str, Hardware] | str | Non
     Raises:
         ValueError: the file cannot be read, or has no rows.
     """
-    from fsdp_compile.explain.tables import predict_rows, read_rows
+    from fsdp_compile.explain.runs.tables import predict_rows, read_rows
     from fsdp_compile.passes.cost.hardware import device
 
     return predict_rows(read_rows(path), device(hardware) if isinstance(hardware, str) else hardware)
@@ -88,8 +87,8 @@ def fit_hardware(rows: "str | Path | Sequence[Mapping[str, str]]", base: "Hardwa
     Raises:
         ValueError: no row can be predicted.
     """
-    from fsdp_compile.explain.fit import USUAL, apply, fit
-    from fsdp_compile.explain.tables import case_of, read_rows, reported
+    from fsdp_compile.explain.runs.fit import USUAL, apply, fit
+    from fsdp_compile.explain.runs.tables import case_of, read_rows, reported
     from fsdp_compile.passes.cost.hardware import Source
 
     table = read_rows(rows) if isinstance(rows, (str, Path)) else rows

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_compile.explain import fit_hardware, predict_step
 from fsdp_compile.explain.explanation import Explanation
 from fsdp_compile.explain.prediction import Setting
-from fsdp_compile.explain.tables import case_of, read_rows
+from fsdp_compile.explain.runs.tables import case_of, read_rows
 from fsdp_compile.passes.cost.hardware import Hardware, device, read_hardware
 
 USUAL = "h100-80"  # hardware, where none is named

@@ -120,7 +120,7 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Constants are fitted to the rows of a table that used the hardware, and written with that origin."""
-    from fsdp_compile.explain.tables import REPORTED
+    from fsdp_compile.explain.runs.tables import REPORTED
 
     options = ["--from-runs", str(REPORTED), "--hardware", "h100-96-500w", "--name", "ours"]
     assert main(["calibrate", str(tmp_path / "fitted.json"), *options]) == 0

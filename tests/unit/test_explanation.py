@@ -24,7 +24,7 @@ from fsdp_compile.explain.prediction import (
     TimelineSpan,
     TopCollective,
 )
-from fsdp_compile.explain.run_table import RunTable
+from fsdp_compile.explain.runs.run_table import RunTable
 
 SCRIPT = "</script><script>alert(1)</script><!--"  # a name that must not end the element that holds the JSON
 

@@ -7,8 +7,8 @@ import pytest
 
 from bench.fit_runs import A100, FREE, cases
 from fsdp_compile.explain import fit_hardware, predict_runs
-from fsdp_compile.explain.fit import fit, leave_one_out, predicted, summary
-from fsdp_compile.explain.tables import REPORTED, read_rows
+from fsdp_compile.explain.runs.fit import fit, leave_one_out, predicted, summary
+from fsdp_compile.explain.runs.tables import REPORTED, read_rows
 from fsdp_compile.passes.cost.hardware import device
 
 ROW = {"system": "composer FSDP1 eager", "model": "mpt-7b", "params": "6658859008", "layers": "32", "hidden": "4096",

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_compile.core.text_files import read_text
-from fsdp_compile.explain.architectures import infer
 from fsdp_compile.explain.prediction import RunPrediction, Setting
 from fsdp_compile.explain.pricing import Priced, price
-from fsdp_compile.explain.transformers import Run, Transformer, work_of
+from fsdp_compile.explain.runs.architectures import infer
+from fsdp_compile.explain.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.passes.cost.cluster import custom_network
 from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from fsdp_compile.explain.fit import summary
 from fsdp_compile.explain.prediction import FORMAT, RunPrediction
+from fsdp_compile.explain.runs.fit import summary
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_compile.explain.tables import Case
+from fsdp_compile.explain.runs.tables import Case
 from fsdp_compile.passes.cost.hardware import Hardware, Source, with_figures
 
 ROW_DEVIATION = 0.06  # of the logarithm of a speed that is predicted by the right constants
