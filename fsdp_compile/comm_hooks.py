@@ -155,11 +155,6 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
     output.copy_(dequantize(received, count, block_size).sum(0).div_(ranks))
 
 
-def message_bytes(count: int, block_size: int) -> int:
-    """The length of the message that stands for `count` elements."""
-    return count + -(-count // block_size)
-
-
 def quantize(values: Tensor, block_size: int) -> Tensor:
     """A message for each row of `values`, float32 `[rows, n]`: n bytes of float8_e4m3fn, then the blocks' exponents."""
     rows, count = values.shape

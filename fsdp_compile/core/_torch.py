@@ -111,7 +111,8 @@ def never_trace(function: FunctionT) -> FunctionT:
 def never_compile(function: FunctionT) -> FunctionT:
     """Let Dynamo compile neither `function` nor what it calls: for functions that torch calls from C++.
 
-    As `torch.compiler.disable`, without its microsecond where Dynamo compiles nothing. It must not be traced.
+    As `torch.compiler.disable`, without its microsecond where Dynamo compiles nothing. It must not be traced. See
+    Note [Backward passes within a compiled function].
     """
     disabled = torch.compiler.disable(function, reason="the eager runtime of fsdp_compile")
 

@@ -54,7 +54,9 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 # Note [Backward passes within a compiled function]
 # A function that calls `backward` may be compiled (`torch.compile(train_step)`). Its graph breaks there, and the engine
 # calls functions in Python from outside of any graph. Dynamo would compile each of them, and all that they call, by
-# themselves: it has nothing to win there, and fails on attributes of parameters.
+# themselves: it has nothing to win there, and fails on attributes of parameters. So whatever of this package the engine
+# or an operator calls is marked by `never_compile`: autograd functions, hooks, what runs after a backward pass, and
+# `__torch_dispatch__`.
 
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")

@@ -188,9 +188,8 @@ class Priced:
 
         outside = self.work.parameters - sum(block.parameters for block in blocks)
         costs = [self._unit(begin.name if not blocks else "root", outside, keep=True)]
-        first_to_stay = (
-            len(blocks) - min(self.setting.keep, len(blocks)) - 1
-        )  # the last one always: backward begins there
+        # The last block always stays: backward begins there.
+        first_to_stay = len(blocks) - min(self.setting.keep, len(blocks)) - 1
         for index, block in enumerate(blocks):
             name = f"blocks.{index}"
             costs.append(self._unit(name, block.parameters, keep=not self.resharding or index >= first_to_stay))

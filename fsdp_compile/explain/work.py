@@ -176,11 +176,6 @@ class StepWork:
         yield self.end
 
     @property
-    def flops(self) -> int:
-        """Operations that run."""
-        return sum(each.flops for unit in self.units for each in (*unit.forward, *unit.backward))
-
-    @property
     def model_flops(self) -> int:
         """Operations of the model: 6 for each parameter and token, and those of attention, not halved (PaLM)."""
         attention = [each.full_flops for unit in self.units for each in unit.forward if isinstance(each, Attention)]

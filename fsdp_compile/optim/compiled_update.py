@@ -170,7 +170,6 @@ class CompiledUpdate:
         self.optimizer, self.fuses = optimizer, fuses
         self._segments = SegmentTable(optimizer, _Segment)
         self._compiled: dict[_Signature, Callable[..., Any]] = {}
-        self._refused: set[UpdateProgram] = set()
 
     @torch.no_grad()
     def begin(self, before_others: Callable[[list[nn.Parameter]], None] | None = None) -> list[FlatUpdate]:

@@ -154,13 +154,20 @@ class ArtifactSharing:
         return f"fsdp_flat/artifacts/{self.count}"
 
     def _write(self) -> None:
-        content = pickle.dumps(Artifacts.of_this_process())
-        digest = hashlib.sha256(content).hexdigest()
-        chunks = [content[at : at + _CHUNK] for at in range(0, len(content), _CHUNK)]
-        for index, chunk in enumerate(chunks):
-            self.store.set(f"{self._key}/{index}", chunk)  # type: ignore[arg-type]  # bytes will do
-        _mark_as_loaded(digest)
-        self.store.set(f"{self._key}/ended", json.dumps([digest, len(chunks), _processor()]))
+        header: tuple[str, int, str] | None = None
+        try:
+            content = pickle.dumps(Artifacts.of_this_process())
+            digest = hashlib.sha256(content).hexdigest()
+            chunks = [content[at : at + _CHUNK] for at in range(0, len(content), _CHUNK)]
+            for index, chunk in enumerate(chunks):
+                self.store.set(f"{self._key}/{index}", chunk)  # type: ignore[arg-type]  # bytes will do
+            _mark_as_loaded(digest)
+            header = digest, len(chunks), _processor()
+        except OSError as error:  # of the cache folder
+            log.warning(
+                "share_artifacts: the other ranks compile for themselves, as reading the caches failed: %s", error
+            )
+        self.store.set(f"{self._key}/ended", json.dumps(header))
 
     def _load(self) -> None:
         for event, limit in (("begun", BEGIN_LIMIT), ("ended", self.limit)):
@@ -170,12 +177,16 @@ class ArtifactSharing:
                 log.warning("share_artifacts: the first rank has not %s compilation %d within %g s; this rank compiles "
                             "for itself", event, self.count, limit)  # fmt: skip
                 return
-        digest, chunks, processor = json.loads(self.store.get(f"{self._key}/ended"))
-        if _is_loaded(digest):
+        header = json.loads(self.store.get(f"{self._key}/ended"))
+        if header is None or _is_loaded(header[0]):
             return
+        digest, chunks, processor = header
         content = b"".join(self.store.get(f"{self._key}/{index}") for index in range(chunks))
-        pickle.loads(content).load(with_libraries=processor == _processor())
-        _mark_as_loaded(digest)
+        try:
+            pickle.loads(content).load(with_libraries=processor == _processor())
+            _mark_as_loaded(digest)
+        except OSError as error:
+            log.warning("share_artifacts: this rank compiles for itself, as it cannot write into its caches: %s", error)
 
 
 def _marker(digest: str) -> Path:

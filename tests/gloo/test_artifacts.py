@@ -6,8 +6,11 @@ import resource
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+
+from .ranks import Ranks
 
 LATE = pytest.mark.nightly
 
@@ -148,3 +151,23 @@ def test_a_rank_that_differs_compiles_for_itself(tmp_path: Path) -> None:
     assert reports[1].misses == 2
     assert ["compiled for itself" in warning for warning in reports[1].warnings] == [True]
     assert reports[1].losses == pytest.approx(before[1].losses, rel=1e-5)
+
+
+def _cannot_read(rank: int) -> None:
+    """What hooks do around a compilation, where the first rank's disk fails, and then where the other's does."""
+    import torch.distributed as dist
+
+    from fsdp_compile.passes.artifacts import Artifacts, ArtifactSharing
+
+    assert dist.group.WORLD is not None
+    sharing = ArtifactSharing(dist.group.WORLD, limit=30.0)
+    for failing in ("of_this_process", "load"):
+        with mock.patch.object(Artifacts, failing, side_effect=OSError("no space left on device")):
+            sharing.begin()
+            sharing.end()
+    assert sharing.count == 2
+
+
+def test_a_disk_that_fails_costs_time_alone(two: Ranks) -> None:
+    """A rank that cannot read or write its caches raises nothing, and no rank waits for what will not come."""
+    two.run(_cannot_read)

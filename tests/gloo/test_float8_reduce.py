@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Shardin
 
 from fsdp_compile import Float8ErrorFeedback, float8_reduce_scatter, fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm_hooks import message_bytes
+from fsdp_compile.comm_hooks import quantize
 
 from .ranks import Ranks
 from .test_compiled_accumulation import _Both
@@ -82,7 +82,7 @@ def test_bytes_on_four_ranks(four: Ranks) -> None:
 
 def test_messages_are_a_quarter() -> None:
     """With the default block, a message has 1/4 of float32's bytes and one in a thousand more."""
-    assert message_bytes(1 << 20, 1024) == (1 << 20) + 1024
+    assert quantize(torch.zeros(1, 1 << 20), 1024).nbytes == (1 << 20) + 1024
 
 
 # --- error feedback ---------------------------------------------------------------------------------------------------

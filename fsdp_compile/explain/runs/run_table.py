@@ -1,9 +1,7 @@
 """A table of training runs beside what is predicted for each."""
 
-import csv
 import json
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any
 
 from fsdp_compile.explain.prediction import FORMAT, RunPrediction
@@ -12,7 +10,7 @@ from fsdp_compile.explain.runs.fit import summary
 
 @dataclass(frozen=True)
 class RunTable:
-    """Predictions for the rows of a table of runs: `str()` is a table of text, `to_csv()` and `to_json()` are files.
+    """Predictions for the rows of a table of runs: `str()` is a table of text, `to_json()` a file.
 
     Attributes:
         rows: one for each row of the table, in order.
@@ -54,14 +52,6 @@ class RunTable:
         """JSON: `format`, `summary` and `rows`."""
         table = {"format": FORMAT, "summary": self.summary, "rows": self.to_dicts()}
         return json.dumps(table, indent=1, allow_nan=False) + "\n"
-
-    def to_csv(self) -> str:
-        """CSV with the columns of the table and the predicted ones, without the summary."""
-        rows, text = self.to_dicts(), StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
 
     def __str__(self) -> str:
         heads = ("model", "device", "GPUs", "batch", "seq", "tokens/s/GPU", "predicted", "error", "peak GiB", "")
