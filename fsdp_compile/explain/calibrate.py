@@ -9,7 +9,6 @@ With several ranks, under torchrun, all of them time the collectives, and the fi
 import math
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.explain.report import process_group
-from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, devices, with_figures
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, reported_device, with_figures
 
 LEAST_ROUNDS = 5
 BURST = 2e-3  # seconds that a case is repeated for in each round, at least
@@ -106,7 +105,7 @@ def calibrate(
     at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(at)
-    begin = base if isinstance(base, Hardware) else device(base or _name_of(at))
+    begin = base if isinstance(base, Hardware) else device(base) if base else _reported(at)
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {_described(at)}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
@@ -126,18 +125,11 @@ def calibrate(
     return made, rank
 
 
-def _name_of(at: torch.device) -> str:
-    """The name of the hardware file for a device."""
+def _reported(at: torch.device) -> Hardware:
+    """The hardware file for a device."""
     if at.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(at)
-    words = set(re.split("[^a-z0-9]+", name.lower()))
-    fitting = [each for each in devices() if each.split("-")[0] in words]
-    memory = torch.cuda.get_device_properties(at).total_memory
-    if not fitting:
-        raise ValueError(f"hardware: expected the name of a hardware file to begin with, as there is none for {name}; "
-                         f"known are {', '.join(devices())}")  # fmt: skip
-    return min(fitting, key=lambda each: abs((devices()[each].memory or 0) - memory))
+        return device("cpu")
+    return reported_device(torch.cuda.get_device_name(at), torch.cuda.get_device_properties(at).total_memory)
 
 
 def _described(at: torch.device) -> str:

@@ -19,6 +19,7 @@ from fsdp_compile.passes.cost.hardware import (
     links,
     product_seconds,
     read_hardware,
+    reported_device,
     to_json,
 )
 from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
@@ -152,3 +153,26 @@ def test_symbolic_sizes_count_as_their_hints():
     with tracing(TracingContext(fake_mode)):
         assert _total(graph) == _total(_graph(5, 7))
     assert len(fake_mode.shape_env.guards) == guards
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85, "h100-80"),
+        ("NVIDIA H100", 100, "h100-96-500w"),
+        ("NVIDIA A100-SXM4-40GB", 42, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 85, "a100-80"),
+        ("NVIDIA B200", 192, "b200"),
+        ("NVIDIA GB200", 198, "gb200"),
+        ("AMD Instinct MI300X", 206, "mi300x"),
+    ],
+)
+def test_a_device_is_known_by_what_it_reports(name: str, gigabytes: int, expected: str) -> None:
+    """Words of the name decide, and of GPUs that differ in memory, their memory."""
+    assert reported_device(name, gigabytes * 10**9).name == expected
+
+
+def test_an_unknown_device_is_refused_with_what_is_known() -> None:
+    """The error names the device and the files that there are."""
+    with pytest.raises(ValueError, match=r"expected one of a100-40, .* none for 'Quadro'"):
+        reported_device("Quadro", 1)

@@ -14,6 +14,7 @@ Note [How operations are priced]
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -246,6 +247,22 @@ def devices() -> dict[str, Hardware]:
     """The hardware that the package has a file for, by name."""
     paths = sorted(path for path in DATA.glob("*.json") if path.name != "links.json")
     return {path.stem: read_hardware(path) for path in paths}
+
+
+def reported_device(name: str, memory: int) -> Hardware:
+    """The device that calls itself `name`, such as "NVIDIA H100 80GB HBM3", and has so many bytes of memory.
+
+    Of several files for GPUs of that name, it is the one whose memory is nearest.
+
+    Raises:
+        ValueError: there is no file for it.
+    """
+    words = set(re.split("[^a-z0-9]+", name.lower()))
+    named = [each for key, each in devices().items() if key.partition("-")[0] in words]
+    if not named:
+        raise ValueError(f"device: expected one of {', '.join(devices())} or a file of JSON to be named, as there is "
+                         f"none for {name!r}")  # fmt: skip
+    return min(named, key=lambda each: abs((each.memory or 0) - memory))
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -27,7 +27,7 @@ from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.text_files import read_text
-from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
+from fsdp_compile.passes.cost.hardware import Hardware, device, link, reported_device
 from fsdp_compile.passes.cost.roofline import (
     all_reduce_seconds,
     graph_name,
@@ -155,12 +155,7 @@ def _world_size(start: fx.Node) -> int:
 def _device_of(where: torch.device) -> Hardware:
     if where.type == "cpu":
         return device("cpu")
-    name = torch.cuda.get_device_name(where).lower()
-    named = [key for key in devices() if key.partition("-")[0] in name]
-    if not named:
-        raise ValueError(f"device: expected one of {', '.join(devices())} to be named, found none that {name!r} is")
-    bytes_here = torch.cuda.get_device_properties(where).total_memory
-    return min((device(key) for key in named), key=lambda each: abs((each.memory or 0) - bytes_here))
+    return reported_device(torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory)
 
 
 # --- measured seconds -------------------------------------------------------------------------------------------------
