@@ -147,7 +147,7 @@ class CompiledStep:
             for position, (own_args, own_kwargs, own_target) in enumerate(batches):
                 last = position == len(batches) - 1
                 with nullcontext() if last else self.model.no_sync():
-                    losses.append(self._backward(own_args, own_kwargs, own_target))
+                    losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
             self._step()
         except BaseException:
             self._drop_gradients()
@@ -165,10 +165,10 @@ class CompiledStep:
                     f"and let compile_step(..., accumulate=n) accumulate gradients"
                 )
 
-    def _backward(self, args: Any, kwargs: Any, target: Any) -> Tensor:
-        """Forward and backward of one micro-batch; its loss."""
+    def _backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
+        """Forward and backward of one micro-batch, maybe the first one since the update; its loss."""
         with torch.enable_grad():
-            with self._next_forward.offered():
+            with self._next_forward.offered() if is_first else nullcontext():
                 output = self._run(*args, **kwargs)
             loss: Tensor = output
             if self._loss_fn is not None:
@@ -211,6 +211,7 @@ class CompiledStep:
             self._next_forward.start(unit)
         for update in pending.values():  # of another model
             update.run(coefficient)
+        self._next_forward.start_next_stages()
 
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""

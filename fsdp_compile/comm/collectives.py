@@ -6,7 +6,7 @@ Inductor generates calls the process group itself (direct.py) and puts on the wi
 
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -275,7 +275,17 @@ def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
 
     To be asked before a rank leaves out a collective, where what it knows may differ from rank to rank.
     """
+    return start_asking_ranks(holds, group, device)()
+
+
+def start_asking_ranks(holds: bool, group: str, device: torch.device) -> Callable[[], bool]:
+    """Begin to find out whether `holds` is true on every rank of the group; what waits for the answer, and gives it."""
     denials = torch.tensor([not holds], dtype=torch.float32, device=device)
     start_all_reduce(denials, group, "sum")
-    wait(denials)
-    return denials.item() == 0
+
+    @cache
+    def answer() -> bool:
+        wait(denials)
+        return denials.item() == 0
+
+    return answer

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_compile.comm import watchdog
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.prefetched import Awaitable, start_gather, take
+from fsdp_compile.comm.prefetched import Filling, start_gather, take
 
 
 class DirectCollectives:
@@ -27,7 +27,7 @@ class DirectCollectives:
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, tuple[Awaitable, ...]] = {}
+        self._in_flight: dict[int, Filling] = {}
 
     @property
     def at_start(self) -> "DirectCollectives":
@@ -36,23 +36,23 @@ class DirectCollectives:
         Until then works hold their buffers. A buffer must not be freed while the collective that fills it runs.
         """
         while self._in_flight:
-            _, works = self._in_flight.popitem()
-            for work in works:
-                work.wait()
+            _, filling = self._in_flight.popitem()
+            filling.wait()
         return self
 
     def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
-        """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; read `out` after `wait(out)`.
+        """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`.
 
-        If it was prefetched, `out` becomes the tensor that is being filled (Note [Where a prefetched buffer is taken]).
+        `out` is to be read after `wait(out)`. If it was prefetched, `out` becomes the tensor that is being filled (Note
+        [Where a prefetched buffer is taken]).
         """
-        prefetched = take(shard, group)
+        prefetched = take(shard, out.dtype, group)
         if prefetched is None:
             self._in_flight[out.data_ptr()] = start_gather(out, shard, group)
             return
         full = prefetched.full
         out.set_(full.untyped_storage(), 0, full.shape, (1,))  # no copy: the graph has no view of it yet
-        self._in_flight[out.data_ptr()] = prefetched.works
+        self._in_flight[out.data_ptr()] = prefetched
 
     def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
         """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
@@ -64,10 +64,11 @@ class DirectCollectives:
         sent = ranks.alltoall_base(received, packed, [], [])
         watched = watchdog.is_on() and packed.device.type == "cpu"
         work = watchdog.WatchedCollective([sent], "reduce", ranks, packed.numel()) if watched else sent
-        self._in_flight[received.data_ptr()] = (work,)
+        self._in_flight[received.data_ptr()] = Filling(received, (work,))
         return received
 
     def wait(self, full: Tensor) -> None:
         """Order what follows after the collective that fills `full`."""
-        for work in self._in_flight.pop(full.data_ptr(), ()):  # empty: `at_start` was not first, and has waited for it
-            work.wait()
+        filling = self._in_flight.pop(full.data_ptr(), None)
+        if filling is not None:  # else `at_start` was not first, and has waited for it
+            filling.wait()

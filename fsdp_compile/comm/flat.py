@@ -21,10 +21,16 @@ from fsdp_compile.comm.prefetched import take
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 
 
-def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup]) -> Tensor:
-    """All ranks' `shard`, 1-D `[n]`, in the order of the flat buffer: 1-D `[n * ranks]`."""
+def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dtype | None = None) -> Tensor:
+    """All ranks' `shard`, 1-D `[n]`, in the order of the flat buffer: 1-D `[n * ranks]`, in `dtype` or its own."""
+    dtype = dtype or shard.dtype
     for group in groups:
-        shard = collectives.all_gather(shard, group.size, group.name)
+        prefetched = take(shard, dtype, group.name)
+        if prefetched is None:
+            shard = collectives.all_gather(shard.to(dtype), group.size, group.name)
+        else:
+            prefetched.wait()
+            shard = prefetched.full
     return shard
 
 
@@ -163,13 +169,9 @@ def gradient_divide_factors(ranks: float) -> tuple[float, float]:
 @torch.library.impl("fsdp_flat::unshard", "default")
 def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
-    local = shard.to(parsed.compute_dtype or shard.dtype)
     if parsed.is_sharded:
-        prefetched = take(local, parsed.groups[0].name) if len(parsed.groups) == 1 else None
-        if prefetched is None:
-            return all_gather_flat(local, parsed.groups)
-        prefetched.wait()
-        return prefetched.full
+        return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
+    local = shard.to(parsed.compute_dtype or shard.dtype)
     return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
 
 

@@ -1,24 +1,32 @@
 """All-gathers that were started before the forward that reads them.
 
-    gather = PrefetchedGather(shard, group_size, group)      begins to fill a buffer
-    with offered([gather]):
+    gather = PrefetchedGather(shard, dtype, groups)     casts the shard and begins to fill a buffer
+    with offered({gather: is_usable}) as offer:
         forward()           the first all-gather of that shard takes the buffer, and waits for what fills it
+    offer.asked             what the forward has gathered: what the next one will gather too
 
-A forward, eager or compiled, is not told of them: who starts an all-gather asks `take`, with nothing but the shard.
+A forward, eager or compiled, is not told of them: who starts an all-gather asks `take` first.
 """
 
 # Note [Where a prefetched buffer is taken]
-# An operator's body and the code that Inductor generates have the shard, as a tensor, and the group's name, and no
-# object that could own what was prefetched. So they look it up by the address of the shard in one table per process,
-# which has entries only while `offered` is in force around the one forward that may use them. In between steps
-# `CompiledStep` owns them, and nothing finds them: no evaluation, no other model, no later forward.
+# An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
+# no object that could own what was prefetched. So they look it up in what is offered in this process, which is only
+# around the one forward that may use it. In between steps `CompiledStep` owns the buffers, and nothing finds them: no
+# evaluation, no other model, no later forward.
+# What names a unit there is the address of its stored shard. A path in the graph would not do: blocks of equal layout
+# share a graph, whose inputs alone tell them apart. Stored shards live as long as the model, so no other tensor has
+# that address. For this all who start an all-gather pass on the shard as it is stored and say by the buffer's dtype to
+# what it is cast: the cast belongs to the start of the all-gather, and is not computed where a prefetched buffer is
+# taken. (A forward that gathers anything else, such as scaled values, passes on another tensor, and takes nothing.) The
+# second of two stages starts from the buffer that the first one filled, and is looked up by that.
 # What takes a buffer does not ask whether its values are up to date, or whether other ranks take it too. Both are
-# decided before it is offered, in one place (eager/next_forward.py).
+# decided in one place (eager/next_forward.py), whose answer is waited for when the first buffer is about to be taken.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,58 +37,12 @@ from fsdp_compile.comm.collectives import copies, movable
 Awaitable = dist.Work | watchdog.WatchedCollective
 
 
-def start_gather(out: Tensor, shard: Tensor, group: str, unit: str | None = None) -> tuple[Awaitable, ...]:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `out`, 1-D `[n * group_size]`; what is to be waited for."""
-    ranks = group_named(group)
-    works: tuple[dist.Work, ...]
-    if copies(out, group):  # Note [What gloo copies]
-        slices = movable(out).view(ranks.size(), -1).unbind()
-        slices[ranks.rank()].copy_(movable(shard))
-        works = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
-    else:
-        works = (start_all_gather(ranks, out, shard),)
-    if watchdog.is_on() and out.device.type == "cpu":
-        return (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel(), unit),)
-    return works
-
-
-class PrefetchedGather:
-    """An all-gather of `shard` under way, of which nothing has read the result yet.
-
-    Args:
-        shard: 1-D `[n]`, as it is stored.
-        group_size, group: the ranks.
-        unit: what the watchdog calls its unit.
-
-    Attributes:
-        key: what it is looked up by.
-        is_taken: whether a forward has taken the result.
-    """
-
-    def __init__(self, shard: Tensor, group_size: int, group: str, unit: str | None = None) -> None:
-        self.key = (shard.data_ptr(), shard.numel(), shard.dtype, group)
-        full = shard.new_empty(shard.numel() * group_size)
-        self._filling: Filling | None = Filling(full, start_gather(full, shard, group, unit))
-        self.is_taken = False
-
-    def take(self) -> "Filling":
-        """What is being filled; this object refers to its memory no more."""
-        assert self._filling is not None
-        filling, self._filling, self.is_taken = self._filling, None, True
-        return filling
-
-    def drop(self) -> None:
-        """If nothing has taken it, wait for it, and give its memory back."""
-        if self._filling is not None:
-            filling, self._filling = self._filling, None
-            filling.wait()
-
-
 class Filling(NamedTuple):
-    """A tensor, 1-D `[n * group_size]`, that collectives fill: to be read after `wait`."""
+    """A tensor, 1-D, that collectives fill: to be read after `wait`. What they send lives until then."""
 
     full: Tensor
     works: tuple[Awaitable, ...]
+    sent: Tensor | None = None
 
     def wait(self) -> None:
         """Order what follows after the collectives."""
@@ -88,23 +50,122 @@ class Filling(NamedTuple):
             work.wait()
 
 
-_offered: dict[tuple[object, ...], PrefetchedGather] = {}
+def start_gather(out: Tensor, shard: Tensor, group: str, unit: str | None = None) -> Filling:
+    """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`."""
+    ranks = group_named(group)
+    works: tuple[dist.Work, ...]
+    sent = None
+    if copies(out, group):  # Note [What gloo copies]
+        slices = movable(out).view(ranks.size(), -1).unbind()
+        slices[ranks.rank()].view(out.dtype).copy_(shard)
+        works = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
+    else:
+        sent = shard.to(out.dtype)
+        works = (start_all_gather(ranks, out, sent),)
+    if watchdog.is_on() and out.device.type == "cpu":
+        return Filling(out, (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel(), unit),), sent)
+    return Filling(out, works, sent)
+
+
+Key = tuple[int, int, str]
+
+
+def key_of(shard: Tensor, group: str) -> Key:
+    """What an all-gather of `shard` over `group` is looked up by (Note [Where a prefetched buffer is taken])."""
+    return shard.data_ptr(), shard.numel(), group
+
+
+class PrefetchedGather:
+    """An all-gather of `shard` under way, of which nothing has read the result yet.
+
+    Args:
+        shard: 1-D `[n]`, as it is stored.
+        dtype: to what it is cast.
+        groups: name and size of what the all-gather goes through, in order: one group or two. The second stage is
+            started by `start_next_stage`.
+        unit: what the watchdog calls its unit.
+
+    Attributes:
+        key: what it is looked up by.
+        then: its second stage, once that is started.
+        is_taken: whether a forward has taken the result.
+    """
+
+    def __init__(
+        self, shard: Tensor, dtype: torch.dtype, groups: Sequence[tuple[str, int]], unit: str | None = None
+    ) -> None:
+        ((group, size), *self._later), self.dtype, self._unit = groups, dtype, unit
+        self.key = key_of(shard, group)
+        full = shard.new_empty(shard.numel() * size, dtype=dtype)
+        self._filling: Filling | None = start_gather(full, shard, group, unit)
+        self.then: PrefetchedGather | None = None
+        self.is_taken = False
+
+    def start_next_stage(self) -> None:
+        """Begin with the second of two stages, behind the first: on the CPU the host waits for that."""
+        if self._later and self._filling is not None:
+            self._filling.wait()
+            self._filling = Filling(self._filling.full, ())
+            self.then, self._later = PrefetchedGather(self._filling.full, self.dtype, self._later, self._unit), []
+
+    def take(self) -> Filling:
+        """What is being filled; this object refers to its memory no more."""
+        assert self._filling is not None
+        filling, self._filling, self.is_taken = self._filling, None, True
+        return filling
+
+    def drop(self) -> None:
+        """What nothing has taken is waited for, and its memory given back."""
+        if self._filling is not None:
+            filling, self._filling = self._filling, None
+            filling.wait()
+        if self.then is not None:
+            self.then.drop()
+
+
+class Offer:
+    """What one forward may take.
+
+    Args:
+        gathers: for each whether it may be taken, to be asked when a forward is about to.
+
+    Attributes:
+        asked: what the forward gathered, taken or not: by the key of the shard the dtype of the full buffer.
+    """
+
+    def __init__(self, gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> None:
+        self._gathers = {gather.key: (gather, is_usable) for gather, is_usable in gathers.items()}
+        self.asked: dict[Key, torch.dtype] = {}
+
+    def take(self, shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
+        """The all-gather of `shard` if it may be taken."""
+        key = key_of(shard, group)
+        self.asked[key] = dtype
+        gather, is_usable = self._gathers.pop(key, (None, None))
+        if gather is None or is_usable is None or gather.dtype != dtype or not is_usable():
+            return None
+        if gather.then is not None:
+            self._gathers[gather.then.key] = gather.then, is_usable
+        return gather.take()
+
+
+_offer: Offer | None = None
 
 
 @contextmanager
-def offered(gathers: Sequence[PrefetchedGather]) -> Iterator[None]:
-    """Let the forward in this block use `gathers`; it takes each once."""
-    _offered.update((each.key, each) for each in gathers)
+def offered(gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> Iterator[Offer]:
+    """Let the forward in this block take each of `gathers` once, if it may."""
+    global _offer
+    outer, _offer = _offer, Offer(gathers)
     try:
-        yield
+        yield _offer
     finally:
-        for each in gathers:
-            _offered.pop(each.key, None)
+        _offer = outer
 
 
-def take(shard: Tensor, group: str) -> Filling | None:
-    """The all-gather of `shard` over `group` that was started before, for who is about to start it; or None."""
-    if not _offered:
-        return None
-    gather = _offered.pop((shard.data_ptr(), shard.numel(), shard.dtype, group), None)
-    return None if gather is None else gather.take()
+def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
+    """The all-gather of `shard`, as it is stored, cast to `dtype`, over `group`, if it was started before; or None.
+
+    For who is about to start it.
+    """
+    return None if _offer is None else _offer.take(shard, dtype, group)

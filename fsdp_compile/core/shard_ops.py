@@ -7,6 +7,7 @@ and the groups as text, find this rank's segments when they run, and have result
     spread(values)         for each element of the shard its block's value   one scale for each parameter, or each row
     segment_maxima(local)  the largest element of each block                 what an all-reduce completes
     send(payload)          the payload, in one buffer                        Inductor's graphs
+    send_as(shard, dtype)  the shard, cast where its all-gather starts       likewise
 
 A parameter has `counts` blocks of equally many consecutive elements: one, its rows, or smaller ones.
 """
@@ -35,11 +36,13 @@ torch.library.define(
     tags=_TAGS,
 )
 torch.library.define("fsdp_flat::send", "(Tensor payload) -> Tensor", tags=_TAGS)
+torch.library.define("fsdp_flat::send_as", "(Tensor shard, ScalarType dtype) -> Tensor", tags=_TAGS)
 
 TAKE = torch.ops.fsdp_flat.take.default
 SPREAD = torch.ops.fsdp_flat.spread.default
 SEGMENT_MAXIMA = torch.ops.fsdp_flat.segment_maxima.default
 SEND = torch.ops.fsdp_flat.send.default
+SEND_AS = torch.ops.fsdp_flat.send_as.default
 
 _START = 16  # segments start at multiples of so many elements, aligned for every dtype
 
@@ -179,3 +182,13 @@ def _send(payload: Tensor) -> Tensor:
 @torch.library.register_fake("fsdp_flat::send")
 def _send_fake(payload: Tensor) -> Tensor:
     return torch.empty_like(payload)
+
+
+@torch.library.impl("fsdp_flat::send_as", "default")
+def _send_as(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return shard.to(dtype, copy=True)
+
+
+@torch.library.register_fake("fsdp_flat::send_as")
+def _send_as_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(shard, dtype=dtype)

@@ -11,10 +11,18 @@ values are still those that were sent.
 # Note [All ranks use what was prefetched, or none does]
 # A rank that gathers anew waits for the others to do so. Version counters change alike on all ranks when all run the
 # same code, but code may edit this rank's elements alone, on some ranks. So before the forward the ranks compare what
-# they know, by an all-reduce of one number for each process group, which the host waits for. Where tensors on the CPU
-# cannot be sent (a group of NCCL alone) this would wait for the device too: nothing is prefetched there.
+# they know, by an all-reduce of one number for each process group, on the host. It starts when the forward is called,
+# and is waited for when the forward is about to take the first buffer: Dynamo's guards and what comes before the first
+# unit run beside it. It cannot start earlier, or be left to a later time. What this rank knows may change until the
+# forward is called, and what another rank knows travels no faster than this message. A forward that went on without the
+# answer would have to be undone when a rank denies: all ranks' buffers are out of date then, not only that rank's.
+# Where tensors on the CPU cannot be sent (a group of NCCL alone) this would wait for the device too: nothing is
+# prefetched there.
+#
+# What is started is the same on all ranks too, without a comparison: it follows from what the last forward gathered,
+# in which all of them took part.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,6 +32,7 @@ from fsdp_compile.comm import collectives, prefetched
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import VersionCounters
 
@@ -35,27 +44,30 @@ class _Started(NamedTuple):
 
     unit: Unit
     flat: FlatParam
-    group: str
+    stages: tuple[NamedGroup, ...]
     versions: VersionCounters
     gather: PrefetchedGather
 
     def is_current(self) -> bool:
-        """Whether parameters and process group are those of the start."""
+        """Whether parameters and process groups are those of the start."""
         unit = self.unit
-        return self.has_group() and unit.is_current() and unit.version_counters() == self.versions
+        return self.has_groups() and unit.is_current() and unit.version_counters() == self.versions
 
-    def has_group(self) -> bool:
-        """Whether the unit is still sharded over that group; if not, the group may have failed."""
-        return self.unit.stages[0].name == self.group
+    def has_groups(self) -> bool:
+        """Whether the unit is still sharded over these groups; if not, they may have failed."""
+        return self.unit.stages == self.stages
 
     def drop(self) -> None:
         """Free what no forward has taken."""
-        if self.has_group():
+        if self.has_groups():
             self.gather.drop()
 
 
 class NextForward:
     """What is in flight for the next forward of `units`, in the order in which it gathers them.
+
+    What is started is what the last forward has gathered of a unit: its shard in the same dtype, through the same
+    groups. A forward that gathers something else, such as scaled values, has nothing started for it.
 
     Args:
         units: those that are prefetched, on all ranks the same.
@@ -63,28 +75,25 @@ class NextForward:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        self._unused: set[FlatParam] = set()  # that a forward has gathered in another way, as its graph says
+        self._gathered: dict[FlatParam, torch.dtype] = {}  # by the last forward, in which dtype
         self._started: list[_Started] = []
 
     def start(self, unit: Unit) -> None:
-        """Begin to gather `unit`, one of `units`, whose parameters have the values of the next forward.
-
-        That is left out where the forward gathers something else than the shard as it is stored: a cast, a shard that
-        is stored elsewhere, one that is gathered in two stages.
-        """
-        if unit not in self.units or not unit.is_sharded or len(unit.stages) > 1:
+        """Begin to gather `unit`, one of `units`, whose parameters have the values of the next forward."""
+        if unit not in self.units or not unit.is_sharded:
             return
         if "cpu" not in collectives.backends(group_named(unit.group_name)):
             return
         for flat in unit.flats:
-            stored = flat.shard
-            if not stored.numel() or flat in self._unused:
-                continue
-            if unit.compute_dtype(flat) != stored.dtype or unit.device != stored.device:
-                continue
-            group = unit.stages[0].name
-            gather = PrefetchedGather(stored, unit.group_size, group, flat.shown_unit)
-            self._started.append(_Started(unit, flat, group, unit.version_counters(), gather))
+            dtype = self._gathered.get(flat)
+            if dtype is not None and unit.device == flat.shard.device:
+                gather = PrefetchedGather(flat.shard, dtype, unit.stages, flat.shown_unit)
+                self._started.append(_Started(unit, flat, unit.stages, unit.version_counters(), gather))
+
+    def start_next_stages(self) -> None:
+        """Begin with second stages, when no update is left that could run beside the first ones."""
+        for each in self._started:
+            each.gather.start_next_stage()
 
     @contextmanager
     def offered(self) -> Iterator[None]:
@@ -93,17 +102,30 @@ class NextForward:
         by_group: dict[str, list[_Started]] = {}
         for each in started:
             by_group.setdefault(each.unit.group_name, []).append(each)
-        usable: list[_Started] = []
+        answers: list[Callable[[], bool]] = []
+        gathers: dict[PrefetchedGather, Callable[[], bool]] = {}
         for name, of_group in by_group.items():
-            if collectives.holds_on_all_ranks(all(each.is_current() for each in of_group), name, _HOST):
-                usable += of_group
+            are_current = all(each.is_current() for each in of_group)
+            answers.append(collectives.start_asking_ranks(are_current, name, _HOST))
+            gathers.update((each.gather, answers[-1]) for each in of_group)
         try:
-            with prefetched.offered([each.gather for each in usable]):
+            with prefetched.offered(gathers) as offer:
                 yield
-            self._unused.update(each.flat for each in usable if not each.gather.is_taken)
+            self._note(offer)
         finally:
+            for answer in answers:
+                answer()  # where the forward took nothing, it has not waited for it
             for each in started:
                 each.drop()
+
+    def _note(self, offer: prefetched.Offer) -> None:
+        """What the next forward will gather, if it is like the one that has ended."""
+        self._gathered.clear()
+        for unit in self.units:
+            for flat in unit.flats:
+                dtype = offer.asked.get(prefetched.key_of(flat.shard, unit.stages[0].name))
+                if dtype is not None and flat.shard.numel():
+                    self._gathered[flat] = dtype
 
     def drop(self) -> None:
         """Forget what was started, after a step that failed."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.prefetched import Filling, take
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
 from fsdp_compile.core.unit import Unit
@@ -190,6 +191,7 @@ class UnshardedBuffer:
         self.nbytes = self.storage.nbytes()
         self.slice: Tensor | None = None
         self.filling = False
+        self._prefetched: Filling | None = None
 
     @property
     def is_free(self) -> bool:
@@ -212,19 +214,35 @@ class UnshardedBuffer:
         return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
 
     def _start_all_gather(self) -> None:
-        def start(full: Tensor, shard: Tensor, group: NamedGroup) -> None:
-            collectives.start_all_gather(full, shard, group.size, group.name, self.flat.shown_unit)
-
         *first, last = self.unit.stages
         if first and self.slice is None:
             self.slice = self.full.new_empty(self.full.numel() // last.size)
-            start(self.slice, self._shard(), first[0])
-            collectives.wait(self.slice)
-        start(self.full, self._shard() if self.slice is None else self.slice, last)
+            self._start_stage(self.slice, self.flat.shard, first[0])
+            self._wait(self.slice)
+        self._start_stage(self.full, self.flat.shard if self.slice is None else self.slice, last)
+        self.storage = self.full.untyped_storage()
+
+    def _start_stage(self, full: Tensor, shard: Tensor, group: NamedGroup) -> None:
+        """`full` becomes the tensor that was prefetched, if one was (Note [Where a prefetched buffer is taken])."""
+        self._prefetched = take(shard, full.dtype, group.name)
+        if self._prefetched is None:
+            sent = self._shard() if shard is self.flat.shard else shard
+            collectives.start_all_gather(full, sent, group.size, group.name, self.flat.shown_unit)
+        else:
+            full.set_(self._prefetched.full.untyped_storage(), 0, full.shape, (1,))
+
+    def _wait(self, full: Tensor) -> None:
+        if self._prefetched is None:
+            collectives.wait(full)
+            return
+        self._prefetched.wait()
+        if full.device.type != "cpu":  # made in the compute stream, and read in this one
+            full.record_stream(torch.get_device_module(full.device).current_stream(full.device))
+        self._prefetched = None
 
     def finish(self) -> None:
         """Order the current stream after the fill."""
-        collectives.wait(self.full)
+        self._wait(self.full)
         self.filling = False
 
     def views(self) -> list[Tensor]:

@@ -1,22 +1,29 @@
 """What a step gathers for the next one's forward: taken if nothing has changed on any rank, else gathered anew."""
 
 import gc
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from models import MODELS
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from weights import Block, D, Float8Block
 
-from fsdp_compile import compile_step, summon_full_params
+from fsdp_compile import compile_step, fully_shard, summon_full_params
 from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager import next_forward
 
 from .ranks import Ranks
-from .test_compile_step import CLIP, Loop, adamw, batch, loss_of
+from .test_compile_step import CLIP, adamw, batch, loss_of
 from .training import assert_bitwise, shard
 
 CASE = MODELS["mlp"]
@@ -79,65 +86,164 @@ def _between(model: nn.Module, rank: int) -> dict[str, tuple[Callable[[], Any], 
     }
 
 
-def _compare(rank: int, backend: str, tolerance: float) -> None:
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "two_stages": {"reshard_after_forward": 2, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+}
+PREFETCHED = {"plain": torch.float32, "hybrid": torch.float32}  # in which dtype; else bfloat16
+
+
+@contextmanager
+def recorded() -> Iterator[Gathers]:
+    """Every all-gather that is prefetched in this block; second stages come after all first ones."""
     next_forward.PrefetchedGather = gathers = Gathers()  # type: ignore[misc,assignment]
     try:
-        models = [shard(CASE) for _ in range(2)]
-        optimizers = [adamw(model) for model in models]
-        step = compile_step(models[0], optimizers[0], loss_of, CLIP, backend=backend)
-        loop = Loop(models[1], optimizers[1], CLIP, 1, backend)
-        happenings = [_between(model, rank) for model in models]
-        expected = None
-        for number, name in enumerate([*happenings[0], "nothing"]):
-            inputs, target = batch(CASE, number)
-            losses = step(inputs, target=target), loop(inputs, target)
-            torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
-            if tolerance == 0.0:
-                assert_bitwise(*models, f"before {name}")
-            seen = gathers.taken()
-            assert seen == ([] if expected is None else [expected] * 2), (name, seen)
-            for happening in happenings:
-                happen, expected = happening[name]
-                happen()
+        yield gathers
     finally:
         next_forward.PrefetchedGather = PrefetchedGather  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("backend", "tolerance"), [("aot_eager", 0.0), pytest.param("inductor", 1e-5, marks=LATE)])
-def test_taken_or_started_anew(two: Ranks, backend: str, tolerance: float) -> None:
-    """A forward takes both, unless parameters were changed, loaded or replaced since, be it on one rank alone."""
-    two.run(_compare, backend, tolerance)
+def _trained(
+    build: Callable[[], nn.Module], backend: str, options: dict[str, Any]
+) -> tuple[list[nn.Module], list[Any]]:
+    """Two equal models and what steps them: with prefetched all-gathers, and without.
+
+    backend: of `torch.compile`; "eager": nothing is compiled; "blocks": each block is, by itself.
+    """
+    models, steps = [], []
+    for prefetch in (2, 0):
+        torch.manual_seed(0)
+        model = fully_shard(build(), **options)
+        for block in model.blocks if backend == "blocks" else ():
+            block.compile(backend="aot_eager")
+        in_parts = backend in ("eager", "blocks")
+        compiler = "aot_eager" if in_parts else backend
+        step = compile_step(model, adamw(model), loss_of, CLIP, 2, backend=compiler, prefetch=prefetch)
+        step._run = model if in_parts else step._run
+        models.append(model)
+        steps.append(step)
+    return models, steps
+
+
+def _compare(rank: int, backend: str, name: str) -> None:
+    options = dict(SHARDINGS[name])
+    if name == "hybrid":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    models, steps = _trained(CASE.build, backend, options)
+    happenings = [_between(model, rank) for model in models]
+    expected = None
+    with recorded() as gathers:
+        for number, happening in enumerate([*happenings[0], "nothing"]):
+            inputs, target = batch(CASE, number, 2)
+            losses = [step(inputs, target=target) for step in steps]
+            assert torch.equal(*losses)
+            assert_bitwise(*models, f"before {happening}")
+            seen = gathers.taken()
+            assert seen == ([] if expected is None else [expected] * 2), (happening, seen)
+            assert {each.dtype for each in gathers.made} == {PREFETCHED.get(name, torch.bfloat16)}
+            for each in happenings:
+                happen, expected = each[happening]
+                happen()
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("aot_eager", "bf16"),
+        ("eager", "bf16"),
+        pytest.param("aot_eager", "plain", marks=LATE),
+        pytest.param("blocks", "plain", marks=LATE),
+        pytest.param("inductor", "plain", marks=LATE),
+        pytest.param("inductor", "bf16", marks=LATE),
+    ],
+)
+def test_taken_or_started_anew(two: Ranks, backend: str, name: str) -> None:
+    """A forward takes both, cast to the dtype that it computes in, unless parameters were changed, loaded or replaced
+    since, be it on one rank alone; either way parameters are, bit for bit, those of steps that prefetch nothing."""
+    two.run(_compare, backend, name)
 
 
 @LATE
 def test_on_three_ranks(three: Ranks) -> None:
     """So it does on three ranks, of which one edits."""
-    three.run(_compare, "aot_eager", 0.0)
+    three.run(_compare, "aot_eager", "bf16")
 
 
-def _eager(rank: int) -> None:
-    """A forward that gathers by the eager runtime takes nothing; nothing is started for it a second time."""
-    next_forward.PrefetchedGather = gathers = Gathers()  # type: ignore[misc,assignment]
-    try:
-        models = [shard(CASE) for _ in range(2)]
-        for block in models[0].blocks:
-            block.compile(backend="aot_eager")
-        optimizers = [adamw(model) for model in models]
-        step = compile_step(models[0], optimizers[0], loss_of, CLIP, backend="aot_eager")
-        step._run = models[0]
-        loop = Loop(models[1], optimizers[1], CLIP, 1, "eager")
-        for number in range(4):
-            inputs, target = batch(CASE, number)
-            assert torch.equal(step(inputs, target=target), loop(inputs, target))
+@LATE
+@pytest.mark.parametrize("backend", ["aot_eager", "eager", "inductor"])
+@pytest.mark.parametrize("name", ["two_stages", "hybrid"])
+def test_in_groups_of_ranks(four: Ranks, backend: str, name: str) -> None:
+    """So it does on four ranks that gather in two stages, or that store two copies."""
+    four.run(_compare, backend, name)
+
+
+def _changing(rank: int) -> None:
+    """The dtype of the forward changes, and with it that of what is prefetched, one step later."""
+    with mock.patch.dict(os.environ, {"FSDP_COMPILE_FULL_PREC_IN_EVAL": "1"}):
+        models, steps = _trained(CASE.build, "aot_eager", SHARDINGS["bf16"])
+    low, full = torch.bfloat16, torch.float32
+    with recorded() as gathers:
+        for number, (trains, started) in enumerate(
+            [(True, low), (True, low), (False, full), (False, full), (True, low)]
+        ):
+            for model in models:
+                model.train(trains)
+            inputs, target = batch(CASE, number, 2)
+            assert torch.equal(*[step(inputs, target=target) for step in steps])
             assert_bitwise(*models, f"step {number}")
-        assert [each.is_taken for each in gathers.made] == [False, False]
-    finally:
-        next_forward.PrefetchedGather = PrefetchedGather  # type: ignore[misc]
+            assert [each.dtype for each in gathers.made[-2:]] == [started] * 2
+    assert [each.is_taken for each in gathers.made] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
-def test_not_taken(two: Ranks) -> None:
-    """Where the forward does not gather from the shard as it is stored, units are prefetched once and never again."""
-    two.run(_eager)
+@LATE
+def test_another_dtype(two: Ranks) -> None:
+    """A forward that computes in another dtype than the one before gathers for itself; the next one takes again."""
+    two.run(_changing)
+
+
+class Blocks(nn.Module):
+    """Two blocks that compute with weights of their own making."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float()
+
+
+def _smallest(rank: int) -> None:
+    for make, is_taken in ((partial(Block, norm=False), [True] * 4), (Float8Block, [])):
+        models, steps = _trained(lambda make=make: Blocks(make), "inductor", {})
+        with recorded() as gathers:
+            for number in range(3):
+                inputs = torch.randn(4, D, generator=torch.Generator().manual_seed(10 * number + rank))
+                with torch.autocast("cpu", torch.bfloat16):
+                    assert torch.equal(*[step(inputs, target=inputs) for step in steps])
+                assert_bitwise(*models, f"{make}, step {number}")
+        assert all(each.dtype == torch.bfloat16 for each in gathers.made)
+        assert [each.is_taken for each in gathers.made[:-2]] == is_taken
+
+
+@LATE
+def test_smaller_gathers(two: Ranks) -> None:
+    """Weights that autocast casts are prefetched cast; those that a forward scales on the shard are not prefetched."""
+    two.run(_smallest)
 
 
 def _freed(rank: int) -> None:

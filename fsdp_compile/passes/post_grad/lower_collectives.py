@@ -26,9 +26,9 @@ from fsdp_compile.comm.collectives import (
     copies,
 )
 from fsdp_compile.core.ops import WAIT_COLLECTIVE
-from fsdp_compile.core.shard_ops import SEND
-from fsdp_compile.passes._torch import V, WaitKernel, register_lowering, restore_dependencies
-from fsdp_compile.passes.graph.nodes import set_tag, tag_of, tagged
+from fsdp_compile.core.shard_ops import SEND, SEND_AS
+from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
+from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
 from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.pipeline import GraphContext
 
@@ -130,13 +130,23 @@ def all_gather_into_buffer(context: GraphContext) -> None:
     for gather in tagged(graph, "gather", "maximum"):
         if gather.target is ALL_GATHER:
             _allocate(graph, gather)
-            shard: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-            if shard.op == "call_function" and shard.target not in (WAIT, WAIT_COLLECTIVE):
-                with graph.inserting_after(shard):
-                    sent = graph.call_function(SEND, (shard,))
-                sent.meta = dict(shard.meta)
-                gather.replace_input_with(shard, sent)
+            _mark_sent(graph, gather)
             _call_directly(gather)
+
+
+def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
+    """Say that what was computed from a shard is sent; a cast of the stored shard is left to who starts the gather."""
+    computed: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+    if computed.op != "call_function" or computed.target in (WAIT, WAIT_COLLECTIVE):
+        return
+    shard: Any = computed.args[0]
+    is_cast = computed.target is CAST and shard.op == "placeholder"
+    with graph.inserting_after(computed):
+        sent = graph.call_function(SEND_AS, computed.args) if is_cast else graph.call_function(SEND, (computed,))
+    sent.meta = dict(computed.meta)
+    gather.replace_input_with(computed, sent)
+    if not computed.users:
+        graph.erase_node(computed)
 
 
 def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
@@ -159,6 +169,16 @@ def _lower_send(payload: Any) -> Any:
     """What is sent is in one buffer: Inductor would compute it anew for the gather and for its wait."""
     payload.realize()
     return payload
+
+
+@register_lowering(SEND_AS, type_promotion_kind=None)
+def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
+    """The stored shard under the dtype to which generated code casts it when it starts the gather.
+
+    Under its own dtype Inductor would promote the dtypes of the gather's arguments.
+    """
+    layout = ir.FixedLayout(shard.get_device(), dtype, shard.get_size(), shard.get_stride())
+    return ir.TensorBox.create(ir.InputBuffer(name=shard.get_name(), layout=layout))
 
 
 # --- calls of the process group ---------------------------------------------------------------------------------------
