@@ -56,8 +56,8 @@ def _between(model: nn.Module, rank: int) -> dict[str, tuple[Callable[[], Any], 
             param.mul_(0.99)
 
     @torch.no_grad()
-    def edit_locally() -> None:  # rank 1 alone, and of what it stores itself
-        if rank == 1:
+    def edit_locally() -> None:  # one rank of two, and of what it stores itself
+        if rank % 2 == 1:
             model.blocks[0].up.weight.to_local().mul_(1.01)
 
     @torch.no_grad()
