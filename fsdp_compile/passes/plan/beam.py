@@ -113,13 +113,16 @@ class _BeamSearch:
         # How many units one launch may take; of many, powers of 2 alone.
         self.sizes = [each for each in range(1, coalesce + 1) if each <= 4 or beam_width is None or not each & each - 1]
         self.hybrid = any(unit.replicate for unit in workload.units)
-        self.strict = budget < inf or self.hybrid  # whether memory, or when reduces are waited for, matters
+        # Whether memory, or when reduces are waited for, matters.
+        self.strict = budget < inf or self.hybrid or workload.forward > 0
         gathers, reduces = gathers_of(workload, keep), reduces_of(workload)
         self.gathers, self.reduces = gathers, reduces
         self.opens = [0] * len(gathers) if beam_width is None else _opens(workload, gathers, reduces)
 
         # Sums, so that those of neighbours are differences.
         self.first = [launch.first for launch in gathers]
+        self.early = [launch.early for launch in gathers]
+        self.free = [launch.free for launch in gathers]
         self.ready = [launch.first for launch in reduces]
         self.read = [bisect_left(self.first, index) for index in range(len(workload.tasks) + 2)]
         self.gather_seconds = [0.0, *accumulate(launch.seconds for launch in gathers)]
@@ -131,7 +134,9 @@ class _BeamSearch:
         # What each task takes, needs, allocates and frees.
         tasks, units = workload.tasks, workload.units
         self.frees: list[list[int]] = [[] for _ in tasks]
-        for unit, _, last in workload.gathers(keep):
+        held = workload.held(keep)
+        freed = [(unit, last) for unit, _, last in workload.gathers(keep) if unit not in held]
+        for unit, last in (*held.items(), *freed):
             self.frees[last].append(unit)
         self.freed = [sum(units[unit].gathered for unit in each) for each in self.frees]
         self.allocated = [0] * len(tasks)
@@ -139,9 +144,16 @@ class _BeamSearch:
             self.allocated[first] += units[unit].packed
         self.needs = [task.memory + more for task, more in zip(tasks, self.allocated, strict=True)]
         self.seconds = [task.seconds for task in tasks]
+        self.norms = [task.all_reduce for task in tasks]
+        self.needed = [0] * len(tasks)  # how many reduces have to be done
+        for count, launch in enumerate(reduces, 1):
+            if launch.needed >= 0:
+                self.needed[launch.needed] = count
+        self.needed = list(accumulate(self.needed, max))
+        self.begin = self._begin(gathers, sum(units[unit].gathered for unit in held))
 
         # What follows at least: all computing; the link from each gather and reduce on; all from their tasks on.
-        self.left = _suffix_sums(self.seconds)
+        self.left = _suffix_sums(map(sum, zip(self.seconds, self.norms, strict=True)))
         stops = reaches(workload, gathers, budget, coalesce)
         counts = [0] * (len(gathers) + 1)  # launches from each gather on
         for start in range(len(stops) - 1, -1, -1):
@@ -156,10 +168,27 @@ class _BeamSearch:
         self.after_gathers, self.after_ready = [0.0], [0.0]
         for launch in reversed(gathers):
             self.after_gathers.append(launch.seconds + max(self.left[launch.first], self.after_gathers[-1]))
+        after = 0.0
         for launch, tail in zip(reversed(reduces), reversed(self.unsent_reduces[:-1]), strict=True):
+            if launch.needed >= 0:  # the tasks from there on follow it
+                after = launch.seconds + max(after, self.left[launch.needed])
+                tail = max(tail, after)
             self.after_ready.append(max(self.after_ready[-1], tail - self.left[launch.first + 1]))
         self.after_gathers.reverse()
         self.after_ready.reverse()
+
+    def _begin(self, gathers: list[Launch], held: int) -> _State:
+        """What has happened before the first task: the first gathers may have been launched before the step."""
+        link, done, live, launches = 0.0, list[float](), held, None
+        for index, launch in enumerate(gathers):
+            arrives = self.workload.units[launch.unit].arrives
+            if arrives is None or not self.workload.is_forward(launch.first):
+                break
+            link = max(link, arrives)
+            done.append(link)
+            live += launch.bytes
+            launches = _Launches(launches, "gather", index, index + 1, 0)
+        return _State(len(done), 0, 0.0, link, 0.0, tuple(done), (), live, 0.0, launches)
 
     def _unsent(self, launches: list[Launch], counts: list[int]) -> list[float]:
         sums = _suffix_sums(launch.seconds for launch in launches)
@@ -167,7 +196,7 @@ class _BeamSearch:
 
     def run(self) -> _State | None:
         """The state after the last task and collective of the shortest plan."""
-        states = [_State(0, 0, 0.0, 0.0, 0.0, (), (), 0, 0.0, None)]
+        states = [self.begin]
         for index in range(len(self.seconds)):
             after = (self._compute(state, index) for state in self._expand(index, states))
             states = self._prune((state for state in after if state is not None), index + 1)
@@ -221,7 +250,8 @@ class _BeamSearch:
         if self.hybrid and state.pending:
             yield self._wait_oldest(state, index)
         lacks = state.gathers < len(self.first) and self.first[state.gathers] <= index
-        if not lacks and index < len(self.seconds) and state.link > state.now:
+        lacks |= state.gathers < len(self.first) and self.early[state.gathers] == index
+        if not lacks and index < len(self.seconds) and state.link > state.now and not self._waits(state, index):
             roomy = self._room_for(state, self.needs[index], index)
             if roomy is not None and state.link >= self._end_of(roomy, index):
                 return  # the link is busy beyond the task: what is launched now may as well be launched after it
@@ -234,7 +264,7 @@ class _BeamSearch:
             stop = state.gathers + size
             if stop > len(self.first) or self.opens[stop - 1] > index:
                 break
-            if self.first[stop - 1] >= self.workload.backward > index:
+            if index < self.free[stop - 1] and (size > 1 or index != self.early[stop - 1]):
                 break
             more = self.gather_bytes[stop] - self.gather_bytes[state.gathers]
             roomy = self._room_for(state, more + self.between[index], index)
@@ -279,6 +309,11 @@ class _BeamSearch:
 
     # --- a task ---
 
+    def _waits(self, state: _State, index: int) -> bool:
+        """Whether a task waits for reduces."""
+        needed = self.needed[index]
+        return state.reduces < needed or any(start < needed for _, start, _ in state.pending)
+
     def _end_of(self, state: _State, index: int) -> float:
         reads = self.read[index + 1] - self.read[index]
         return (max(state.now, state.done[reads - 1]) if reads else state.now) + self.seconds[index]
@@ -286,9 +321,18 @@ class _BeamSearch:
     def _compute(self, state: _State, index: int) -> _State | None:
         if state.gathers < self.read[index + 1]:
             return None
+        if state.reduces < self.needed[index]:
+            return None
+        while state.pending and state.pending[0][1] < self.needed[index]:
+            state = self._wait_oldest(state, index)
         roomy = self._room_for(state, self.needs[index], index)
         if roomy is None:
             return None
+        if self.norms[index]:
+            ready = max(roomy.now, roomy.link) + self.norms[index]
+            roomy = roomy._replace(now=ready, link=ready)
+        if self.hybrid and self.needed[index]:
+            roomy = roomy._replace(now=max(roomy.now, roomy.replicas))
         done = roomy.done[self.read[index + 1] - self.read[index] :]
         live = roomy.live + self.allocated[index] - self.freed[index]
         return roomy._replace(now=self._end_of(roomy, index), done=done, live=live)
@@ -368,9 +412,10 @@ def _opens(workload: Workload, gathers: list[Launch], reduces: list[Launch]) -> 
         seconds = launch.seconds + workload.latency
         latest = min(latest, until) - seconds
         if index >= 0:
-            split = workload.backward if launch.first >= workload.backward else 0
-            opens[index] = max(split, bisect_right(starts, latest - PREFETCH_DISTANCE * seconds) - 1)
-            if index and gathers[index - 1].first < workload.backward <= launch.first:
+            opens[index] = bisect_right(starts, latest - PREFETCH_DISTANCE * seconds) - 1
+            if opens[index] < launch.free:
+                opens[index] = launch.early if launch.early >= 0 else launch.free
+            if launch.early < 0 and index and gathers[index - 1].first < launch.free <= launch.first:
                 latest = inf  # nothing of backward is launched in forward
     return opens
 

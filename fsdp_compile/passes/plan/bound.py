@@ -6,6 +6,7 @@ bounds of two-machine flow shops (Johnson: Optimal two- and three-stage producti
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -21,18 +22,31 @@ class Launch(NamedTuple):
     bytes: int
     seconds: float  # on the link, without latency
     replicate: float = 0.0
+    early: int = -1  # before which task a gather may be issued alone, behind updates; -1: before none
+    free: int = 0  # from which task on it may be issued
+    needed: int = -1  # by which task a reduce has to be done; -1: by none
 
 
 def gathers_of(workload: Workload, keep: frozenset[int]) -> list[Launch]:
-    """The gathers, by first reader."""
-    costs = [(unit, first, workload.units[unit]) for unit, first, _ in workload.gathers(keep)]
-    return [Launch(unit, first, cost.gathered, cost.gather) for unit, first, cost in costs]
+    """The gathers, by first reader. Behind updates each is issued after those before it, or none is."""
+    launches, latest = list[Launch](), 0
+    for unit, first, _ in workload.gathers(keep):
+        cost, (early, free) = workload.units[unit], workload.first_issue(unit, first)
+        if workload.forward and free:
+            latest = max(early, latest) if early >= 0 and latest >= 0 else -1
+            early = latest
+        launches.append(Launch(unit, first, cost.gathered, cost.gather, early=early, free=free))
+    return launches
 
 
 def reduces_of(workload: Workload) -> list[Launch]:
     """The reduces, in the order in which they get ready."""
     costs = [(unit, ready, workload.units[unit]) for unit, _, ready in workload.reduces()]
-    return [Launch(unit, ready, cost.packed, cost.reduce, cost.replicate) for unit, ready, cost in costs]
+    needed = {unit: at for at, task in reversed([*enumerate(workload.tasks)]) for unit in task.reduced}
+    return [
+        Launch(unit, ready, cost.packed, cost.reduce, cost.replicate, needed=needed.get(unit, -1))
+        for unit, ready, cost in costs
+    ]
 
 
 def reaches(workload: Workload, gathers: list[Launch], budget: float, merge: int) -> list[int]:
@@ -91,13 +105,22 @@ def smallest_budget(workload: Workload, keep: frozenset[int] | None = None) -> i
 
 def _least_memory(workload: Workload, keep: frozenset[int]) -> list[int]:
     """The same for each task."""
-    held = [(first, last, workload.units[unit].gathered) for unit, first, last in workload.gathers(keep)]
+    held = [
+        (_live_from(workload, *gather), gather[2], workload.units[gather[0]].gathered)
+        for gather in workload.gathers(keep)
+    ]
+    held += [(0, last, workload.units[unit].gathered) for unit, last in workload.held(keep).items()]
     held += [(first, last, workload.units[unit].packed) for unit, first, last in workload.reduces()]
     changes = [0] * (len(workload.tasks) + 1)
     for first, last, size in held:
         changes[first] += size
         changes[last + 1] -= size
     return [task.memory + more for task, more in zip(workload.tasks, accumulate(changes), strict=False)]
+
+
+def _live_from(workload: Workload, unit: int, first: int, _: int) -> int:
+    """From which task on a gathered buffer is alive at least."""
+    return 0 if workload.units[unit].arrives is not None and workload.is_forward(first) else first
 
 
 def lower_bound(
@@ -107,6 +130,9 @@ def lower_bound(
 
     With g1 the first gather, A all gathers, C all computing, R all reduces, r the last one to get ready, f and b for
     forward and backward, this is at least `g1 + max(Cf, Af - g1) + max(Cb, Ab + R - r) + r`.
+
+    In a step with updates, of which the first needs the last reduce, it is at least `max(Cb, Ab + R - r) + r`, and what
+    the updates and the forward behind them take: computing, and each gather from its unit's update on.
 
     A budget adds to that. What is read after a task of backward is gathered after it, unless it fits in beside it, kept
     or gathered early. And what one coalesced launch gathers lives at once, so that there are more launches than one.
@@ -119,7 +145,33 @@ def lower_bound(
         budget: bytes that may live at once; None: no limit.
         merge: how many units one launch may gather or reduce; None: any number.
     """
-    return _Bound(workload, keep, inf if budget is None else budget, merge or len(workload.units)).seconds()
+    limit, most = inf if budget is None else budget, merge or len(workload.units)
+    if workload.forward:
+        return max(_of_repeated(workload, keep, limit, most))
+    return _Bound(workload, keep, limit, most).seconds()
+
+
+def _of_repeated(workload: Workload, keep: frozenset[int] | None, budget: float, merge: int) -> Iterator[float]:
+    """Lower bounds of a step with updates: what precedes the first task that needs a reduce, and what follows it."""
+    tasks, latency = workload.tasks, workload.latency
+    keep = workload.must_keep | set(workload.may_keep) if keep is None else keep
+    begin = next((at for at, task in enumerate(tasks) if task.reduced or task.updates), workload.forward)
+    left = list(accumulate((task.seconds + task.all_reduce for task in reversed(tasks)), initial=0.0))[::-1]
+    gathers, reduces = gathers_of(workload, keep), reduces_of(workload)
+    before = _Bound(replace(workload, tasks=tasks[:begin], forward=0), keep, budget, merge)
+    ends = before.ends()
+    done, after = 0.0, left[begin]
+    for launch in (each for each in gathers if each.first >= workload.forward):
+        done = max(done, left[begin] - left[launch.free if launch.early < 0 else launch.early]) + launch.seconds
+        done += latency if merge == 1 else 0.0
+        after = max(after, done + (latency if merge > 1 else 0.0) + left[launch.first])
+    needs_last = bool(reduces) and reduces[-1].needed == begin
+    yield (max(before.of_backward()) if needs_last else ends[-1]) + after
+    for launch in reduces:
+        if launch.needed >= 0:
+            last = launch.seconds + latency + (launch.replicate + latency if launch.replicate else 0.0)
+            yield ends[launch.first + 1] + last + left[launch.needed]
+    yield sum(launch.seconds for launch in (*gathers, *reduces)) + latency * bool(gathers or reduces)
 
 
 class _Bound:
@@ -142,7 +194,7 @@ class _Bound:
         self.late = [(unit, first) for unit, (first, _) in workload.reads_in_backward.items() if unit not in stays]
 
     def seconds(self) -> float:
-        return self._of_forward() + max(self._of_backward())
+        return self._of_forward() + max(self.of_backward())
 
     def _of_forward(self) -> float:
         split = self.workload.backward
@@ -150,8 +202,8 @@ class _Bound:
         least = self._least_end(self.forward, after, reaches(self.workload, self.forward, self.budget, self.merge))
         return max(self.done[split], least)
 
-    def _of_backward(self) -> Iterator[float]:
-        ends = self._ends()
+    def of_backward(self) -> Iterator[float]:
+        ends = self.ends()
         yield ends[-1]
         split = self.workload.backward
         after = [ends[launch.first + 1 - split] for launch in self.reduces]
@@ -179,7 +231,7 @@ class _Bound:
             least, most = (least, middle) if _can_end(sums, after, reaches, self.latency, middle) else (middle, most)
         return least
 
-    def _ends(self) -> list[float]:
+    def ends(self) -> list[float]:
         """When backward, and each task of it, ends at the earliest after backward began: all gathers up to any one,
         then the tasks from its first reader on.
         """

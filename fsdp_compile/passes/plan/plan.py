@@ -89,7 +89,7 @@ def verify(workload: Workload, plan: Plan, budget: int | None = None) -> None:
         budget: the most bytes that may live at once; None: no limit.
     """
     _check_steps(workload, plan)
-    _check_cycles(workload, plan)
+    _check_cycles(plan, held_units(workload, plan))
     _check_reads(workload, plan)
     _check_reduces(workload, plan)
     if budget is not None:
@@ -108,9 +108,17 @@ def _check_steps(workload: Workload, plan: Plan) -> None:
                 raise PlanError(f"{step}: expected one of the {len(names)} units, found {name}")
 
 
-def _check_cycles(workload: Workload, plan: Plan) -> None:
+def held_units(workload: Workload, plan: Plan) -> frozenset[str]:
+    """The units that are kept for a backward that comes first: what happens to them first is that they are freed."""
+    first: dict[str, Kind] = {}
+    for step in plan.of("gather", "wait", "free") if workload.forward else ():
+        first.update((name, step.kind) for name in step.units if name not in first)
+    return frozenset(name for name, kind in first.items() if kind == "free")
+
+
+def _check_cycles(plan: Plan, held: frozenset[str]) -> None:
     """A unit is gathered, waited for, freed, gathered; reduced, waited for; each launch is waited for as a whole."""
-    last: dict[tuple[bool, str], Step] = {}
+    last: dict[tuple[bool, str], Step] = {(False, name): Step("wait", (name,), 0) for name in held}
     for step in plan.steps:
         reduces = step.kind in ("reduce", "wait_reduce")
         for name in step.units:
@@ -123,26 +131,29 @@ def _check_cycles(workload: Workload, plan: Plan) -> None:
             if step.kind in ("wait", "wait_reduce") and before is not None and before.units != step.units:
                 raise PlanError(f"{step}: expected to wait for all of one launch, found the launch {before}")
             last[reduces, name] = step
-    for (reduces, _), step in last.items():
-        if step.kind != ("wait_reduce" if reduces else "free"):
-            raise PlanError(f"{step}: expected a {'wait_reduce' if reduces else 'free'} after it, found the plan's end")
+    for (reduces, name), step in last.items():
+        expected = "wait_reduce" if reduces else "wait" if name in held else "free"
+        if step.kind != expected:
+            raise PlanError(f"{step}: expected a {expected} after it, found the plan's end")
 
 
-def _open_intervals(plan: Plan, name: str) -> Iterator[tuple[int, int, int]]:
-    """From each gather of a unit: where it is gathered, waited for, and freed."""
-    steps = [step for step in plan.of("gather", "wait", "free") if name in step.units]
-    for gather, wait, free in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
-        yield gather.at, wait.at, free.at
+def _open_intervals(workload: Workload, plan: Plan, name: str) -> Iterator[tuple[int, int, int]]:
+    """From each gather of a unit: where it is gathered, waited for, and freed; before and after the step too."""
+    at = [step.at for step in plan.of("gather", "wait", "free") if name in step.units]
+    if name in held_units(workload, plan):
+        at = [-1, -1, *at, len(workload.tasks) + 1]
+    yield from zip(at[::3], at[1::3], at[2::3], strict=True)
 
 
 def _check_reads(workload: Workload, plan: Plan) -> None:
     for index, unit in enumerate(workload.units):
-        intervals = list(_open_intervals(plan, unit.name))
+        intervals = list(_open_intervals(workload, plan, unit.name))
         for at, task in enumerate(workload.tasks):
             if index in task.reads and not any(wait <= at < free for _, wait, free in intervals):
                 raise PlanError(f"task {at}, {task.name}, reads {unit.name}: expected it gathered, found it freed")
         for gather, _, free in intervals:
-            _check_boundary(workload, index, gather, free)
+            check = _check_next_forward if workload.forward else _check_boundary
+            check(workload, index, gather, free)
 
 
 # Note [What may cross from forward to backward]
@@ -161,6 +172,22 @@ def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> N
         raise PlanError(f"at {free} free {unit.name}: expected it freed after forward, found it kept for backward")
 
 
+# Note [What may cross from one step to the next]
+# In a step with updates forward comes last, and is that of the next step. A unit's values are new from its update on,
+# so that is where its gather may be issued first, if it gathers the shard as it is stored. Nothing is under way at the
+# end, where the next backward begins; a unit that is kept unsharded is there, at the end as at the beginning.
+def _check_next_forward(workload: Workload, index: int, gather: int, free: int) -> None:
+    """Whether what is gathered between `gather` and `free` may be: Note [What may cross from one step to the next]."""
+    unit, forward = workload.units[index], workload.forward
+    outside = gather < 0 or free > len(workload.tasks)
+    if outside and (unit.keep_unsharded is False or not free > workload.reads_in_backward.get(index, (free, 0))[0]):
+        raise PlanError(f"at {free} free {unit.name}: expected it freed with the forward that gathered it")
+    if 0 <= gather < forward < free:
+        first = workload.updated.get(index, forward) + 1 if unit.may_prefetch else forward
+        if gather < first:
+            raise PlanError(f"at {gather} gather {unit.name}: expected it at {first} or later, for the next forward")
+
+
 def _check_reduces(workload: Workload, plan: Plan) -> None:
     reduces = {name: step for step in plan.of("reduce") for name in step.units}
     for index, (_, ready) in workload.writes.items():
@@ -169,6 +196,11 @@ def _check_reduces(workload: Workload, plan: Plan) -> None:
             raise PlanError(f"{name}: expected a reduce of its gradients, found none")
         if reduces[name].at <= ready:
             raise PlanError(f"{reduces[name]}: expected it after task {ready}, which writes the last gradient")
+    waits = {name: step for step in plan.of("wait_reduce") for name in step.units}
+    for at, task in enumerate(workload.tasks):
+        for name in (workload.units[index].name for index in task.reduced):
+            if name in waits and waits[name].at > at:
+                raise PlanError(f"{waits[name]}: expected it before task {at}, {task.name}, which needs the gradients")
 
 
 def _check_budget(workload: Workload, plan: Plan, budget: int) -> None:
@@ -207,6 +239,7 @@ class Timeline:
     Attributes:
         compute: the tasks.
         link: the gathers and reduces.
+        norms: the all-reduces of norms, on the same link.
         replicas: the all-reduces over replicas.
         memory: the most bytes that live at once while a task runs or right before it, for each task; a last entry for
             what follows the last one.
@@ -215,6 +248,7 @@ class Timeline:
 
     compute: list[Span] = field(default_factory=list)
     link: list[Span] = field(default_factory=list)
+    norms: list[Span] = field(default_factory=list)
     replicas: list[Span] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     makespan: float = 0.0
@@ -237,7 +271,7 @@ class Timeline:
 
     def to_trace(self) -> str:
         """JSON for Perfetto or chrome://tracing: a lane for computing, one for each link, a counter of bytes."""
-        lanes = {"compute": self.compute, "link": self.link, "replicas": self.replicas}
+        lanes = {"compute": self.compute, "link": [*self.link, *self.norms], "replicas": self.replicas}
         events: list[dict[str, object]] = []
         for lane, (name, spans) in enumerate(lanes.items()):
             events.append({"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}})
@@ -254,13 +288,15 @@ class Timeline:
 class _Run:
     """The state of the machine while a plan runs."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, held: frozenset[str]) -> None:
         self.workload = workload
         self.index = {unit.name: index for index, unit in enumerate(workload.units)}
         self.now = 0.0  # until when the computing stream is busy
         self.link = self.replicas = 0.0
         self.done: dict[tuple[str, str], float] = {}  # of the last launch of a kind, for each unit
-        self.live = 0  # bytes of gathered and packed buffers
+        self.arrives = {unit.name: unit.arrives for unit in workload.units if unit.arrives is not None}
+        # Bytes of gathered and packed buffers.
+        self.live = sum(u.gathered for u in workload.units if u.name in held or u.arrives is not None)
         self.timeline = Timeline(memory=list(workload.between))
         self.written: set[int] = set()  # units whose packed buffer has memory
 
@@ -270,7 +306,9 @@ class _Run:
     def step(self, step: Step) -> None:
         indices = [self.index[name] for name in step.units]
         units = [self.workload.units[index] for index in indices]
-        if step.kind in ("gather", "reduce"):
+        if step.kind == "gather" and not self.arrives.keys().isdisjoint(step.units):
+            self._arrive(step)
+        elif step.kind in ("gather", "reduce"):
             self._launch(step, indices)
             self.live += sum(unit.gathered for unit in units) if step.kind == "gather" else 0
         elif step.kind == "free":
@@ -289,11 +327,19 @@ class _Run:
         self.timeline.link.append(Span(f"{step.kind} {' '.join(step.units)}", start, self.link))
         self.done.update({(step.kind, name): self.link for name in step.units})
 
+    def _arrive(self, step: Step) -> None:
+        """A gather that was launched before: the link has been busy with it from the beginning, or it is done."""
+        for name in step.units:
+            start = self.link
+            self.done["gather", name] = self.link = max(start, self.arrives.pop(name, start))
+            self.timeline.link.append(Span(f"gather {name}", start, self.link))
+
     def _replicate(self, step: Step, seconds: float) -> None:
         if seconds:
             start = max(self.now, self.replicas)
             self.replicas = start + seconds + self.workload.latency
             self.timeline.replicas.append(Span(f"replicate {' '.join(step.units)}", start, self.replicas))
+            self.done.update({("replicate", name): self.replicas for name in step.units})
 
     def task(self, index: int) -> None:
         task = self.workload.tasks[index]
@@ -301,6 +347,12 @@ class _Run:
             self.written.add(unit)
             self.live += self.workload.units[unit].packed
         self.note_memory(index, task.memory)
+        names = [self.workload.units[unit].name for unit in task.reduced]
+        self.now = max([self.now, *(self.done.get(("replicate", name), 0.0) for name in names)])
+        if task.all_reduce:
+            start = max(self.now, self.link)
+            self.now = self.link = start + task.all_reduce
+            self.timeline.norms.append(Span(f"all-reduce {task.name}", start, self.link))
         start = self.now
         self.now += task.seconds
         self.timeline.compute.append(Span(task.name, start, self.now))
@@ -308,7 +360,7 @@ class _Run:
 
 def simulate(workload: Workload, plan: Plan) -> Timeline:
     """Run `plan`, which `verify` has passed, on `workload`."""
-    run = _Run(workload)
+    run = _Run(workload, held_units(workload, plan))
     steps = iter([*plan.steps, None])
     step = next(steps)
     for index in range(len(workload.tasks) + 1):

@@ -27,6 +27,7 @@ from typing import Any
 from fsdp_compile.passes.plan.beam import Candidate, beam_search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
+from fsdp_compile.passes.plan.update import repeated, without_update
 from fsdp_compile.passes.plan.workload import Workload
 
 EXACT_UNITS = 8  # up to so many units every subset to keep is searched, without a beam width
@@ -119,10 +120,12 @@ def _within_limits(workload: Workload, budget: int | None, coalesce: int) -> lis
     The limits are tried from the smallest to the first within which a plan is as short as within the last. Left out
     are those whose lower bound exceeds what is known.
     """
-    keep = keep_by_rule(workload)
-    rules = [Candidate.of(workload, no_prefetch(workload), workload.must_keep)]
-    rules += [Candidate.of(workload, prefetch(workload, *rule), keep) for rule in _RULES]
-    rules.append(Candidate.of(workload, alternating(workload), keep))
+    keep, apart = keep_by_rule(workload), without_update(workload) if workload.forward else workload
+    by_rule = [(no_prefetch(apart), workload.must_keep)]
+    by_rule += [(plan, keep) for plan in (*(prefetch(apart, *rule) for rule in _RULES), alternating(apart))]
+    if workload.forward:
+        by_rule = [(repeated(workload, plan), stays) for plan, stays in by_rule]
+    rules = [Candidate.of(workload, plan, stays) for plan, stays in by_rule]
     candidates = [each for each in rules if budget is None or each.peak <= budget]
     limits = _limits(workload, {each.peak for each in rules})
     last = _within(workload, limits[-1], max(each.seconds for each in rules), coalesce)
@@ -196,8 +199,11 @@ def _on_grid(workload: Workload) -> Workload:
     def rounded(each: Any, *names: str) -> Any:  # of the class of `each`
         return replace(each, **{name: round(getattr(each, name) / grid) * grid for name in names})
 
-    tasks = tuple(rounded(task, "seconds") for task in workload.tasks)
-    units = tuple(rounded(unit, "gather", "reduce", "replicate") for unit in workload.units)
+    tasks = tuple(rounded(task, "seconds", "all_reduce") for task in workload.tasks)
+    units = tuple(
+        rounded(unit, "gather", "reduce", "replicate", *(["arrives"] if unit.arrives is not None else []))
+        for unit in workload.units
+    )
     rounded_workload: Workload = rounded(replace(workload, tasks=tasks, units=units), "latency")
     return rounded_workload
 
@@ -324,6 +330,8 @@ def _plan(workload: Workload, gathers: list[_Gather], issued: list[_Position], w
     """
     steps: list[tuple[_Position, Kind, int]] = []
     for index, ((unit, first, last), position) in enumerate(zip(gathers, issued, strict=True)):
+        if workload.units[unit].arrives is not None and workload.is_forward(first):
+            position = 0, 2, index - 2 * len(gathers)  # before all others, for it was launched before them
         steps += [(position, "gather", unit), ((first, 2, 4 * index), "wait", unit)]
         steps.append(((last + 1, 0, index), "free", unit))
     for index, ((unit, _, ready), position) in enumerate(zip(workload.reduces(), waited, strict=True)):

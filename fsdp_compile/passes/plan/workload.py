@@ -2,6 +2,11 @@
 
 A workload is a fixed sequence of tasks, forward then backward, and the units whose parameters they read. Between tasks
 collectives may be issued and waited for; where, is the plan's business.
+
+With the optimizer's update it is a step that repeats, cut where no collective is under way:
+
+    tasks    backward ... | before updates, update of each unit, next step | forward ...      then backward again
+                                                                           `Workload.forward`
 """
 
 from collections.abc import Iterable
@@ -19,6 +24,9 @@ class Task:
         memory: bytes that live while it runs, whatever the plan is: activations, shards, optimizer states.
         reads: indices of the units whose unsharded parameters it reads.
         writes: indices of the units whose unsharded gradients it writes, or some of them.
+        reduced: indices of the units whose reduced gradients it reads: it runs when their reduces have been waited for.
+        updates: indices of the units that it updates: then they may be gathered for the next forward.
+        all_reduce: seconds of an all-reduce, of a norm, that it starts on the link and waits for before it computes.
     """
 
     name: str
@@ -26,6 +34,9 @@ class Task:
     memory: int = 0
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    all_reduce: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,9 @@ class UnitCost:
         replicate: hybrid sharding: seconds that the all-reduce of the shard over the replicas occupies its own link.
         keep_unsharded: whether the gathered buffer stays from forward to backward; None: the planner decides.
         module: a name that units of the same module share; empty: no other unit is of its module.
+        may_prefetch: whether its all-gather for the next forward may be launched right behind its update.
+        arrives: seconds into this workload at which its first gather ends, which was launched before; None: the first
+            one is launched in it too.
     """
 
     name: str
@@ -51,6 +65,8 @@ class UnitCost:
     replicate: float = 0.0
     keep_unsharded: bool | None = False
     module: str = ""
+    may_prefetch: bool = False
+    arrives: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,7 @@ class Workload:
     Attributes:
         tasks: in the order in which they compute.
         backward: index of the first task of backward; `len(tasks)` if there is none. No gather is issued across it.
+        forward: index of the first task of forward; above 0 in a step with updates, whose `backward` is 0.
         units: the units, by index.
         latency: seconds of a launch beside what its units take; a coalesced launch of several units pays it once.
         can_coalesce: whether one launch may take several units.
@@ -73,15 +90,21 @@ class Workload:
     units: tuple[UnitCost, ...]
     latency: float = 0.0
     can_coalesce: bool = True
+    forward: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.backward <= len(self.tasks):
             raise ValueError(f"backward: expected 0 to {len(self.tasks)}, the number of tasks, found {self.backward}")
+        if not 0 <= self.forward <= len(self.tasks) or (self.forward and self.backward):
+            raise ValueError(
+                f"forward: expected 0, or up to {len(self.tasks)} where backward is 0, found {self.forward}"
+            )
         _check_not_negative("latency", self.latency)
         for task in self.tasks:
-            _check_not_negative(f"{task.name}.seconds", task.seconds)
-            _check_not_negative(f"{task.name}.memory", task.memory)
-            if unknown := [unit for unit in (*task.reads, *task.writes) if not 0 <= unit < len(self.units)]:
+            for name in ("seconds", "memory", "all_reduce"):
+                _check_not_negative(f"{task.name}.{name}", getattr(task, name))
+            named = (*task.reads, *task.writes, *task.reduced, *task.updates)
+            if unknown := [unit for unit in named if not 0 <= unit < len(self.units)]:
                 raise ValueError(f"{task.name}: expected units 0 to {len(self.units) - 1}, found {unknown}")
         for unit in self.units:
             for name in ("gather", "reduce", "gathered", "packed", "replicate"):
@@ -91,20 +114,29 @@ class Workload:
         """How long one launch that gathers or reduces `units` together occupies the link."""
         return self.latency + sum(getattr(self.units[unit], kind) for unit in units)
 
+    def is_forward(self, index: int) -> bool:
+        """Whether a task, or what is issued before it, belongs to forward."""
+        return index >= self.forward if self.forward else index < self.backward
+
     @cached_property
     def reads_in_forward(self) -> dict[int, tuple[int, int]]:
         """First and last task of forward that read a unit."""
-        return _intervals((i, task.reads) for i, task in enumerate(self.tasks[: self.backward]))
+        return _intervals((i, task.reads) for i, task in enumerate(self.tasks) if self.is_forward(i))
 
     @cached_property
     def reads_in_backward(self) -> dict[int, tuple[int, int]]:
         """First and last task of backward that read a unit."""
-        return _intervals((i, task.reads) for i, task in enumerate(self.tasks) if i >= self.backward)
+        return _intervals((i, task.reads) for i, task in enumerate(self.tasks) if not self.is_forward(i))
 
     @cached_property
     def writes(self) -> dict[int, tuple[int, int]]:
         """First and last task that write a unit's gradients: the last makes them ready to reduce."""
         return _intervals((i, task.writes) for i, task in enumerate(self.tasks))
+
+    @cached_property
+    def updated(self) -> dict[int, int]:
+        """The task that updates a unit."""
+        return {unit: index for index, task in enumerate(self.tasks) for unit in task.updates}
 
     @cached_property
     def between(self) -> tuple[int, ...]:
@@ -127,13 +159,30 @@ class Workload:
     def gathers(self, keep: frozenset[int]) -> list[tuple[int, int, int]]:
         """`(unit, first task, last task)` of each time a unit is gathered, in order of the first task.
 
-        A unit in `keep` is gathered in forward alone and read until its last task of backward.
+        A unit in `keep` is gathered in forward alone and read until its last task of backward; where backward comes
+        first, that is one of the next step, and the last task here is the last one of all.
         """
         gathers = []
         for unit, (first, last) in self.reads_in_forward.items():
-            gathers.append((first, unit, self.reads_in_backward[unit][1] if unit in keep else last))
+            until = len(self.tasks) - 1 if self.forward else max(last, self.reads_in_backward.get(unit, (0, 0))[1])
+            gathers.append((first, unit, until if unit in keep else last))
         gathers += [(first, u, last) for u, (first, last) in self.reads_in_backward.items() if u not in keep]
         return [(unit, first, last) for first, unit, last in sorted(gathers)]
+
+    def held(self, keep: frozenset[int]) -> dict[int, int]:
+        """The units that a forward has kept for the backward that comes first here, and their last task of it."""
+        return {unit: self.reads_in_backward[unit][1] for unit in sorted(keep)} if self.forward else {}
+
+    def first_issue(self, unit: int, first: int) -> tuple[int, int]:
+        """Before which task a gather that `first` reads may be issued alone, -1 if none; and from which one freely.
+
+        The former is the one that follows the unit's update, before the forward that the gather belongs to.
+        """
+        if not self.is_forward(first):
+            return -1, self.backward
+        if not self.forward or not self.units[unit].may_prefetch or unit not in self.updated:
+            return -1, self.forward
+        return self.updated[unit] + 1, self.forward
 
     def reduces(self) -> list[tuple[int, int, int]]:
         """`(unit, first task, last task)` that write each unit's gradients, in the order in which they get ready."""

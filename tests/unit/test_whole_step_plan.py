@@ -1,0 +1,122 @@
+"""Plans of steps with the optimizer's update, which repeat: backward, update, the next forward."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from every_plan import shortest
+from workloads import blocks, random_workload
+
+from fsdp_compile.passes.plan.bound import smallest_budget
+from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
+from fsdp_compile.passes.plan.search import search_plan
+from fsdp_compile.passes.plan.update import UpdateCost, prefetched, repeated, with_update, without_update
+from fsdp_compile.passes.plan.workload import Workload
+
+
+def updated(step: Workload, seconds: float = 0.3, clips: bool = False, prefetch: int | None = None) -> Workload:
+    """`step`, in which every unit may be prefetched, with updates that take `seconds` each."""
+    units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
+    cost = UpdateCost((seconds,) * len(units), (1,) * len(units), 0.1, 0.1, 0.2 if clips else None, prefetch)
+    return with_update(replace(step, units=units), cost)
+
+
+def test_ten_lines():
+    """The first all-gathers of the next forward go behind the updates of the units that follow: a shorter step."""
+    workload = updated(blocks(9))
+    found = search_plan(workload)
+    verify(workload, found.plan)
+    gathers = prefetched(workload, found.plan)
+    assert [step.units for step in gathers[:2]] == [("root",), ("blocks.0",)]
+    assert Plan.parse(str(found.plan)) == found.plan
+    alone = search_plan(updated(blocks(9), prefetch=0))
+    assert found.seconds < alone.seconds - 1
+    assert not prefetched(workload, alone.plan)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("keep", [False, None])
+def test_of_many_units(clips: bool, keep: bool | None) -> None:
+    """With more units than are searched exactly: near the bound, within budgets, and never slower with more memory."""
+    workload = updated(blocks(20, keep=keep, rng=random.Random(1)), clips=clips)
+    least = smallest_budget(workload)
+    found = [search_plan(workload, budget) for budget in (least, int(1.5 * least), 3 * least, None)]
+    for each, budget in zip(found, (least, int(1.5 * least), 3 * least, None), strict=True):
+        verify(workload, each.plan, budget)
+        assert each.bound <= each.seconds * (1 + 1e-9)
+    assert [each.seconds for each in found] == sorted((each.seconds for each in found), reverse=True)
+    assert found[-1].gap < 0.01
+    with pytest.raises(PlanError, match="budget: expected at least"):
+        search_plan(workload, least - 1)
+
+
+def test_rules_as_plans_of_the_repeated_step() -> None:
+    """A plan of forward and backward alone is one of the step with updates, and takes what it took and the updates."""
+    for seed in range(20):
+        workload = updated(random_workload(random.Random(seed), 4), seconds=2.0)
+        apart = without_update(workload)
+        plan = search_plan(apart).plan
+        verify(workload, repeated(workload, plan))
+        seconds = simulate(workload, repeated(workload, plan)).makespan - simulate(apart, plan).makespan
+        assert 8.1 - 1e-9 <= seconds <= 8.2 + 1e-9  # the wait for replicas may come later
+
+
+def _moved(plan: Plan, kind: str, unit: str, at: int) -> Plan:
+    """`plan` with the last step of a kind and a unit at another place."""
+    steps = list(plan.steps)
+    (*_, last) = (number for number, step in enumerate(steps) if step.kind == kind and unit in step.units)
+    moved = replace(steps.pop(last), at=at)
+    return Plan(tuple(sorted([*steps, moved], key=lambda step: step.at)))
+
+
+def test_verify_sees_what_crosses() -> None:
+    """No gather goes before its unit's update, none behind updates that may not, no reduce is late for an update."""
+    workload = updated(blocks(3))
+    plan = search_plan(workload, coalesce=1).plan
+    update = workload.updated[1]
+    (gather,) = (step.at for step in prefetched(workload, plan) if "blocks.0" in step.units)
+    assert gather == update + 1
+    with pytest.raises(PlanError, match=rf"gather blocks.0: expected it at {gather} or later, for the next forward"):
+        verify(workload, _moved(plan, "gather", "blocks.0", update))
+    bound = replace(workload, units=tuple(replace(unit, may_prefetch=False) for unit in workload.units))
+    with pytest.raises(PlanError, match=f"expected it at {workload.forward} or later"):
+        verify(bound, plan)
+    with pytest.raises(PlanError, match=r"wait_reduce .*: expected it before task .*, update root, which needs"):
+        verify(workload, _moved(plan, "wait_reduce", "root", workload.updated[0] + 1))
+    for number in range(len(plan.steps)):
+        with pytest.raises(PlanError):
+            verify(workload, Plan(tuple(step for at, step in enumerate(plan.steps) if at != number)))
+
+
+def test_gathers_that_were_launched_before() -> None:
+    """Of a forward whose first gathers are under way: they take no launch, and the next ones are launched at once."""
+    step = blocks(3)
+    forward = replace(step, tasks=step.tasks[: step.backward])
+    units = tuple(replace(u, arrives=at) for u, at in zip(step.units[:3], (0.0, 0.4, 0.8), strict=True))
+    under_way = replace(forward, units=(*units, *step.units[3:]))
+    plan = search_plan(under_way).plan
+    verify(under_way, plan)
+    assert [each.units for each in plan.of("gather")[:3]] == [("root",), ("blocks.0",), ("blocks.1",)]
+    link = simulate(under_way, plan).link
+    assert [span.end for span in link[:3]] == [0.0, 0.4, 0.8]
+    assert link[3].start == 0.8
+    assert search_plan(under_way).seconds < search_plan(forward).seconds - 1
+    assert smallest_budget(under_way) == 70 + 100 + 100 > smallest_budget(forward)  # alive from the beginning
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.nightly) for seed in range(20)]
+)
+def test_shortest(seed: int) -> None:
+    """Of small steps with updates, also with clipping, no way of ordering, keeping and waiting is shorter."""
+    for each in range(20 * seed, 20 * seed + 20):
+        rng = random.Random(each)
+        step = random_workload(rng, rng.choice([1, 2, 2, 3]))
+        workload = updated(step, rng.choice([0, 1, 2]), rng.random() < 0.5, rng.choice([None, 1]))
+        least = smallest_budget(workload)
+        budget = rng.choice([None, least, least + 2])
+        found = search_plan(workload, budget)
+        verify(workload, found.plan, budget)
+        best = shortest(workload, float("inf") if budget is None else budget)
+        assert found.seconds == pytest.approx(best), (each, found.plan)
+        assert found.bound <= best + 1e-9, each
