@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm import watchdog
-from fsdp_compile.comm._torch import OPERATORS, group_named, start_broadcast
+from fsdp_compile.comm._torch import OPERATORS, broadcast_from, group_named, start_broadcasts
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -56,7 +56,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch
 _COPYING_BACKENDS = ("gloo", "fake")
 _KNOWN_TO_GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _KNOWN_TO_GLOO |= {torch.int8, torch.uint8, torch.int32, torch.int64}
-_copies_on_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # asked at every all-gather
+_broadcasts: WeakKeyDictionary[dist.ProcessGroup, "Broadcasts | None"] = WeakKeyDictionary()
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -66,12 +66,34 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 def copies(tensor: Tensor, group: str) -> bool:
     """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it (Note [What gloo copies])."""
-    if tensor.device.type != "cpu":
-        return False
-    ranks = group_named(group)
-    if ranks not in _copies_on_cpu:
-        _copies_on_cpu[ranks] = backends(ranks).get("cpu") in _COPYING_BACKENDS
-    return _copies_on_cpu[ranks]
+    return tensor.is_cpu and broadcasts_in(group_named(group)) is not None
+
+
+class Broadcasts:
+    """All-gathers as one broadcast for each rank's slice (Note [What gloo copies]).
+
+    Every generated gather comes here, with as many calls as there are ranks: what these need is made once for a group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._from = group.rank(), tuple(map(broadcast_from, range(group.size())))
+
+    def start(self, group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> list[dist.Work]:
+        """Begin to fill `full`, 1-D `[n * group.size()]`; `shard`: this rank's slice, 1-D `[n]`, which is cast."""
+        moved, ranks = movable(full), len(self._from)
+        slices = moved.split_with_sizes([moved.numel() // ranks] * ranks)
+        mine = slices[self._rank]
+        (mine if moved is full else mine.view(full.dtype)).copy_(shard)
+        return start_broadcasts(group, slices, self._from)
+
+
+def broadcasts_in(group: dist.ProcessGroup) -> Broadcasts | None:
+    """What gathers tensors on the CPU in `group`, if its backend would copy them."""
+    known = _broadcasts.get(group, group)
+    if known is group:  # asked for the first time
+        copies_on_cpu = backends(group).get("cpu") in _COPYING_BACKENDS
+        known = _broadcasts[group] = Broadcasts(group) if copies_on_cpu else None
+    return known  # type: ignore[return-value]  # not the group
 
 
 def sendable(tensor: Tensor, group: str) -> Tensor:
@@ -84,7 +106,7 @@ def sendable(tensor: Tensor, group: str) -> Tensor:
 
 def movable(tensor: Tensor) -> Tensor:
     """`tensor` in a dtype that every backend moves: bytes, where gloo does not know its own, such as float8."""
-    return tensor if tensor.dtype in _KNOWN_TO_GLOO or tensor.device.type != "cpu" else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in _KNOWN_TO_GLOO or not tensor.is_cpu else tensor.view(torch.uint8)
 
 
 def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, unit: str | None = None) -> None:
@@ -95,12 +117,12 @@ def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, u
     if not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
-    slices = movable(full).view(group_size, -1)
     ranks = group_named(group)
-    slices[ranks.rank()].copy_(movable(shard))
-    if watchdog.is_on():
-        _watch(full, [start_broadcast(ranks, each, i) for i, each in enumerate(slices)], "all-gather", ranks, unit)
+    if watchdog.is_on() and (broadcasts := broadcasts_in(ranks)) is not None:
+        _watch(full, broadcasts.start(ranks, full, shard), "all-gather", ranks, unit)
         return
+    slices = movable(full).view(group_size, -1)
+    slices[ranks.rank()].copy_(movable(shard))
     for source in range(group_size):
         BROADCAST(slices[source], source, group)
 

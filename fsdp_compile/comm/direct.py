@@ -12,10 +12,11 @@ The first of a graph is called by `fsdp_collectives.at_start`, for an earlier ca
 a collective and its wait.
 """
 
+import torch
 from torch import Tensor
 
 from fsdp_compile.comm import watchdog
-from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm._torch import group_named, start_all_to_all
 from fsdp_compile.comm.prefetched import Filling, start_gather, take
 
 
@@ -59,10 +60,10 @@ class DirectCollectives:
 
         All slices have one size; the lists of sizes are those of torch's operator.
         """
-        received = packed.new_empty(packed.numel())
+        received = torch.empty_like(packed)
         ranks = group_named(group)
-        sent = ranks.alltoall_base(received, packed, [], [])
-        watched = watchdog.is_on() and packed.device.type == "cpu"
+        sent = start_all_to_all(ranks, received, packed)
+        watched = watchdog.is_on() and packed.is_cpu
         work = watchdog.WatchedCollective([sent], "reduce", ranks, packed.numel()) if watched else sent
         self._in_flight[received.data_ptr()] = Filling(received, (work,))
         return received

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compile.comm import watchdog
-from fsdp_compile.comm._torch import group_named, start_all_gather, start_broadcast
-from fsdp_compile.comm.collectives import copies, movable
+from fsdp_compile.comm._torch import group_named, start_all_gather
+from fsdp_compile.comm.collectives import broadcasts_in
 
 Awaitable = dist.Work | watchdog.WatchedCollective
 
@@ -41,7 +41,7 @@ class Filling(NamedTuple):
     """A tensor, 1-D, that collectives fill: to be read after `wait`. What they send lives until then."""
 
     full: Tensor
-    works: tuple[Awaitable, ...]
+    works: Sequence[Awaitable]
     sent: Tensor | None = None
 
     def wait(self) -> None:
@@ -53,17 +53,15 @@ class Filling(NamedTuple):
 def start_gather(out: Tensor, shard: Tensor, group: str, unit: str | None = None) -> Filling:
     """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`."""
     ranks = group_named(group)
-    works: tuple[dist.Work, ...]
-    sent = None
-    if copies(out, group):  # Note [What gloo copies]
-        slices = movable(out).view(ranks.size(), -1).unbind()
-        slices[ranks.rank()].view(out.dtype).copy_(shard)
-        works = tuple(start_broadcast(ranks, each, source) for source, each in enumerate(slices))
+    broadcasts = broadcasts_in(ranks) if out.is_cpu else None
+    works: Sequence[Awaitable]
+    if broadcasts is not None:
+        works, sent = broadcasts.start(ranks, out, shard), None
     else:
         sent = shard.to(out.dtype)
         works = (start_all_gather(ranks, out, sent),)
-    if watchdog.is_on() and out.device.type == "cpu":
-        return Filling(out, (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel(), unit),), sent)
+    if watchdog.is_on() and out.is_cpu:
+        works = (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel(), unit),)
     return Filling(out, works, sent)
 
 
