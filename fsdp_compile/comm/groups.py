@@ -11,6 +11,7 @@ neighbors         0..7, 8..15                     gathers the rest with 8..15, a
 
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -260,6 +261,30 @@ def group_with_limit(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGr
         made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
         known[key] = (made, made)
     return known[key][0]
+
+
+def host_group(group: dist.ProcessGroup, may_make: bool) -> dist.ProcessGroup | None:
+    """What the ranks of `group` send tensors on the CPU in: `group`, or a group of gloo beside it, as of NCCL alone.
+
+    That is made once, by all of them at the same time, and destroyed with `group`. None: it was not made, or torch was
+    built without gloo.
+    """
+    if "cpu" in backends(group):
+        return group
+    known = _made.setdefault(group, {})
+    if ("host", 0) not in known:
+        if not may_make or not dist.is_gloo_available():
+            return None
+        made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        known["host", 0] = (made, made)
+        weakref.finalize(group, _destroy, made).atexit = False
+    return known["host", 0][0]
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
+        with suppress(ValueError):  # it is gone with the world that it was made in
+            dist.destroy_process_group(group)
 
 
 def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:

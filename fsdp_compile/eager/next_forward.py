@@ -16,8 +16,8 @@ values are still those that were sent.
 # unit run beside it. It cannot start earlier, or be left to a later time. What this rank knows may change until the
 # forward is called, and what another rank knows travels no faster than this message. A forward that went on without the
 # answer would have to be undone when a rank denies: all ranks' buffers are out of date then, not only that rank's.
-# Where tensors on the CPU cannot be sent (a group of NCCL alone) this would wait for the device too: nothing is
-# prefetched there.
+# Where tensors on the CPU cannot be sent, in a group of NCCL alone, this would wait for the device too: there the ranks
+# compare in a group of gloo beside it, which `compile_step` makes.
 #
 # What is started is the same on all ranks too, without a comparison: it follows from what the last forward gathered,
 # in which all of them took part.
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_compile.comm import collectives, prefetched
-from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm.groups import host_group
 from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import NamedGroup
@@ -75,14 +75,15 @@ class NextForward:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
+        for unit in self.units:
+            if unit.is_sharded:
+                host_group(unit.group, may_make=True)
         self._gathered: dict[FlatParam, torch.dtype] = {}  # by the last forward, in which dtype
         self._started: list[_Started] = []
 
     def start(self, unit: Unit) -> None:
         """Begin to gather `unit`, one of `units`, whose parameters have the values of the next forward."""
-        if unit not in self.units or not unit.is_sharded:
-            return
-        if "cpu" not in collectives.backends(group_named(unit.group_name)):
+        if unit not in self.units or not unit.is_sharded or host_group(unit.group, may_make=False) is None:
             return
         for flat in unit.flats:
             dtype = self._gathered.get(flat)
@@ -101,7 +102,8 @@ class NextForward:
         started, self._started = self._started, []
         by_group: dict[str, list[_Started]] = {}
         for each in started:
-            by_group.setdefault(each.unit.group_name, []).append(each)
+            if (group := host_group(each.unit.group, may_make=False)) is not None:
+                by_group.setdefault(group.group_name, []).append(each)
         answers: list[Callable[[], bool]] = []
         gathers: dict[PrefetchedGather, Callable[[], bool]] = {}
         for name, of_group in by_group.items():

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import MODELS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +19,10 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from weights import Block, D, Float8Block
 
 from fsdp_compile import compile_step, fully_shard, summon_full_params
+from fsdp_compile.comm import collectives, groups
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.comm.collectives import start_asking_ranks
+from fsdp_compile.comm.groups import host_group
 from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager import next_forward
@@ -284,3 +289,46 @@ def test_freed(two: Ranks) -> None:
     """A unit's gradients are freed before it is gathered for the next forward; a forward that fails frees what was
     prefetched for it; nothing is prefetched if that is not wanted."""
     two.run(_freed)
+
+
+def _without_cpu(rank: int) -> None:
+    group = dist.new_group(backend="cuda:gloo")
+    assert host_group(group, may_make=False) is None
+    beside = host_group(group, may_make=True)
+    assert beside is host_group(group, may_make=False) is not group
+    assert beside.group_name != group.group_name and beside.size() == group.size()
+    holds = [start_asking_ranks(each, beside.group_name, torch.device("cpu")) for each in (True, rank == 0)]
+    assert [each() for each in holds] == [True, False]
+    assert host_group(dist.group.WORLD, may_make=True) is dist.group.WORLD
+    name, beside = beside.group_name, None
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    with pytest.raises(RuntimeError, match="register"):
+        group_named(name)
+    with mock.patch.object(groups, "backends", lambda group: {"cuda": "nccl"}):  # and gloo, which sends the parameters
+        with mock.patch.object(dist, "is_gloo_available", lambda: False):
+            _train_in(None)
+        _train_in(host_group(dist.group.WORLD, may_make=True))
+
+
+def _train_in(group: dist.ProcessGroup | None) -> None:
+    """All-gathers are prefetched if ranks can compare in `group`, and compared there."""
+    models, steps = _trained(CASE.build, "aot_eager", {})
+    compared: list[str] = []
+    asking = mock.patch.object(
+        collectives, "start_asking_ranks", lambda *args: compared.append(args[1]) or start_asking_ranks(*args)
+    )
+    with asking, recorded() as gathers:
+        for number in range(3):
+            inputs, target = batch(CASE, number, 2)
+            assert torch.equal(*[step(inputs, target=target) for step in steps])
+            assert_bitwise(*models, f"step {number}")
+    assert gathers.taken() == ([] if group is None else [True] * 4)
+    assert compared == ([] if group is None else [group.group_name] * 2)
+
+
+def test_group_of_another_device(two: Ranks) -> None:
+    """Where a group does not send tensors on the CPU, as NCCL's, ranks compare in a group of gloo that is made once and
+    goes with the other one; without gloo nothing is prefetched."""
+    two.run(_without_cpu)
