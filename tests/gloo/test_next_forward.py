@@ -125,7 +125,8 @@ def _trained(
             block.compile(backend="aot_eager")
         in_parts = backend in ("eager", "blocks")
         compiler = "aot_eager" if in_parts else backend
-        step = compile_step(model, adamw(model), loss_of, CLIP, 2, backend=compiler, prefetch=prefetch)
+        accumulate = 2 if in_parts else 1  # compiled, it would be a second program
+        step = compile_step(model, adamw(model), loss_of, CLIP, accumulate, backend=compiler, prefetch=prefetch)
         step._run = model if in_parts else step._run
         models.append(model)
         steps.append(step)
