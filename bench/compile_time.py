@@ -4,10 +4,13 @@ CPU seconds that compiling forward and backward takes, the C++ compiler's includ
 rounds in which the variants alternate.
 
 `--ranks 2 4` measures instead what compiling costs so many gloo ranks, each with a cache folder of its own: what one of
-them takes that compiles alone, and what all of them take together with and without `share_artifacts`.
+them takes that compiles alone, and what all of them take together with and without `share_artifacts`. With `--shard 2`
+these ranks use hybrid sharding, with shard groups of two ranks; the rank that compiles alone uses none. "codes" counts
+the different sets of generated modules among the ranks: 1 where all run the same code.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import pathlib
@@ -44,12 +47,14 @@ def measure(layers: int, sharded: bool) -> Figures:
     return {name: after[name] - before[name] for name in after}
 
 
-def measure_rank(layers: int, rank: int, world_size: int, folder: str) -> Figures:
-    """As `measure`, of one of several gloo ranks that train the sharded model."""
+def measure_rank(layers: int, rank: int, world_size: int, shard: int, folder: str) -> Figures:
+    """As `measure`, of one of several gloo ranks that train the sharded model, over groups of `shard` ranks."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import ShardingStrategy
 
     from bench.host_overhead import build
+    from fsdp_compile import fully_shard
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -58,7 +63,11 @@ def measure_rank(layers: int, rank: int, world_size: int, folder: str) -> Figure
     torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # imports
     import torch._inductor.compile_fx
 
-    compiled = torch.compile(build(layers, True), fullgraph=True)
+    sharding = {}
+    if shard < world_size:
+        mesh = dist.init_device_mesh("cpu", (world_size // shard, shard))
+        sharding = {"mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    compiled = torch.compile(fully_shard(build(layers, False), **sharding), fullgraph=True)
     before = _seconds()
     compiled(tokens, tokens).backward()
     after = _seconds()
@@ -67,13 +76,13 @@ def measure_rank(layers: int, rank: int, world_size: int, folder: str) -> Figure
     return {name: after[name] - before[name] for name in after}
 
 
-def on_ranks(layers: int, world_size: int, share: bool) -> Figures:
-    """CPU seconds of all ranks together, each in a fresh process with empty caches."""
+def on_ranks(layers: int, world_size: int, shard: int, share: bool) -> Figures:
+    """CPU seconds of all ranks together, each in a fresh process with empty caches, and how many codes they run."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world_size) as pool:
 
         def run(rank: int) -> Figures:
             own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}", "FSDP_COMPILE_SHARE_ARTIFACTS": str(int(share))}
-            which = [str(layers), str(rank), str(world_size), folder]
+            which = [str(layers), str(rank), str(world_size), str(min(shard, world_size)), folder]
             command = [sys.executable, "-m", "bench.compile_time", "--rank", *which]
             environment = {**os.environ, **ALONE, **own}
             out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
@@ -81,15 +90,21 @@ def on_ranks(layers: int, world_size: int, share: bool) -> Figures:
             return figures
 
         ranks = list(pool.map(run, range(world_size)))
-    return {part: sum(each[part] for each in ranks) for part in ranks[0]}
+        codes = {_code_in(pathlib.Path(folder, str(rank))) for rank in range(world_size)}
+    return {**{part: sum(each[part] for each in ranks) for part in ranks[0]}, "codes": len(codes)}
 
 
-def compare_ranks(layers: int, sizes: list[int]) -> dict[str, Figures]:
+def _code_in(folder: pathlib.Path) -> frozenset[str]:
+    """Digests of the modules that Inductor has generated."""
+    return frozenset(hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*/*.py"))
+
+
+def compare_ranks(layers: int, sizes: list[int], shard: int) -> dict[str, Figures]:
     """CPU seconds of one rank that compiles alone, and of all ranks."""
-    rows = {"one rank": on_ranks(layers, 1, share=False)}
+    rows = {"one rank": on_ranks(layers, 1, shard, share=False)}
     for size in sizes:
         for share in (True, False):
-            rows[f"{size} ranks{', share_artifacts' * share}"] = on_ranks(layers, size, share)
+            rows[f"{size} ranks{', share_artifacts' * share}"] = on_ranks(layers, size, shard, share)
     return {name: {**row, "of one": row["all"] / rows["one rank"]["all"]} for name, row in rows.items()}
 
 
@@ -128,15 +143,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", help="compare so many ranks, with and without share_artifacts")
-    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--shard", type=int, default=sys.maxsize, help="ranks of a shard group (default: all)")
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        layers, rank, world_size, folder = args.rank
-        print(json.dumps(measure_rank(int(layers), int(rank), int(world_size), folder)))
+        *numbers, folder = args.rank
+        print(json.dumps(measure_rank(*map(int, numbers), folder)))
         return
     if args.ranks:
         for layers in args.layers:
-            rows = compare_ranks(layers, args.ranks)
+            rows = compare_ranks(layers, args.ranks, args.shard)
             print(f"{layers} blocks, CPU s{'':16}" + "".join(f"{part:>10}" for part in rows["one rank"]))
             for name, row in rows.items():
                 print(f"{name:32}" + "".join(f"{value:10.2f}" for value in row.values()))

@@ -3,7 +3,8 @@
 When torch moves:
 - importing `_functional_collectives` registers the operators of `_c10d_functional` and the shapes of their results;
   collectives.py lists those that are used, and in `GROUP_ARGUMENT` the position of the group among their arguments;
-- `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13;
+- `_resolve_process_group` takes a plain `str` in 2.11 and a NewType of it in 2.13; a group may be registered under
+  several names, and torch forgets those when the group is gone;
 - `_init_backend` and `_rank` of DeviceMesh let it be made without a process group;
 - `_allgather_base` is what `dist.all_gather_into_tensor` calls; `_get_backend` gives what its calls end in, with the
   same names and arguments, on torch's own process groups;
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import _functional_collectives  # noqa: F401  (registers OPERATORS)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
@@ -31,6 +33,16 @@ def current_backward() -> int:
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+
+
+def offer_name(name: str, group: dist.ProcessGroup) -> bool:
+    """Let `group_named(name)` be `group` too, unless another group that still exists has the name. Whether it is."""
+    try:
+        return group_named(name) is group
+    except RuntimeError:  # there is none, or it is gone
+        _unregister_process_group(name)  # type: ignore[arg-type]  # likewise
+        _register_process_group(name, group)  # type: ignore[arg-type]
+        return True
 
 
 def mesh_without_group(size: int, rank: int, device_type: str) -> DeviceMesh:

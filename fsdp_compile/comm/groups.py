@@ -14,6 +14,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm._torch import group_named, mesh_without_group
+from fsdp_compile.comm._torch import group_named, mesh_without_group, offer_name
 from fsdp_compile.comm.collectives import backends
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -240,6 +241,32 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
         near = _group_of(ranks[first : first + neighbors])
         known["stages", neighbors] = (_group_of(ranks[index::neighbors]), near)
     return replace(groups, stages=known["stages", neighbors])
+
+
+# Note [Names of groups]
+# torch names a group by a count or by a hash of its ranks. So the groups along one dimension of a mesh have another
+# name on each rank, and a graph with such a name in it would be another program on each rank. Graphs, and all that may
+# be traced into one, name groups by `shared_name` instead: by their number of ranks, how far these are apart, and a
+# count of the groups of that form that the process has, in the order in which it came to name them.
+#
+#     4 ranks, 2 x 2      rank 0      rank 3      name
+#     shard groups        {0, 1}      {2, 3}      fsdp.2x1
+#     replica groups      {0, 2}      {1, 3}      fsdp.2x2        those of a second mesh: fsdp.2x1.1, fsdp.2x2.1
+#
+# torch looks a name up in the process that runs a collective, and there each name is that of one group: two models
+# never share a name unless they share the group. Ranks that came to name groups in another order have other graphs, and
+# communicate in the right groups all the same.
+
+
+def shared_name(group: dist.ProcessGroup) -> str:
+    """A name of `group` that is equal on ranks for which it is the same part of a mesh; `group_named` finds it."""
+    if group is dist.group.WORLD:
+        return group.group_name
+    ranks = dist.get_process_group_ranks(group)
+    steps = {later - earlier for earlier, later in pairwise(ranks)} or {1}
+    form = f"fsdp.{len(ranks)}" + (f"x{min(steps)}" if len(steps) == 1 else "")
+    names = (form if index == 0 else f"{form}.{index}" for index in count())
+    return next(name for name in names if offer_name(name, group))
 
 
 def separate_group(name: str) -> dist.ProcessGroup:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout
 
@@ -237,7 +238,7 @@ def _first(grads: list[Tensor | None]) -> Tensor:
 
 
 class NamedGroup(NamedTuple):
-    """A process group as a graph refers to it. Its ranks are as many on every rank; the name may differ."""
+    """A process group as a graph refers to it, equal on all ranks (comm/groups.py, Note [Names of groups])."""
 
     name: str
     size: int
@@ -245,7 +246,7 @@ class NamedGroup(NamedTuple):
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "NamedGroup":
         """The name and the size of `group`."""
-        return cls(group.group_name, group.size())
+        return cls(shared_name(group), group.size())
 
 
 # Note [One string describes an unshard]

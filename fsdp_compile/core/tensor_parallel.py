@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import local_shape_and_offset
 
 _MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor
@@ -71,7 +72,7 @@ class TensorParallel:
     def groups(self) -> tuple[str, ...]:
         """The names of the process groups whose ranks have different parts."""
         dims = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
-        return tuple(self.mesh.get_group(dim).group_name for dim in dims)
+        return tuple(shared_name(self.mesh.get_group(dim)) for dim in dims)
 
     def distribute(self, local: Tensor) -> Tensor:
         """The DTensor whose local tensor is `local`, of the local shape; differentiable, and nothing is copied."""

@@ -61,6 +61,7 @@ class Unit(UnshardedState):
 
     Attributes that describe the unit:
         stages: the groups that all-gathers go through, in order.
+        replica_group: hybrid sharding: the group of the ranks that store the same shards, by name and size; or None.
         flats: the flat parameters; parameters are indexed through all of them, in this order.
         tensor_parallel: for each parameter how it is distributed over other ranks beside, or None; empty if none is.
         locations: which modules hold the parameters.
@@ -92,11 +93,9 @@ class Unit(UnshardedState):
         on_meta: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self.group, self.replicas = group, replicas
-        self.group_size, self.group_name = group.size(), group.group_name
+        self._take_groups(group, replicas, stage_groups)
         self.precision = precision or MixedPrecision()
         self.rank = dist.get_rank(group) if shards > 1 else 0
-        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))
         self.device = device or params[0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
@@ -106,7 +105,7 @@ class Unit(UnshardedState):
         pin = offload and pins and not on_meta and self.device.type != "cpu"
         self.ranks: ShardRanks | None = None
         if shards > 1:
-            self.ranks = ShardRanks(group.group_name, shards, self.rank, replicas.group_name if replicas else None)
+            self.ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name)
         order = shard_order(self.stages) if shards > 1 else ()
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in by_kind(params))
         self.params = [param for flat in self.flats for param in flat.params]
@@ -132,7 +131,7 @@ class Unit(UnshardedState):
             flat.layout,
             self.stages,
             reshard_after_forward=None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward,
-            replicas=None if self.replicas is None else NamedGroup.of(self.replicas),
+            replicas=self.replica_group,
             compute_dtype=compute if compute != flat.shard.dtype else None,
             reduce_dtype=reduce if reduce != compute else None,
         )
@@ -182,12 +181,25 @@ class Unit(UnshardedState):
 
         Compiled graphs have the names of groups in them: the next call compiles again, unless the names are the same.
         """
-        self.group, self.replicas = group, replicas
-        self.group_size, self.group_name = group.size(), group.group_name
-        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))
+        self._take_groups(group, replicas, stage_groups)
         if self.ranks is not None:
-            self.ranks.set_groups(group.group_name, replicas.group_name if replicas else None)
+            self.ranks.set_groups(self.group_name, self._replicas_name)
         self.update_dtypes()
+
+    def _take_groups(
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
+    ) -> None:
+        self.group, self.replicas = group, replicas
+        self.group_name, self.group_size = NamedGroup.of(group)
+        self.replica_group = None if replicas is None else NamedGroup.of(replicas)
+        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))
+
+    @property
+    def _replicas_name(self) -> str | None:
+        return None if self.replica_group is None else self.replica_group.name
 
     def _choose_delivery(self) -> None:
         if not self._syncs or self._comm_hook is not None or self.options.changes_reduce:

@@ -29,7 +29,6 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
-from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import accumulate, settle_after_backward, take_accumulated, wait_for_reduce
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
@@ -202,8 +201,7 @@ def _start_reduce(
     unit: Unit, flat: FlatParam, packed: Tensor, at_once: bool = False
 ) -> tuple[Tensor, Callable[[], None]]:
     """Start to average `packed`; where the average will be, and what waits for it; `at_once`: as in `start_average`."""
-    replicas = None if unit.replicas is None else NamedGroup.of(unit.replicas)
-    options = unit.options
+    replicas, options = unit.replica_group, unit.options
     how = None
     if options.divide_factor is not None or options.only_sums:
         how = dividing(packed.dtype, options.divide_factor or unit.data_parallel_size)

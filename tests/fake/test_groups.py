@@ -1,5 +1,6 @@
 """Process groups from the arguments of `fully_shard`, seen by rank 1 of 4."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from conftest import RANK, WORLD_SIZE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import sendable
-from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups
+from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups, shared_name
 
 FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID, HYBRID_KEEP = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -223,3 +225,27 @@ def test_offloaded_tensors_are_sent_from_a_device_of_the_group(monkeypatch: pyte
     for devices, sent_from in (("meta:nccl", "meta"), ("cpu:gloo,meta:nccl", "cpu")):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, devices=devices: devices)
         assert sendable(tensor, group.group_name).device.type == sent_from
+
+
+def test_names_tell_forms_apart_and_groups_of_one_form() -> None:
+    """Groups have a name by size and distance that all ranks give, the world keeps its own, and no two share one."""
+    world = dist.group.WORLD
+    assert world is not None and shared_name(world) == world.group_name
+    ranks = {"3x1": [1, 2, 3], "2x2": [1, 3], "3": [0, 1, 3]}
+    for form, members in ranks.items():
+        first, second = dist.new_group(members), dist.new_group(members)
+        names = [shared_name(group) for group in (first, second, first)]
+        assert names[0] == names[2] != names[1] and all(name.startswith(f"fsdp.{form}") for name in names)
+        assert [group_named(name) for name in names] == [first, second, first]
+
+
+def test_the_name_of_a_group_that_is_gone_is_given_again() -> None:
+    """A name does not outlive its group, so a process that makes and destroys groups does not run out of short ones."""
+    group = dist.new_group([0, 1, 2])
+    name = shared_name(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        group_named(name)
+    assert shared_name(dist.new_group([0, 1, 2])) == name

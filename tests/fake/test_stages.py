@@ -36,7 +36,7 @@ def _compiled(backend: str) -> tuple[nn.Module, Program, Program]:
 def _sent(program: Program) -> list[tuple[str, str, int, str]]:
     """What the graph says that it sends: kind, unit, elements, name of the group."""
     said = next(step.text for step in program.steps if "fsdp_flat.check_ranks" in step.function)
-    groups = re.findall(r"'(\w{40})'", said)
+    groups = re.findall(r"'(fsdp\.[\w.]+)'", said)
     found = re.findall(r"(gather|reduce) ([\w.]+), (\d+) bytes of float32, group (\d)", said)
     return [(kind, unit, int(nbytes) // 4, groups[int(group)]) for kind, unit, nbytes, group in found]
 

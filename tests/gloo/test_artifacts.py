@@ -26,7 +26,20 @@ class Report(NamedTuple):
     warnings: list[str]
 
 
-def train(rank: int, folder: str, world_size: int, backend: str, own: dict[str, str], results: Any) -> None:
+def shard(model: Any, how: str) -> Any:
+    """`fully_shard` over the world, or over groups whose ranks and names differ from rank to rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import ShardingStrategy
+
+    from fsdp_compile import fully_shard
+
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(model, mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    return fully_shard(model, reshard_after_forward=2 if how == "stages" else True)
+
+
+def train(rank: int, folder: str, world_size: int, backend: str, how: str, own: dict[str, str], results: Any) -> None:
     """One rank, from process start, with a cache folder of its own."""
     import logging
     import os
@@ -38,7 +51,6 @@ def train(rank: int, folder: str, world_size: int, backend: str, own: dict[str, 
     from models import MODELS, mlp, part
     from torch._dynamo.utils import counters
 
-    from fsdp_compile import fully_shard
     from fsdp_compile.passes.inductor import fsdp_compile_backend
 
     warnings: list[str] = []
@@ -50,7 +62,7 @@ def train(rank: int, folder: str, world_size: int, backend: str, own: dict[str, 
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     torch.manual_seed(0)
     case = MODELS["mlp"]
-    model = fully_shard(mlp(1))
+    model = shard(mlp(1), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if backend == "inductor":
         step: Any = torch.compile(model, fullgraph=True)
@@ -80,7 +92,11 @@ def train(rank: int, folder: str, world_size: int, backend: str, own: dict[str, 
 
 
 def start(
-    folder: Path, world_size: int = 2, backend: str = "inductor", own: dict[int, dict[str, str]] | None = None
+    folder: Path,
+    world_size: int = 2,
+    backend: str = "inductor",
+    own: dict[int, dict[str, str]] | None = None,
+    how: str = "world",
 ) -> list[Report]:
     """Start all ranks anew; their reports by rank. `own`: environment variables of single ranks."""
     (folder / "store").unlink(missing_ok=True)
@@ -90,7 +106,7 @@ def start(
     processes = [
         context.Process(
             target=train,
-            args=(rank, str(folder), world_size, backend, shared | (own or {}).get(rank, {}), results),
+            args=(rank, str(folder), world_size, backend, how, shared | (own or {}).get(rank, {}), results),
         )
         for rank in range(world_size)
     ]
@@ -119,12 +135,18 @@ def check_loaded(reports: list[Report], probes: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size"),
-    [("inductor", 2), pytest.param("fsdp_compile", 2, marks=LATE), pytest.param("inductor", 4, marks=LATE)],
+    ("backend", "world_size", "how"),
+    [
+        ("inductor", 2, "world"),
+        pytest.param("fsdp_compile", 2, "world", marks=LATE),
+        pytest.param("inductor", 4, "world", marks=LATE),
+        pytest.param("inductor", 4, "hybrid", marks=LATE),
+        pytest.param("inductor", 4, "stages", marks=LATE),
+    ],
 )
-def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: int) -> None:
+def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: int, how: str) -> None:
     """With empty caches one rank compiles, and no other rank starts a compiler."""
-    reports = start(tmp_path, world_size, backend)
+    reports = start(tmp_path, world_size, backend, how=how)
     assert reports[0].misses == 2 and reports[0].compilers > 1
     check_loaded(reports, probes=0.5)
 
@@ -171,3 +193,38 @@ def _cannot_read(rank: int) -> None:
 def test_a_disk_that_fails_costs_time_alone(two: Ranks) -> None:
     """A rank that cannot read or write its caches raises nothing, and no rank waits for what will not come."""
     two.run(_cannot_read)
+
+
+def _train_in_two_groups(rank: int, backend: str) -> None:
+    """Equal models over different groups of one form, which ranks come to name in different orders."""
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_compile import fully_shard
+    from fsdp_compile.comm.groups import shared_name
+
+    torch._dynamo.reset()
+    members = ([0, 1, 3], [0, 2, 3])
+    groups = [dist.new_group(each) for each in members]
+    own = [index for index in ((1, 0) if rank == 3 else (0, 1)) if rank in members[index]]
+    names = {index: shared_name(groups[index]) for index in own}
+    assert len(set(names.values())) == len(own)
+    for index in sorted(own):
+        torch.manual_seed(0)
+        whole = torch.nn.Linear(5, 3)
+        inputs = [torch.full((2, 5), 1.0 + each) for each in members[index]]
+        sum(whole(each).square().mean() for each in inputs).div(3).backward()
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(5, 3), process_group=groups[index])
+        run = torch.compile(model, fullgraph=True, backend=backend)
+        run(inputs[members[index].index(rank)]).square().mean().backward()
+        for mine, reference in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), reference.grad)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=LATE)])
+def test_a_name_stands_for_the_group_of_its_rank(four: Ranks, backend: str) -> None:
+    """Where ranks call different groups by one name, each model still communicates in its own: gradients are means over
+    its ranks, also in graphs that come out of a cache folder which the ranks share.
+    """
+    four.run(_train_in_two_groups, backend)

@@ -38,8 +38,8 @@ _REDUCES = (REDUCE_GRADS, DEFER_REDUCE)
 # All ranks must run the same collectives in the same order, and on the CPU they share one compile cache. So no constant
 # in a graph may depend on the rank, in any pass. The layout of a unit is one string that is equal on all ranks; slices
 # of gathered parameters have offsets in the full buffer; a shard's size is the same everywhere, thanks to padding; and
-# which part of a parameter a rank owns is known to the eager runtime alone. Under hybrid sharding, the names of groups
-# differ between ranks, as torch makes them; `check_ranks` numbers groups instead of naming them.
+# which part of a parameter a rank owns is known to the eager runtime alone. Process groups have names that are equal on
+# all ranks of a mesh (comm/groups.py, Note [Names of groups]).
 
 
 def insert_collectives(context: GraphContext) -> None:
