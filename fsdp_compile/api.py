@@ -310,6 +310,7 @@ def explain_plan(
     world_size: int | None = None,
     device: str | None = None,
     budget: int | None = None,
+    activations: str = "keep",
 ) -> "Report":
     """Predict the plan that a compiled step of `model` would follow, without running it.
 
@@ -323,6 +324,7 @@ def explain_plan(
         world_size: number of ranks, where no process group is initialized: a fake one of that size is used meanwhile.
         device: what computes, as in `CompileConfig`.
         budget: number of bytes that may live at once, or None for no limit.
+        activations: what becomes of each block's activations between forward and backward, as in `CompileConfig`.
 
     Returns:
         A report: `str(report)` is a table of all collectives, `report.to_trace()` JSON for Perfetto.
@@ -333,7 +335,7 @@ def explain_plan(
     """
     from fsdp_compile.explain.report import predict  # imports Inductor
 
-    config = CompileConfig(link=link, device=device, budget=budget)
+    config = CompileConfig(link=link, device=device, budget=budget, activations=activations)
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
     return predict(model, shard, example_inputs, config, world_size)
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_compile.config import ACTIVATIONS
 from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
     plan.add_argument("--device", help="what computes, such as h100 (default: this machine's)")
     plan.add_argument("--budget", type=positive, metavar="BYTES", help="memory that may be in use at once")
+    plan.add_argument("--activations", choices=ACTIVATIONS, default="keep", help="what becomes of those of each block")
     plan.add_argument("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
 
 
@@ -282,6 +284,7 @@ def run_plan(args: argparse.Namespace) -> None:
         world_size=args.world_size,
         device=args.device,
         budget=args.budget,
+        activations=args.activations,
     )
     print(report, end="")
     if args.trace:

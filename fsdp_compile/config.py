@@ -8,6 +8,8 @@ from typing import Any
 
 from fsdp_compile.core.text_files import read_text
 
+ACTIVATIONS = ("keep", "recompute", "auto")
+
 
 @dataclass(frozen=True)
 class CompileConfig:
@@ -33,6 +35,10 @@ class CompileConfig:
             a hardware file. None looks it up by the name that the device itself reports.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
             `link`.
+        activations: what becomes of each block's activations between forward and backward. "keep": they stay, as far as
+            torch does not compute cheap ones again; "recompute": they are computed again, from what enters the block;
+            "auto": for each block what makes the step shortest within `budget`, together with which units stay
+            unsharded. "auto" needs `link`. A block in which the user has put a checkpoint is left as it is.
         profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same
             file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
@@ -50,6 +56,7 @@ class CompileConfig:
     link: str | None = None
     device: str | None = None
     budget: int | None = None
+    activations: str = "keep"
     profile: str | None = None
     plan: str | None = None
     record_profile: bool = False
@@ -63,6 +70,15 @@ class CompileConfig:
             )
         if not self.check_ranks_timeout > 0:
             raise ValueError(f"check_ranks_timeout: expected seconds above 0, found {self.check_ranks_timeout}")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, found {self.activations!r}")
+        if self.activations == "auto" and self.link is None:
+            raise ValueError(
+                "activations: expected a link beside 'auto', for without one nothing is planned, found none"
+            )
+        if self.activations != "keep" and self.profile is not None:
+            raise ValueError(f"profile: expected none beside activations={self.activations!r}, for it has no seconds "
+                             f"of what is computed again, found {self.profile}")  # fmt: skip
         for name in ("device", "budget", "profile"):
             if getattr(self, name) is not None and self.link is None:
                 raise ValueError(f"{name}: expected a link beside it, for without one nothing is planned, found none")
@@ -94,6 +110,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "link": str,
     "device": str,
     "budget": int,
+    "activations": str,
     "profile": str,
     "plan": str,
     "share_artifacts": lambda text: bool(int(text)),

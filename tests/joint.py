@@ -29,6 +29,7 @@ class JointPasses:
 
     Attributes:
         disable: passes that are left out.
+        options: other fields of the configuration.
         forward: the collectives of all forward graphs.
         backward: likewise.
         saved: shapes that forward graphs save for backward, without their inputs.
@@ -36,6 +37,7 @@ class JointPasses:
     """
 
     disable: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     forward: list[Collective] = field(default_factory=list)
     backward: list[Collective] = field(default_factory=list)
     saved: list[torch.Size] = field(default_factory=list)
@@ -45,7 +47,7 @@ class JointPasses:
         return aot_autograd(fw_compiler=_run, bw_compiler=_run, partition_fn=self._partition)(gm, inputs)
 
     def _partition(self, gm: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        config = CompileConfig(disable=self.disable)
+        config = CompileConfig(disable=self.disable, **self.options)
         passes = [each for each in enabled(PASSES, config) if each.stage == "joint"]
         if is_ours(gm.graph, MARKERS):
             sort(gm.graph)

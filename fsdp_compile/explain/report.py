@@ -23,12 +23,12 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
-from fsdp_compile.passes.graph.reading import read
 from fsdp_compile.passes.inductor import compile_with
+from fsdp_compile.passes.joint.choose_memory import choose_mix, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.bound import lower_bound
+from fsdp_compile.passes.plan.memory import KEEP, Choices, Chosen
 from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, verify
-from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
 
@@ -55,6 +55,23 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class BlockChoice:
+    """What becomes of a block between forward and backward.
+
+    Attributes:
+        name: its path in the model.
+        activations: "keep", or how they are treated otherwise.
+        unsharded: how many of its units stay unsharded.
+        units: how many it has.
+    """
+
+    name: str
+    activations: str
+    unsharded: int
+    units: int
+
+
+@dataclass(frozen=True)
 class Report:
     """A plan, and what a step takes that follows it: `str()` gives a table, `to_trace()` JSON for Perfetto.
 
@@ -63,12 +80,14 @@ class Report:
         plan: when it communicates.
         timeline: the seconds and bytes that this takes.
         budget: the number of bytes that may live at once, or None for no limit.
+        blocks: what becomes of each block between forward and backward, where that was chosen.
     """
 
     workload: Workload
     plan: Plan
     timeline: Timeline
     budget: int | None
+    blocks: tuple[BlockChoice, ...] = ()
 
     @property
     def bound(self) -> float:
@@ -85,17 +104,17 @@ class Report:
         return self.timeline.to_trace()
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self.collectives), "", *_totals(self)]) + "\n"
+        return "\n".join([*_table(self.collectives), *_of_blocks(self.blocks), "", *_totals(self)]) + "\n"
 
 
-def report(workload: Workload, plan: Plan, budget: int | None = None) -> Report:
+def report(workload: Workload, plan: Plan, budget: int | None = None, blocks: tuple[BlockChoice, ...] = ()) -> Report:
     """The report on `plan`, after a check.
 
     Raises:
         PlanError: the plan breaks a rule, or needs more than `budget` bytes.
     """
     verify(workload, plan, budget)
-    return Report(workload, plan, simulate(workload, plan), budget)
+    return Report(workload, plan, simulate(workload, plan), budget, blocks)
 
 
 def _collectives(report: Report) -> Iterator[Collective]:
@@ -130,6 +149,15 @@ def _table(collectives: list[Collective]) -> Iterator[str]:
         hidden = each.seconds - each.exposed
         times = "  ".join(f"{1e3 * seconds:9.3f}" for seconds in (each.seconds, hidden, each.exposed))
         yield f"{each.name:{name_width}}  {each.bytes:14,}  {times}  {each.limit}".rstrip()
+
+
+def _of_blocks(blocks: tuple[BlockChoice, ...]) -> Iterator[str]:
+    if blocks:
+        name_width = max(len(each.name) for each in blocks)
+        yield f"\n{'block':{name_width}}  {'activations':22}  units that stay unsharded"
+        yield from (
+            f"{each.name:{name_width}}  {each.activations:22}  {each.unsharded} of {each.units}" for each in blocks
+        )
 
 
 def _totals(report: Report) -> Iterator[str]:
@@ -168,10 +196,20 @@ def predict(
     with process_group(world_size), nullcontext() if exists else _fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        workload = _workload_of(sharded, example_inputs, config)
+        choices = _choices_of(sharded, example_inputs, config)
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
-        workload = replace(workload, can_coalesce=True)
-    return report(workload, search_plan(workload, config.budget).plan, config.budget)
+        plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
+        choices = replace(choices, plain=plain, stored=stored)
+    chosen = choose_mix(choices, config)
+    blocks = tuple(_block_choices(choices, chosen)) if config.activations != "keep" else ()
+    return report(chosen.workload, chosen.planned.plan, config.budget, blocks)
+
+
+def _block_choices(choices: Choices, chosen: Chosen) -> Iterator[BlockChoice]:
+    for block, way in zip(choices.blocks, chosen.mix, strict=True):
+        units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
+        unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
+        yield BlockChoice(block.name, way.name if way else KEEP, unsharded, len(units))
 
 
 @contextmanager
@@ -201,26 +239,26 @@ def _fake_tensors() -> Iterator[None]:
         yield
 
 
-class _WorkloadRead(Exception):
+class _GraphRead(Exception):
     """Ends a compilation whose joint graph has been read."""
 
 
-def _workload_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Workload:
-    workloads: list[Workload] = []
+def _choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Choices:
+    choices: list[Choices] = []
 
-    def read_workload(context: GraphContext) -> None:
-        workloads.append(read(context.graph, costs_of(context.graph, config), joint=True).workload)
-        raise _WorkloadRead
+    def read_choices(context: GraphContext) -> None:
+        choices.append(read_blocks(context.graph, costs_of(context.graph, config)).choices())
+        raise _GraphRead
 
     insert = next(each for each in PASSES if each.name == "insert_collectives")
-    backend = partial(compile_with, passes=(insert, Pass("read_workload", "joint", read_workload)), config=config)
+    backend = partial(compile_with, passes=(insert, Pass("read_choices", "joint", read_choices)), config=config)
     reset_dynamo()
     try:
         torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     except Exception:
-        if not workloads:
+        if not choices:
             raise
     reset_dynamo()
-    if not workloads:
+    if not choices:
         raise ValueError("model: expected sharded parameters in its graph, found none")
-    return workloads[0]
+    return choices[0]

@@ -6,18 +6,20 @@ artifacts.py   the first rank compiles, and the others load what it compiled
 _torch.py      private names of the compiler
 
 graph/         reading a graph: what its nodes are to us, what they cost, which tasks and units it has
-joint/         forward and backward in one graph: markers become collectives, smaller gathers, units reshard
+joint/         forward and backward in one graph: collectives, smaller gathers, activations, which units reshard
 post_grad/     each graph alone: gradients in place, reading, planning, ordering, lowering, checks, pinning
 cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
 plan/          plans as data, without torch: rules, search, simulation, verification
 
 A step of training goes through
 
-    joint       insert_collectives -> smallest_gather -> choose_reshard -> reshard      then the partitioner splits it
+    joint       insert_collectives -> smallest_gather -> choose_activations -> choose_reshard -> reshard
+                then the partitioner splits it in two
     forward     check_saved -> read_graph -> choose_plan -> verify_plan -> order -> check_order -> ... -> pin_order
     backward    the same, with separate_reduces, pack_in_place and reuse_gathered before it is read
 """
 
+from fsdp_compile.passes.joint.choose_memory import choose_activations
 from fsdp_compile.passes.joint.insert_collectives import insert_collectives
 from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
 from fsdp_compile.passes.joint.smallest_gather import smallest_gather
@@ -34,6 +36,7 @@ from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, rec
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives),
     Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",)),
+    Pass("choose_activations", "joint", choose_activations),
     Pass("choose_reshard", "joint", choose_reshard),
     Pass("reshard", "joint", reshard),
     Pass("check_saved", "post_grad", check_saved),

@@ -21,7 +21,7 @@ from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
-from fsdp_compile.passes.graph.node_costs import live_bytes
+from fsdp_compile.passes.graph.node_costs import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tagged
 from fsdp_compile.passes.inductor import (
     AfterFusion,
@@ -125,7 +125,7 @@ def test_memory_of_a_deep_graph() -> None:
     graph.output((node,))
     for each in (start, *layers):
         each.meta["val"] = torch.empty(4, device="meta")
-    live = live_bytes(graph, {layer: index for index, layer in enumerate(layers)}, {}, [])
+    live = live_bytes(lifetimes(graph, {layer: index for index, layer in enumerate(layers)}, {}, []), len(layers))
     assert live == [16] * 2999 + [32]  # the input, and at last the output
 
 

@@ -8,7 +8,9 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -157,14 +159,26 @@ def size_of(node: fx.Node) -> int:
     return size_hint(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def live_bytes(
+@dataclass(frozen=True)
+class Lifetime:
+    """When something is alive: from position `begin` to position `last`; `node` computes it, or None."""
+
+    node: fx.Node | None
+    begin: int
+    last: int
+    size: int
+
+
+def lifetimes(
     graph: fx.Graph,
     position: Mapping[fx.Node, int],
     packed: Mapping[fx.Node, int],
     added: Iterable[tuple[int, int]],
     joint: bool = False,
-) -> list[int]:
-    """Bytes that are alive at each position.
+    stored: Set[fx.Node] = frozenset(),
+    late: Mapping[fx.Node, int] = MappingProxyType({}),
+) -> list[Lifetime]:
+    """What is alive at which positions.
 
     Args:
         graph: the graph.
@@ -174,31 +188,34 @@ def live_bytes(
         added: `(position, bytes)` that are alive from there to the end.
         joint: whether the graph is still to be split into forward and backward, so that it is open what backward
             computes again.
+        stored: nodes that have memory, whoever reads them.
+        late: nodes that may yet become packed, and by which position they have run then.
     """
     end = len(position)
-    changes = [0] * (end + 1)
-    inlined = _inlined(graph, joint)
-    last_uses = _last_uses(graph, {**position, **packed}, inlined)
-
+    in_readers = inlined(graph, joint) - stored
+    last_uses = last_uses_of(graph, {**position, **late, **packed}, in_readers)
+    result = []
     for node in graph.nodes:
-        size = 0 if node in packed else _own_size(node, position, inlined)
+        size = 0 if node in packed else _own_size(node, position, in_readers)
         if size:
             producer = node.args[0] if node.target is operator.getitem else node  # elements come with their tuple
             begin = position.get(producer, 0)
             owned = node.op == "placeholder" and is_caller_owned(node)
-            until = end - 1 if owned else min(end - 1, max(begin, last_uses[node]))
-            changes[begin] += size
-            changes[until + 1] -= size
-    for begin, size in added:
-        changes[min(begin, end)] += size
-    total, live = 0, []
-    for change in changes[:end]:
-        total += change
-        live.append(total)
-    return live
+            last = end - 1 if owned else min(end - 1, max(begin, last_uses[node]))
+            result.append(Lifetime(node, begin, last, size))
+    return [*result, *(Lifetime(None, begin, end - 1, size) for begin, size in added if begin < end)]
 
 
-def _last_uses(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> dict[fx.Node, int]:
+def live_bytes(alive: Iterable[Lifetime], end: int) -> list[int]:
+    """Bytes that are alive at each of `end` positions."""
+    changes = [0] * (end + 1)
+    for each in alive:
+        changes[each.begin] += each.size
+        changes[each.last + 1] -= each.size
+    return list(accumulate(changes[:end]))
+
+
+def last_uses_of(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> dict[fx.Node, int]:
     """Position of the last node that reads what a node computes, also through what has no memory of its own.
 
     Args:
@@ -233,13 +250,13 @@ def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.No
     return size_of(node)
 
 
-def _inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
+def inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
     """The nodes that loops which read them may compute for themselves.
 
     Inductor stores what several read if that takes more than `realize_reads_threshold` buffers to compute. In a joint
     graph those may yet become readers in backward that compute it again.
     """
-    inlined: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     buffers: dict[fx.Node, frozenset[fx.Node]] = {}  # which ones a loop reads that computes a node
     for node in graph.nodes:
         if is_view(node):
@@ -249,6 +266,6 @@ def _inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
         several = len(set(reads(node))) > 1
         is_stored = not joint and several and len(sources) > inductor_config.realize_reads_threshold
         if may_be_inlined(node) and not is_stored:
-            inlined.add(node)
-        buffers[node] = sources if node in inlined else frozenset((node,))
-    return inlined
+            result.add(node)
+        buffers[node] = sources if node in result else frozenset((node,))
+    return result

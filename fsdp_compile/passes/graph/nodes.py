@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.passes._torch import OpOverload
 
 _KEY = "fsdp_compile"
@@ -180,6 +181,13 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
+def source_of(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` views."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+    return node
+
+
 def is_view_or_cast(node: fx.Node) -> bool:
     """Whether `node` is its first argument in another shape or dtype."""
     return is_view(node) or node.target is CAST
@@ -193,6 +201,19 @@ def is_passed_on(node: fx.Node) -> bool:
 def is_scalar(node: fx.Node) -> bool:
     """Whether `node` is a scalar, such as a size, and no tensor."""
     return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator gives another result each time."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether the operator gives the same result whenever it is called, and does nothing else."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return node.target is operator.getitem
+    return not is_random(node) and not schema.is_mutable and node.target not in (*STARTS, WAIT)
 
 
 def derived(node: fx.Node, kind: Callable[[fx.Node], bool] = is_view_or_cast) -> list[fx.Node]:

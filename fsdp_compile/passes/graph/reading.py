@@ -18,8 +18,18 @@ from torch import fx
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.node_costs import live_bytes, size_of
-from fsdp_compile.passes.graph.nodes import CAST, get_tag, is_product, is_view, module_path, readers, tag_of, tagged
+from fsdp_compile.passes.graph.node_costs import Lifetime, lifetimes, live_bytes, size_of
+from fsdp_compile.passes.graph.nodes import (
+    CAST,
+    get_tag,
+    is_product,
+    is_view,
+    module_path,
+    readers,
+    source_of,
+    tag_of,
+    tagged,
+)
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 Span = tuple[int, int]  # first and last position
@@ -87,6 +97,7 @@ class Reading:
         reduces: likewise.
         prologue: nodes that come before all gathers that read them: maxima of parameters.
         tail: nodes that read what was reduced, such as a sum of two; they come after all tasks.
+        alive: what has memory when, by positions of the nodes of all tasks; empty if no bytes are counted.
     """
 
     workload: Workload
@@ -95,15 +106,24 @@ class Reading:
     reduces: dict[str, Reduce]
     prologue: list[fx.Node]
     tail: list[fx.Node]
+    alive: list[Lifetime]
+
+    @property
+    def position(self) -> dict[fx.Node, int]:
+        """Where each node computes."""
+        return {node: index for index, node in enumerate(node for nodes in self.tasks for node in nodes)}
 
 
-def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Reading:
+def read(
+    graph: fx.Graph, costs: Costs | None = None, joint: bool = False, stored: Set[fx.Node] = frozenset()
+) -> Reading:
     """Read `graph`.
 
     Args:
         graph: one direction of a step, or both.
         costs: None: nothing takes time or memory, only the structure is read.
         joint: whether it is forward and backward in one: backward begins where a gradient of an output is first read.
+        stored: nodes that have memory, whoever reads them.
     """
     names = _names(graph)
     prologue = with_ancestors(tagged(graph, "maximum"))
@@ -123,9 +143,9 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
     units = list(dict.fromkeys([*gathers, *reduces]))
     first = next((name for name, gather in gathers.items() if _reads(gather, prologue)), None)
     ready = [spans[-1][1] for spans in writes.values()]
-    memory = [0] * len(computing)
-    if costs and costs.memory:
-        memory = _memory(graph, computing, reduces, ready, gathers.keys(), joint)
+    counts_memory = costs is not None and costs.memory
+    alive = _alive(graph, computing, reduces, ready, gathers.keys(), joint, stored) if counts_memory else []
+    memory = live_bytes(alive, len(computing))
     workload = Workload(
         tasks=tuple(
             Task(
@@ -146,7 +166,7 @@ def read(graph: fx.Graph, costs: Costs | None = None, joint: bool = False) -> Re
         can_coalesce=can_coalesce([start for each in gathers.values() for start in each.starts])
         and can_coalesce([each.start[-1] for each in reduces.values()]),
     )
-    return Reading(workload, tasks, gathers, reduces, prologue, tail)
+    return Reading(workload, tasks, gathers, reduces, prologue, tail, alive)
 
 
 def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
@@ -338,25 +358,29 @@ def _task_name(nodes: list[fx.Node]) -> str:
     return " ".join([*paths[:1], *product[:1]]) or nodes[0].name
 
 
-def _memory(
+def _alive(
     graph: fx.Graph,
     computing: list[fx.Node],
     reduces: Mapping[str, Reduce],
     ready: Sequence[int],
     gathered: Set[str],
     joint: bool,
-) -> list[int]:
-    """Bytes at each position, except gathered and packed buffers: those are part of the plan.
+    stored: Set[fx.Node],
+) -> list[Lifetime]:
+    """What is alive at which positions, except gathered and packed buffers: those are part of the plan.
 
     A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard is alive then, and its full
-    buffer, of which only what backward reads is an input of the graph.
+    buffer, of which only what backward reads is an input of the graph. In a joint graph, what views are packed of will
+    be packed itself, see `pack_in_place`.
     """
     packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
     results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
     unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
     unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
     position = {node: index for index, node in enumerate(computing)}
-    return live_bytes(graph, position, packed, [*unseen, *zip(ready, results, strict=True)], joint)
+    late = {source_of(node): at for node, at in packed.items()} if joint else {}
+    added = [*unseen, *zip(ready, results, strict=True)]
+    return lifetimes(graph, position, packed, added, joint, stored, late)
 
 
 def _beside_matrices(reduce: Reduce) -> int:

@@ -5,15 +5,12 @@ reshard          joint       each gather is tagged: computed again in backward, 
 check_saved      post_grad   the forward saves nothing that was to be freed
 """
 
-import operator
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.comm.collectives import STARTS, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
 from fsdp_compile.passes.cost.roofline import step_with_profile
@@ -21,6 +18,7 @@ from fsdp_compile.passes.graph.nodes import (
     derived,
     get_tag,
     is_pointwise,
+    is_pure,
     is_scalar,
     is_view_or_cast,
     module_path,
@@ -28,7 +26,7 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.reading import read, stretches_of
+from fsdp_compile.passes.graph.reading import Reading, read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
@@ -58,6 +56,11 @@ def choose_reshard(context: GraphContext) -> None:
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
         names = tuple(step.units[unit].name for unit in by_first_read[:1])
+    keep_unsharded(graph, reading, names)
+
+
+def keep_unsharded(graph: fx.Graph, reading: Reading, names: Iterable[str]) -> None:
+    """Of the units whose tags leave it open, those of these names stay unsharded, and the others reshard."""
     unsharded = {tag_of(reading.gathers[name].start[-1]).unit for name in names}
     for node in graph.nodes:
         tag = get_tag(node)
@@ -115,7 +118,7 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
         elif tag is not None and tag.kind in ("gather", "wait"):
             if tag.reshard and tag.kind == "wait":
                 numels[node] = 0
-        elif isinstance(value, Tensor) and _is_pure(node) and not numels.keys().isdisjoint(needed):
+        elif isinstance(value, Tensor) and is_pure(node) and not numels.keys().isdisjoint(needed):
             largest = max(numels.get(each, 0) for each in needed) or _numel(node)  # a view of the buffer: a parameter
             is_cheap = is_pointwise(node) and _numel(node) <= largest
             if all(each in numels or (is_cheap and _is_at_hand(each, largest)) for each in needed):
@@ -126,15 +129,6 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
 def _is_at_hand(node: fx.Node, largest: int) -> bool:
     """Whether backward may have `node` at no cost beside a parameter of `largest` elements."""
     return node.op == "placeholder" or is_scalar(node) or _numel(node) * _SMALL <= largest
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Whether the operator gives the same result whenever it is called, and does nothing else."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
-        return node.target is operator.getitem
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]  # an operator
-    return not is_random and not schema.is_mutable and node.target not in (*STARTS, WAIT)
 
 
 def _numel(node: fx.Node) -> int:

@@ -70,7 +70,13 @@ def choose_plan(context: GraphContext) -> None:
     if config.plan is not None:
         plan = plan_in_file(config.plan, context.direction)
     elif config.link is not None:
-        plan = search_plan(workload, config.budget).plan
+        try:
+            plan = search_plan(workload, config.budget).plan
+        except PlanError as error:
+            if config.activations == "keep":
+                raise
+            raise PlanError(f"activations={config.activations!r}: {context.direction} needs more than was planned for "
+                            f"the step as a whole, so that it takes a larger budget; {error}") from None  # fmt: skip
     elif config.reduces_in_flight == 1:
         plan = alternating(workload)
     else:

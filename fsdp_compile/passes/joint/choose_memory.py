@@ -1,0 +1,260 @@
+"""What becomes of activations between forward and backward, per block: read from the joint graph, chosen, and tagged.
+
+    choose_activations    the pass: blocks are found, the planner chooses (plan/memory.py), the partitioner is told
+      Blocks.of           which nodes belong to which block, and what of that backward needs
+      _way                what computing a block again means: what is freed, when it is back, what it costs
+      _tag                as activation checkpointing does it
+
+A block is a module of a list of modules, such as `layers.3`, of the outermost such list. Its nodes are those of its
+forward, by the module stack that Dynamo notes.
+
+Note [What is computed again]
+Of a block, all that backward needs is computed again from what enters it: tensors of other blocks or of the model
+around it, which are stored. What leaves the block is stored too, as the next one starts there; so are the results of
+random operators, which would have other values the second time. The nodes get the tags of activation checkpoints,
+`MUST_RECOMPUTE` and `MUST_SAVE`, so that the partitioner has no choice left in a block that is computed again, and what
+was planned is what happens. In the way "products", results of matrix products and of attention are stored as well.
+
+A block in which the user has put a checkpoint is left as it is, and so is one that computes twice in a step, or whose
+nodes are interleaved with another one's.
+
+Note [When the joint plan was too optimistic]
+The joint graph is planned before the partitioner splits it, with an upper bound of what will be alive. The plans of
+forward and backward, which are made later from the real graphs, check the same budget. Should one of them need more,
+nothing can be chosen anew, because the forward is compiled by then: the step is refused by a PlanError that says how
+much is needed, before it has run.
+"""
+
+import operator
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.graph.node_costs import Lifetime, inlined, last_uses_of, live_bytes
+from fsdp_compile.passes.graph.nodes import flop_formula, is_pure, is_scalar, module_path, source_of
+from fsdp_compile.passes.graph.reading import Costs, Reading, read
+from fsdp_compile.passes.joint.reshard import keep_unsharded
+from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Repeat, Way, choose, planned
+from fsdp_compile.passes.post_grad.plan_pass import costs_of
+
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # of a path: up to the first number
+RECOMPUTE, PRODUCTS = "recompute", "recompute but products"  # ways to treat a block
+
+
+def choose_activations(context: GraphContext) -> None:
+    """Decide what becomes of each block's activations, if `config.activations` leaves it open, and tag the nodes.
+
+    With a link, which units stay unsharded is decided with it.
+
+    Raises:
+        PlanError: no plan fits into `config.budget`.
+    """
+    graph, config = context.graph, context.config
+    if config.activations == "keep":
+        return
+    blocks = read_blocks(graph, costs_of(graph, config))
+    if config.link is None:
+        blocks.tag((RECOMPUTE,) * len(blocks.blocks))
+    elif blocks.blocks:
+        choices = blocks.choices()
+        chosen = choose_mix(choices, config)
+        blocks.tag(tuple(way.name if way else None for way in chosen.mix))
+        keep_unsharded(graph, blocks.reading, chosen.planned.keep_unsharded)
+
+
+def choose_mix(choices: Choices, config: CompileConfig) -> Chosen:
+    """The mix that `config.activations` names, or the best one. PlanError if none fits into `config.budget`."""
+    if config.activations == "auto":
+        return choose(choices, config.budget)
+    by_name = [{way.name: way for way in block.ways} for block in choices.blocks]
+    return planned(choices, tuple(ways.get(config.activations) for ways in by_name), config.budget)
+
+
+# --- which nodes are a block's ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Again:
+    """What of a block is computed again in backward: `nodes`, in order, of which none needs more than `saved`."""
+
+    nodes: list[fx.Node]
+    saved: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a joint graph.
+
+    Attributes:
+        graph: the graph.
+        costs: None: only the structure is known.
+        reading: the graph, read.
+        stored: what enters and leaves blocks.
+        blocks: by name, what would be computed again, by the name of the way.
+    """
+
+    graph: fx.Graph
+    costs: Costs | None
+    reading: Reading
+    stored: Set[fx.Node]
+    blocks: Mapping[str, Mapping[str, Again]]
+
+    def tag(self, mix: Sequence[str | None]) -> None:
+        """Tell the partitioner what to compute again. See Note [What is computed again]."""
+        chosen = [ways[name] for ways, name in zip(self.blocks.values(), mix, strict=True) if name is not None]
+        for again in chosen:
+            _set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
+            _set_policy(again.nodes, CheckpointPolicy.MUST_RECOMPUTE)
+        if chosen:
+            _set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
+
+    def choices(self) -> Choices:
+        """All that as numbers, for the planner."""
+        if not self.blocks or self.costs is None:
+            return Choices(self.reading.workload, self.reading.workload, (), (), (), ())
+        stored = read(self.graph, self.costs, joint=True, stored=self.stored)
+        starts = list(accumulate(map(len, stored.tasks[:-1]), initial=0))
+        fresh = dict.fromkeys(starts, 0)
+        for each in stored.alive:
+            if each.begin in fresh:
+                fresh[each.begin] += each.size
+        of_ways = _Ways(self, stored, starts)
+        blocks = tuple(
+            Block(name, tuple(way for each, again in ways.items() if (way := of_ways.way(each, again)) is not None))
+            for name, ways in self.blocks.items()
+        )
+        live = live_bytes(stored.alive, len(stored.position))
+        return Choices(
+            self.reading.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks
+        )
+
+
+def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
+    for node in nodes:
+        node.meta["recompute"] = policy
+
+
+def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
+    """Find the blocks of `graph`, a joint graph."""
+    reading = read(graph, costs, joint=True)
+    split = sum(map(len, reading.tasks[: reading.workload.backward]))
+    position = reading.position
+    spans = _spans([node for nodes in reading.tasks for node in nodes][:split] if split < len(position) else [])
+    block_of = {node: name for name, nodes in spans.items() for node in nodes}
+    stored = _crossing(graph, block_of, position, split)
+    blocks: dict[str, dict[str, Again]] = {}
+    for name, nodes in spans.items():
+        saved = [node for node in nodes if not is_pure(node) and not is_scalar(node)]
+        products = [node for node in nodes if flop_formula(node) is not None]
+        for way, left_out in ((RECOMPUTE, saved), (PRODUCTS, [*saved, *products])):
+            again = _needed(nodes, stored.union(left_out), position, split)
+            if again:
+                blocks.setdefault(name, {})[way] = Again(again, left_out)
+    return Blocks(graph, costs, reading, stored, blocks)
+
+
+def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
+    """The nodes of each block that may be computed again, from its first to its last one, by its name."""
+    positions: dict[str, list[int]] = {}
+    for index, node in enumerate(forward):
+        if match := _BLOCK.match(module_path(node)):
+            positions.setdefault(match[0], []).append(index)
+    spans = sorted((min(each), max(each), name) for name, each in positions.items())
+    mixed = {name for one, other in pairwise(spans) if other[0] <= one[1] for _, _, name in (one, other)}
+    blocks = {name: list(forward[first : last + 1]) for first, last, name in spans if name not in mixed}
+    return {name: nodes for name, nodes in blocks.items() if not any("recompute" in node.meta for node in nodes)}
+
+
+def _crossing(
+    graph: fx.Graph, block_of: Mapping[fx.Node, str], position: Mapping[fx.Node, int], split: int
+) -> set[fx.Node]:
+    """What forward computes in one block, or outside of all, and reads in another one, or returns."""
+    constants: set[fx.Node] = set()
+    crossing: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "placeholder" and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+        if node.op != "output" and position.get(node, split) >= split:
+            continue
+        for each in node.all_input_nodes:
+            source = source_of(each)
+            is_computed = position.get(source, split) < split and source not in constants
+            if is_computed and block_of.get(source) != block_of.get(node) and not is_scalar(source):
+                crossing.add(source)
+    return crossing
+
+
+def _needed(
+    nodes: Sequence[fx.Node], stored: Set[fx.Node], position: Mapping[fx.Node, int], split: int
+) -> list[fx.Node]:
+    """Those of a block's `nodes` that backward reads, or computes that from, up to what is stored."""
+    needed: set[fx.Node] = set()
+    for node in reversed(nodes):
+        is_read = any(user in needed or position.get(user, 0) >= split for user in node.users)
+        is_element = node.target is operator.getitem and node.args[0] in stored
+        if is_read and not is_element and not is_scalar(node) and node not in stored:
+            needed.add(node)
+    return [node for node in nodes if node in needed]
+
+
+# --- what computing a block again means -------------------------------------------------------------------------------
+
+
+class _Ways:
+    """From what is computed again to a `Way`: positions, bytes and seconds."""
+
+    def __init__(self, blocks: Blocks, stored: Reading, starts: Sequence[int]) -> None:
+        assert blocks.costs is not None
+        self.costs, self.reading, self.starts, self.position = blocks.costs, stored, starts, stored.position
+        self.split = starts[stored.workload.backward]
+        forward = {node: at for node, at in self.position.items() if at < self.split}
+        self.last_in_forward = last_uses_of(blocks.graph, forward, inlined(blocks.graph, True) - blocks.stored)
+        self.alive: dict[fx.Node, Lifetime] = {each.node: each for each in stored.alive if each.node is not None}
+
+    def way(self, name: str, again: Again) -> Way | None:
+        """What it means to compute `again`; None if it saves nothing."""
+        nodes = set(again.nodes)
+        reads = [self.position.get(user, 0) for node in again.nodes for user in node.users]
+        first = min((at for at in reads if at >= self.split), default=None)
+        if first is None:
+            return None
+        at = bisect_right(self.starts, first) - 1
+        back = self.starts[at]
+        changes: list[tuple[int, int]] = []
+        returns = held = 0
+        for node in again.nodes:
+            each = self.alive.get(node)
+            if each is not None and each.last >= self.split:
+                changes += [(max(each.begin, self.last_in_forward[node]) + 1, -each.size), (back, each.size)]
+                returns += each.size
+        for source in {source_of(each) for node in again.nodes for each in node.all_input_nodes} - nodes:
+            each = self.alive.get(source)
+            if each is not None and each.last < back:  # it stays until the block has been computed again
+                changes += [(each.last + 1, each.size), (back, -each.size)]
+                held += each.size
+        return Way(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns) if returns else None
+
+    def _repeats(self, nodes: Sequence[fx.Node], held: int) -> Iterator[Repeat]:
+        """The tasks of forward to which `nodes` belong, beside `held` bytes."""
+        begin, end = self.position[nodes[0]], self.position[nodes[-1]]
+        alive = [self.alive[node] for node in nodes if node in self.alive]
+        lasts = [end if each.last >= self.split else min(end, each.last) for each in alive]
+        moved = [
+            replace(each, begin=each.begin - begin, last=last - begin) for each, last in zip(alive, lasts, strict=True)
+        ]
+        live = live_bytes(moved, end - begin + 1)
+        by_task: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            by_task.setdefault(bisect_right(self.starts, self.position[node]) - 1, []).append(node)
+        for task, members in by_task.items():
+            seconds = sum(map(self.costs.node, self.reading.tasks[task]))
+            part = sum(map(self.costs.node, members)) / seconds if seconds else 0.0
+            first, last = self.starts[task], self.starts[task] + len(self.reading.tasks[task])
+            yield Repeat(task, part, held + max(live[max(0, first - begin) : last - begin], default=0))

@@ -1,0 +1,122 @@
+"""Activations that are kept or computed again, in compiled graphs: what forward saves, within the budget."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiling import printed_graphs
+from generated import programs
+from models import GPT, MODELS, checkpointed, squared_error, text, vectors
+from torch import Tensor, nn
+
+from bench.planned import noted
+from fsdp_compile import explain_plan, fully_shard
+from fsdp_compile.passes.inductor import fsdp_compile_backend
+from fsdp_compile.passes.plan.plan import PlanError, simulate
+
+LINK = "custom:2e-5,1e9"
+TOKENS, TARGETS = text(0, 32)
+
+
+class WithLoss(nn.Module):
+    """The loss is part of the graph, whose memory is planned."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.model = GPT(layers=layers)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+
+
+def planned_peaks(budget: int | None, activations: str, reshard: Any = "auto") -> dict[str, int]:
+    """Bytes that forward and backward are planned with."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fully_shard(WithLoss(), reshard_after_forward=reshard)
+    options = {"link": LINK, "budget": budget, "activations": activations}
+    run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options=options)
+    with noted() as graphs:
+        programs(lambda: run(TOKENS, TARGETS))
+    return {direction: simulate(*graph).peak for direction, graph in graphs.items()}
+
+
+def test_a_budget_that_only_recomputation_keeps() -> None:
+    """What a user writes: a budget and "auto". A plan that has no room for all activations computes some again."""
+    free = explain_plan(WithLoss, (TOKENS, TARGETS), link=LINK, activations="auto")
+    budget = int(0.75 * free.timeline.peak)
+    with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):
+        explain_plan(WithLoss, (TOKENS, TARGETS), link=LINK, budget=budget)
+    tight = explain_plan(WithLoss, (TOKENS, TARGETS), link=LINK, budget=budget, activations="auto")
+    assert free.timeline.makespan < tight.timeline.makespan and tight.timeline.peak <= budget
+    assert {each.activations for each in free.blocks} == {"keep"}
+    assert [each.name for each in tight.blocks] == [f"model.blocks.{index}" for index in range(2)]
+    assert any(each.activations.startswith("recompute") for each in tight.blocks)
+    assert "model.blocks.0" in str(tight) and "units that stay unsharded" in str(tight)
+    peaks = planned_peaks(budget, "auto")
+    assert max(peaks.values()) <= tight.timeline.peak  # the whole step was planned with no less than the graphs need
+    with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes.* activations are treated"):
+        explain_plan(WithLoss, (TOKENS, TARGETS), link=LINK, budget=1, activations="auto")
+
+
+def graphs_of(build: Callable[[], nn.Module], **options: Any) -> list[str]:
+    """Forward and backward, as text."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    run = torch.compile(fully_shard(build()), fullgraph=True, backend=fsdp_compile_backend, options=options)
+    inputs = vectors(0, 4)
+    with printed_graphs() as graphs:
+        programs(lambda: squared_error(run, inputs))
+    return [graph for graph in graphs if "after check_saved" in graph.split("\n")[0]]
+
+
+def products(graph: str) -> int:
+    """How many matrix products a graph has."""
+    return len(re.findall(r" = (?:mm|addmm)\(", graph))
+
+
+def saved(graph: str, width: int) -> int:
+    """How many tensors of a width a forward returns."""
+    names = re.findall(rf"^(\w+): f32\[4, {width}\] = ", graph, re.MULTILINE)
+    returned = re.split(r"\W+", graph.split("return ")[-1])
+    return len(set(names).intersection(returned))
+
+
+def test_only_what_enters_a_block_is_saved() -> None:
+    """With "recompute" and no link, forward saves what enters a block, and backward repeats its first product."""
+    kept = graphs_of(MODELS["mlp"].build)
+    again = graphs_of(MODELS["mlp"].build, activations="recompute")
+    assert products(again[0]) == products(kept[0])
+    assert products(again[1]) == products(kept[1]) + 3  # nothing reads the result of a block's last product
+    assert saved(kept[0], 23) == 6 and saved(again[0], 23) == 0
+    assert saved(again[0], 11) >= 3
+
+
+@pytest.mark.nightly
+def test_checkpoints_of_the_user_are_left_as_they_are() -> None:
+    """A block in which the user has put a checkpoint is computed again as the user wants, and no other way."""
+    plain = graphs_of(lambda: checkpointed("around"))
+    assert graphs_of(lambda: checkpointed("around"), activations="recompute") == plain
+
+
+def test_what_needs_a_link_or_no_profile_says_so() -> None:
+    """ "auto" without a link would mean nothing, a profile has no seconds of what is computed again."""
+    for options, message in (
+        ({"activations": "auto"}, "activations: expected a link beside 'auto'"),
+        ({"activations": "no"}, "activations: expected one of keep, recompute, auto, found 'no'"),
+        ({"activations": "auto", "link": LINK, "profile": "x"}, "profile: expected none beside activations='auto'"),
+    ):
+        with pytest.raises(Exception, match=message):
+            graphs_of(MODELS["mlp"].build, **options)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("reshard", ["auto", True])
+def test_graphs_need_no_more_than_was_planned_for_the_step(reshard: Any) -> None:
+    """Whatever the budget, forward and backward keep it, and raise nothing (Note [When the joint plan was too ...])."""
+    most, least = (max(planned_peaks(None, each, reshard).values()) for each in ("keep", "recompute"))
+    for part in (1.0, 0.75, 0.5, 0.25, 0.1):
+        budget = int(least + part * (most - least))
+        assert max(planned_peaks(budget, "auto", reshard).values()) <= budget

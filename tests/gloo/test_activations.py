@@ -1,0 +1,94 @@
+"""Activations that are computed again have the same bits, random ones too."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from joint import JointPasses
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+from .training import local
+
+
+class Block(nn.Module):
+    """Attention with dropout, and a gated perceptron with dropout."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+        x = x + nn.functional.dropout(self.out(y), 0.3)
+        h = self.norm2(x)
+        return x + nn.functional.dropout(self.down(nn.functional.silu(self.gate(h)) * self.up(h)), 0.1)
+
+
+class Net(nn.Module):
+    """Two of these, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def _train(backend: Any, reshard: Any, steps: int = 3) -> list[Tensor]:
+    """Losses, gradients and parameters."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fully_shard(Net(), reshard_after_forward=reshard)
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + dist.get_rank())
+    seen: list[Tensor] = []
+    for _ in range(steps):
+        loss = run(torch.randn(4, 6, 12))
+        loss.backward()
+        seen += [loss.detach(), *(local(param.grad).clone() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [local(param).detach().clone() for param in model.parameters()]
+
+
+def _bytes(backend: JointPasses) -> int:
+    return sum(shape.numel() for shape in backend.saved)
+
+
+def _equal_bits(rank: int, options: dict[str, Any], reshard: Any) -> None:
+    kept, again = JointPasses(), JointPasses(options=options)
+    before, after = _train(kept, reshard), _train(again, reshard)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+    assert _bytes(again) < 0.7 * _bytes(kept), (_bytes(again), _bytes(kept))
+    assert again.texts[0].count("aten.mm") == kept.texts[0].count("aten.mm")  # the partitioner repeats, not the pass
+
+
+LATE = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("options", "reshard"),
+    [
+        ({"activations": "recompute"}, True),
+        pytest.param({"activations": "recompute"}, False, marks=LATE),
+        pytest.param({"activations": "recompute", "link": "custom:1e-6,1e6"}, "auto", marks=LATE),
+    ],
+    ids=str,
+)
+def test_equal_bits(two: Ranks, options: dict[str, Any], reshard: Any) -> None:
+    """Three steps of AdamW with dropout have the same bits whether activations are kept or computed again; fewer
+    bytes are saved.
+    """
+    two.run(_equal_bits, options, reshard)

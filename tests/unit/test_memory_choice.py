@@ -1,0 +1,97 @@
+"""Keep, compute again or reshard: the planner's choice on plain numbers."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from workloads import blocks, random_workload
+
+from fsdp_compile.passes.plan.bound import smallest_budget
+from fsdp_compile.passes.plan.memory import Block, Choices, Repeat, Way, choose, mixes, planned, workload_of
+from fsdp_compile.passes.plan.plan import PlanError, verify
+from fsdp_compile.passes.plan.search import search_plan
+from fsdp_compile.passes.plan.workload import Workload
+
+
+def choices_of(rng: random.Random, step: Workload, most: int = 6) -> Choices:
+    """`step` with a position for each task, and activations of each unit that forward computes and backward reads."""
+    count, split = len(step.tasks), step.backward
+    live = [task.memory for task in step.tasks]
+    made = []
+    for index, (unit, (first, _)) in enumerate(step.reads_in_forward.items()):
+        at = step.reads_in_backward.get(unit, (count - 1, 0))[0]
+        ways = []
+        for name, part in (("recompute", 1.0), ("half", 0.5)):
+            size = int(rng.randint(1, most) * part * 2)
+            if name == "recompute":
+                for position in range(first, rng.randint(at, count - 1) + 1):
+                    live[position] += size
+            changes = ((first + 1, -size), (at, size))
+            if first + 1 < split and (name == "recompute" or size <= ways[0].returns):
+                ways.append(Way(name, at, changes, (Repeat(first, part, size),), size))
+        made.append(Block(f"b{index}", tuple(ways)))
+    tasks = tuple(replace(task, memory=memory) for task, memory in zip(step.tasks, live, strict=True))
+    step = replace(step, tasks=tasks)
+    return Choices(step, step, tuple(live), (0,) * count, tuple(range(count)), tuple(made))
+
+
+def single_knobs(choices: Choices) -> list[tuple[str, Workload]]:
+    """Each knob alone at each of its settings: units that stay unsharded; so many blocks computed again."""
+    closed = [replace(unit, keep_unsharded=bool(unit.keep_unsharded)) for unit in choices.plain.units]
+    settings = [("unsharded", choices.plain)]
+    order = mixes(choices)
+    for name in ("recompute", "half"):
+        alone = [mix for mix in order if {way.name for way in mix if way} == {name}]
+        settings += [(name, replace(workload_of(choices, mix), units=tuple(closed))) for mix in alone]
+    return settings
+
+
+@pytest.mark.parametrize("units", [3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (5, 10))])
+def test_never_over_and_never_slower_than_a_single_knob(units: int) -> None:
+    """Whatever the step and the budget, the plan is within it, and no knob alone makes a shorter one (I9)."""
+    for seed in range(40 if units < 10 else 8):
+        rng = random.Random(100 * units + seed)
+        choices = choices_of(rng, random_workload(rng, units))
+        settings = single_knobs(choices)
+        budgets = sorted({smallest_budget(workload) + rng.randint(0, 4) for _, workload in settings})
+        before = None
+        for budget in budgets:
+            try:
+                chosen = choose(choices, budget)
+            except PlanError:
+                assert all(smallest_budget(workload) > budget for _, workload in settings)
+                continue
+            verify(chosen.workload, chosen.planned.plan, budget)
+            for name, workload in settings:
+                if smallest_budget(workload) <= budget:
+                    assert chosen.seconds <= search_plan(workload, budget).seconds * (1 + 1e-9), (seed, name, budget)
+            assert before is None or chosen.seconds <= before, "a larger budget is never slower"
+            before = chosen.seconds
+
+
+def test_more_memory_computes_less_again() -> None:
+    """Without a limit nothing is computed again; between, as few of equal blocks as fit; below the least, an error."""
+    rng = random.Random(0)
+    choices = choices_of(rng, blocks(4, keep=None))
+    assert not any(choose(choices, None).mix)
+    full = tuple(block.ways[0] if block.ways else None for block in choices.blocks)
+    least = min(smallest_budget(workload_of(choices, mix)) for mix in mixes(choices))
+    with pytest.raises(PlanError, match=f"budget: expected at least {least} bytes.* found {least - 1}"):
+        choose(choices, least - 1)
+    again = [sum(way is not None for way in choose(choices, least + room).mix) for room in (0, 10, 1000)]
+    assert again == sorted(again, reverse=True) and again[0] > again[-1] == 0
+    forced = planned(choices, full, None)
+    assert forced.workload.tasks != choices.plain.tasks and forced.seconds >= choose(choices, None).seconds
+
+
+def test_what_is_computed_again_takes_time_and_memory() -> None:
+    """A task is repeated before the first one of backward that reads it, beside what is alive there."""
+    step = Workload(
+        tuple(replace(task, memory=10) for task in blocks(1).tasks), blocks(1).backward, blocks(1).units, 0.0
+    )
+    way = Way("recompute", 5, ((2, -4), (5, 4)), (Repeat(1, 0.5, 4),), 4)
+    choices = Choices(step, step, (10,) * 6, (0,) * 6, tuple(range(6)), (Block("b", (way,)),))
+    made = workload_of(choices, (way,))
+    assert [task.memory for task in made.tasks] == [10, 10, 6, 6, 6, 10, 10]
+    assert made.tasks[5].name == "blocks.0 forward again" and made.tasks[5].seconds == step.tasks[1].seconds / 2
+    assert made.tasks[5].reads == step.tasks[1].reads
