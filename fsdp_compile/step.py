@@ -16,7 +16,6 @@ calls parameters and the optimizer are what the same loop, written out, would ha
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.compiled_update import CompiledUpdate, FlatUpdate
+from fsdp_compile.optim.gradient_norm import gradient_norm
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 _INDUCTOR = ("inductor", "fsdp_compile")
@@ -188,18 +188,24 @@ class CompiledStep:
         self._scaler.update()
 
     def _clip_and_update(self) -> None:
-        if self._clip_norm is None:
+        if (limit := self._clip_norm) is None:
             self._run_updates(self._update.begin())
             return
-        params = self._clipped_params()
-        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        clip = partial(nn.utils.clip_grads_with_norm_, max_norm=self._clip_norm, total_norm=norm)
+        params, norm = self._clipped_params(), None
         if not self._update.fuses:
-            clip(params)
+            nn.utils.clip_grad_norm_(params, limit)
             self._run_updates(self._update.begin())
             return
-        coefficient = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
-        self._run_updates(self._update.begin(before_others=clip), coefficient)
+
+        def clip_others(others: list[nn.Parameter]) -> None:
+            nonlocal norm
+            norm = _total_norm(params, [])
+            nn.utils.clip_grads_with_norm_(others, limit, norm)
+
+        updates = self._update.begin(before_others=clip_others)
+        norm = _total_norm(params, updates) if norm is None else norm
+        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
+        self._run_updates(updates, coefficient)
 
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward, and gather the first ones for the next one behind the others."""
@@ -227,6 +233,11 @@ class CompiledStep:
                 for param in flat.params:
                     param.grad = None
                 drop_cleared(flat)
+
+
+def _total_norm(params: list[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
+    norm = gradient_norm(params, updates)
+    return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) if norm is None else norm
 
 
 class _Scaled:

@@ -182,13 +182,10 @@ def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, kee
 
     if dims and len(dims) < first.dim():
         return [root(_reduced(first, dims, keepdim, fill, op, of_rows))]
-    stored = [i for i, each in enumerate(tensors) if each.local.numel()]
-    powers = first.local.new_full((len(tensors),), math.inf if op == "min" else 0.0, dtype=precise)
-    if stored:
-        norms = aten._foreach_norm.Scalar([tensors[i].local for i in stored], order, dtype=precise)
-        here = power(torch.stack(norms))
-        at = torch.tensor(stored, device=here.device)
-        powers = here if len(stored) == len(tensors) else powers.index_copy(0, at, here)
+    stored = [each.local for each in tensors if each.local.numel()]
+    norms = iter(aten._foreach_norm.Scalar(stored, order, dtype=precise) if stored else ())
+    neutral = first.local.new_full((), fill, dtype=precise)
+    powers = power(torch.stack([next(norms) if each.local.numel() else neutral for each in tensors]))
     total = root(first.spec.all_reduce(powers, op))
     return [each.view([1] * first.dim()) for each in total.unbind()] if keepdim else total.unbind()
 

@@ -32,6 +32,7 @@ from fsdp_compile.passes._torch import (
     graph_index,
     inductor_config,
     sort,
+    tree_leaves,
 )
 from fsdp_compile.passes.artifacts import share_artifacts
 from fsdp_compile.passes.graph.nodes import is_ours
@@ -116,8 +117,9 @@ class Pipeline(CustomGraphPass):
         if is_ours(graph, MARKERS):
             _check_registered()
             sort(graph)
+            _check_settings(graph)  # of later stages
             run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_index()))
-            _check_wrapper(graph)
+            _check_settings(graph)  # of the joint graph, which has collectives from now on
 
     def uuid(self) -> Any | None:
         """The caches' key. See Note [What the compile caches key on].
@@ -194,9 +196,31 @@ def _check_registered() -> None:
         )
 
 
-def _check_wrapper(graph: fx.Graph) -> None:
-    """Raise if Inductor would call collectives from C++, which torch 2.13 refuses, and torch 2.11 ends in a crash."""
-    if inductor_config.cpp_wrapper and any(node.target in STARTS for node in graph.nodes):
+# Note [Collectives and CUDA graphs]
+# A CUDA graph replays kernels and calls no Python. torch captures what lies between operators that are tagged
+# `cudagraph_unsafe`. Its collectives are not, so they would be captured too. A replay would not take what
+# `compile_step` has prefetched, and read the buffer that was taken at the capture, which is another unit's memory by
+# then. Where one of our operators divides the graph (accumulated gradients, deferred reduces), a reduce would start in
+# one capture and be waited for in another, which CUDA refuses. And shards are no parameters to torch, but inputs, which
+# each replay would copy. So graphs with collectives on an accelerator are refused. Graphs without any (blocks that are
+# compiled one by one, models on one rank) may be captured.
+
+
+def _check_settings(graph: fx.Graph) -> None:
+    """Raise if Inductor would do with the collectives of the graph what goes wrong.
+
+    Calling them from C++ is refused by torch 2.13, and ends in a crash with torch 2.11. For CUDA graphs see Note
+    [Collectives and CUDA graphs].
+    """
+    starts = [node for node in graph.nodes if node.target in STARTS]
+    devices = {leaf.device.type for node in starts for leaf in tree_leaves(node.meta["val"])}
+    if inductor_config.triton.cudagraphs and devices - {"cpu"}:
+        raise RuntimeError(
+            "torch._inductor.config.triton.cudagraphs: expected False for a graph with collectives, found True, and a "
+            "CUDA graph would replay them with the buffers of an earlier step; compile with "
+            'mode="max-autotune-no-cudagraphs" or without a mode, where "reduce-overhead" and "max-autotune" set it'
+        )
+    if inductor_config.cpp_wrapper and starts:
         raise RuntimeError(
             "torch._inductor.config.cpp_wrapper: expected False for a graph with collectives, found True, and torch's "
             "C++ wrapper cannot call them; set it to False, and leave TORCHINDUCTOR_CPP_WRAPPER unset"

@@ -1,0 +1,66 @@
+"""The norm of all gradients from those of flat shards: few reductions, one all-reduce, and no wait of the host."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_compile.core.shard_spec import ShardSpec
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.optim.compiled_update import FlatUpdate
+
+aten = torch.ops.aten
+
+# Note [Where the norm is computed]
+# Clipping needs the norm of all gradients before it changes the first one, so no update can begin before the last
+# reduce has ended. What could be done earlier is to square and add up what has arrived. For each flat shard that is one
+# read of a gradient that was divided by the number of ranks, and all of them are one kernel on a GPU: at the end it
+# takes less than the all-reduce that follows it. In backward's graph the sums would be further outputs of every graph,
+# also of those for loops that clip by themselves, or not at all.
+#
+# Which gradients lie side by side in a flat shard is seen by each rank for itself. What it sends does not depend on
+# that: one number for each group of ranks, in the order in which the parameters name the groups.
+
+
+def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor | None:
+    """The 2-norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
+
+    It is that of `torch.nn.utils.get_total_norm` up to rounding: sums are of flat shards, whose padding is zero, and
+    not of one parameter after the other.
+
+    Args:
+        params: those that are clipped.
+        updates: what the optimizer will do to flat shards, of these parameters.
+
+    Returns:
+        None if a gradient is neither plain nor sharded as its parameter.
+    """
+    of_segments: dict[int, Tensor | None] = {}  # by the id of a parameter; of a segment's first one its gradient
+    for update in updates:
+        for segment, gradient in zip(update.segments, update.gradients, strict=True):
+            if not any(spec.tensor_parallel for spec in update.flat.specs):
+                of_segments.update(dict.fromkeys(map(id, segment.params)))
+                of_segments[id(segment.params[0])] = gradient
+    groups: dict[Any, list[Tensor]] = {}
+    specs: dict[Any, ShardSpec] = {}
+    for param in params:
+        grad: Any = param.grad
+        if type(grad) is ShardedTensor:
+            key = grad.spec.reducing_groups, grad.device, torch.promote_types(grad.dtype, torch.float32)
+            specs[key] = grad.spec
+            stored = of_segments.get(id(param), grad.local)
+            groups.setdefault(key, []).extend([stored] if stored is not None and stored.numel() else [])
+        elif type(grad) is Tensor:
+            groups.setdefault(("plain", grad.device, torch.promote_types(grad.dtype, torch.float32)), []).append(grad)
+        elif grad is not None:
+            return None
+    sums: list[Tensor] = []
+    for key, tensors in groups.items():
+        _, device, dtype = key
+        norms: Any = (
+            aten._foreach_norm.Scalar(tensors, 2, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
+        )
+        total = torch.stack(norms).square().sum()
+        sums.append(specs[key].all_reduce(total, "sum") if key in specs else total)
+    return torch.stack([total.to(sums[0]) for total in sums]).sum().sqrt() if sums else None

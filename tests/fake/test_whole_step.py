@@ -1,0 +1,136 @@
+"""A whole step waits for the device nowhere: read from the code that Inductor generates for CUDA, seen in a step."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda_code import as_for_cuda
+from generated import Program, programs
+from models import MODELS
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.fsdp import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.comm import collectives
+from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.optim.gradient_norm import gradient_norm
+
+CASE = MODELS["mlp"]
+WAITS = re.compile(r"synchronize|\.item\(|\.tolist\(|_local_scalar_dense|\.cpu\(|empty_strided_cpu|nonzero|\.to\(")
+aten = torch.ops.aten
+
+
+def _sharded() -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(CASE.build(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+
+
+@cache
+def _for_cuda(cuda_graphs: bool = False) -> tuple[Program, Program]:
+    model, inputs = _sharded(), CASE.batch(1, 4)
+    with as_for_cuda(), inductor_config.patch({"triton.cudagraphs": cuda_graphs}):
+        return programs(lambda: CASE.loss(torch.compile(model, fullgraph=True), inputs))
+
+
+def test_the_edge_as_cuda_code() -> None:
+    """Each gather is given the stored shard, which no kernel casts; forward and backward call nothing that waits for
+    the device."""
+    for program in _for_cuda():
+        gathers = [step for step in program.steps if step.is_gather]
+        assert len(gathers) == 4 and all(step.function.endswith("all_gather") for step in gathers)
+        for step in gathers:
+            (shard,) = step.names[:1]
+            assert shard.startswith("primals_")
+            assert [each for each in program.steps if shard in each.names and not each.is_gather] == []
+        call = program.code[program.code.index("def call(") : program.code.index("runner = ")]
+        assert "triton" in call and WAITS.findall(call) == []
+
+
+def test_cuda_graphs_are_refused() -> None:
+    """A CUDA graph would replay collectives without Python: it is refused, and the error says which modes are not."""
+    with pytest.raises(
+        Exception, match=r'cudagraphs: expected False .*, found True.* mode="max-autotune-no-cudagraphs"'
+    ):
+        _for_cuda(cuda_graphs=True)
+
+
+def test_the_norm_stays_on_the_device() -> None:
+    """The norm is one all-reduce of one number, beside whatever gradients are not in a flat shard; no value of a tensor
+    on CUDA, which has none here, is asked for."""
+    model = fully_shard(CASE.build())
+    params, reduced = list(model.parameters()), []
+    all_reduce = collectives.all_reduce
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            collectives, "all_reduce", lambda full, *args: reduced.append(tuple(full.shape)) or all_reduce(full, *args)
+        )
+        grads = [ShardedTensor(torch.empty(param.spec.numel, device="cuda"), param.spec) for param in params]
+        stand_ins: Any = [SimpleNamespace(grad=grad) for grad in grads]
+        flat = SimpleNamespace(specs=[param.spec for param in params[1:]])
+        segment = SimpleNamespace(params=stand_ins[1:])
+        update: Any = SimpleNamespace(flat=flat, segments=[segment], gradients=[torch.empty(64, device="cuda")])
+        norm = gradient_norm(stand_ins, [update])
+        assert norm is not None and norm.shape == () and norm.device.type == "cuda"
+        assert reduced == [()]
+        coefficient = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+        assert coefficient.device.type == "cuda"
+        with pytest.raises(DataDependentOutputException):
+            coefficient.item()
+
+
+class Waits(TorchDispatchMode):
+    """Notes operators that ask for a value of a tensor that was computed from the given ones."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.on_device = set(map(_storage, given))
+        self.kept: list[Any] = []  # so that no storage takes the address of another one
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = {_storage(each) for each in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        if given & self.on_device:
+            if func in (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default):
+                self.found.append(func)
+            made = list(_tensors((args, kwargs, result)))
+            self.on_device.update(map(_storage, made))
+            self.kept += made
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf.local if isinstance(leaf, ShardedTensor) else leaf
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_step_asks_for_no_value(fuses: bool) -> None:
+    """Forward, backward, norm, clipping, update and the edge read no number of a parameter, a gradient or the batch."""
+    model = _sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = compile_step(model, optimizer, torch.nn.functional.mse_loss, clip_norm=0.1, backend="eager")
+    step._run = model
+    step._update.fuses = fuses
+    step._update.run_fused = lambda *args: None  # type: ignore[method-assign]  # compiled; its code is read elsewhere
+    inputs, target = CASE.batch(1, 4)
+    step(inputs, target=target)  # makes the state
+    shards = [flat.shard for unit in step._units for flat in unit.flats]
+    with Waits(inputs, target, *shards) as waits:
+        loss = step(inputs, target=target)
+        assert waits.found == []
+        loss.item()
+        assert waits.found == [aten._local_scalar_dense.default]  # it can see one
