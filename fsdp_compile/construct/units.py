@@ -96,7 +96,7 @@ def _new_unit(prepared: PreparedUnit, params: NamedParams) -> Unit:
     settings = prepared.settings
     group, shards, reshard_after_forward, replicas, stage_groups = prepared.placement
     return Unit(
-        params,
+        divide_at_units(params, prepared.module),
         group,
         shards,
         reshard_after_forward,
@@ -109,6 +109,37 @@ def _new_unit(prepared: PreparedUnit, params: NamedParams) -> Unit:
         on_meta=prepared.stays_on_meta,
         device=prepared.device,
     )
+
+
+# Note [A unit around other units has several flat parameters]
+# A model's own unit holds what is outside of its blocks: an embedding, which forward reads first, and a head, which it
+# reads last. In one flat parameter the head would be gathered before forward can begin, and its gradients would be
+# reduced when backward has ended, although they are ready at its beginning; nothing hides either. In large models both
+# are larger than a block. So what lies before, between and after the units inside, in the order of registration, has a
+# flat parameter for itself, if it is large enough to be worth a collective. The unit stays one: outside of graphs all
+# of it is gathered when the module's forward begins, and the module finds its parameters wherever it reads them.
+
+_WORTH_A_COLLECTIVE = 2**22  # elements
+
+
+def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]:
+    """Divide the parameters of a unit of `module` where other units lie between them, if both sections are large."""
+    position = {name: index for index, (name, _) in enumerate(module.named_parameters())}
+    sections: list[list[tuple[str, nn.Parameter]]] = [[]]
+    following = 0
+    for name, param in params:
+        at = position.get(name, following)
+        if at > following and _numel(sections[-1]) >= _WORTH_A_COLLECTIVE:
+            sections.append([])
+        sections[-1].append((name, param))
+        following = at + 1
+    if len(sections) > 1 and _numel(sections[-1]) < _WORTH_A_COLLECTIVE:
+        sections[-2] += sections.pop()
+    return list[NamedParams](sections)
+
+
+def _numel(params: NamedParams) -> int:
+    return sum(param.numel() for _, param in params)
 
 
 def _buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:

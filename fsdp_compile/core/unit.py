@@ -7,6 +7,7 @@
     parameter   parameter ...               unsharded: what module code finds under `self.weight`
 
 Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen ones are gathered and never reduced.
+If a unit is given in sections, each has flat parameters for itself.
 
 A `Unit` describes how its parameters are sharded. What of it is unsharded at the moment, and the types of what else
 changes while steps run, are in unit_state.py.
@@ -46,7 +47,8 @@ class Unit(UnshardedState):
     """Parameters that are gathered, reduced and freed together.
 
     Args:
-        params: `(name, parameter)` pairs in full shape. Each parameter keeps its identity.
+        sections: each `(name, parameter)` pairs in full shape; no flat parameter has parameters of two. Each parameter
+            keeps its identity.
         group: the process group that the unit is sharded over; for NO_SHARD, that it averages gradients over.
         shards: into how many shards flat parameters are split: the size of `group`, or 1 for NO_SHARD.
         reshard_after_forward: whether unsharded parameters are freed between forward and backward.
@@ -79,7 +81,7 @@ class Unit(UnshardedState):
 
     def __init__(
         self,
-        params: NamedParams,
+        sections: Sequence[NamedParams],
         group: dist.ProcessGroup,
         shards: int,
         reshard_after_forward: bool,
@@ -96,7 +98,7 @@ class Unit(UnshardedState):
         self._take_groups(group, replicas, stage_groups)
         self.precision = precision or MixedPrecision()
         self.rank = dist.get_rank(group) if shards > 1 else 0
-        self.device = device or params[0][1].device
+        self.device = device or sections[0][0][1].device
         self.offload = offload
         self.reshard_after_forward = reshard_after_forward and shards > 1
         self.may_stay = may_stay
@@ -107,7 +109,8 @@ class Unit(UnshardedState):
         if shards > 1:
             self.ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name)
         order = shard_order(self.stages) if shards > 1 else ()
-        self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in by_kind(params))
+        kinds = [kind for section in sections for kind in by_kind(section)]
+        self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in kinds)
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
         distributions = tuple(spec.tensor_parallel for spec in self.specs)

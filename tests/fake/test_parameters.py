@@ -338,7 +338,7 @@ def test_what_original_parameters_are_needed_for_needs_no_option() -> None:
     assert {type(param.grad) for param in trained} == {ShardedTensor}
     assert all(local(param.grad).shape == local(param).shape for param in trained)
     assert all(param.grad is None for param in model.blocks[0].up.parameters())
-    _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 1.0})
+    _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 1.0, "weight_decay": 0.5})
     wrapped.zero_grad()
     before = [local(param).detach().clone() for param in trained]
     wrapped(torch.randn(3, 7)).sum().backward()

@@ -13,6 +13,7 @@ import torch
 from compiling import BUILD, CASES, compiled, printed_graphs
 from generated import launches, programs
 from models import routed
+from torch import Tensor, nn
 from torch._inductor.utils import fresh_inductor_cache
 
 from fsdp_compile import explain_plan, fully_shard
@@ -54,6 +55,33 @@ def test_sizes_that_depend_on_data(plans: dict[str, Plan]) -> None:
     with settings, suppress(TypeError):  # kernels are not built here, so that nothing tells how many rows there are
         model(torch.randn(5, 8)).sum()
     assert set(plans) == {"forward", "backward"}
+
+
+class _Tokens(nn.Module):
+    """A model of tokens with 4 Mi elements in its embedding and as many in its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2**13, 512)
+        self.blocks = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+        self.head = nn.Linear(512, 2**13, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def test_ends_of_a_model_are_sent_apart(plans: dict[str, Plan]) -> None:
+    """A large embedding is gathered before the blocks, a large head behind them; the head is reduced first.
+
+    Both belong to the model's own unit, which finds them wherever it reads them.
+    """
+    model = fully_shard(_Tokens())
+    programs(lambda: torch.compile(model, backend=fsdp_compile_backend, fullgraph=True)(torch.arange(4)).sum())
+    gathered = [name for each in plans["forward"].of("gather") for name in each.units]
+    reduced = [name for each in plans["backward"].of("reduce") for name in each.units]
+    assert gathered == ["root", "blocks.0", "blocks.1", "root:2"]
+    assert reduced == ["root:2", "blocks.1", "blocks.0", "root"]
+    assert [len(unit.flats) for unit in model._fsdp.units] == [2]
 
 
 def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:

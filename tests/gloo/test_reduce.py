@@ -118,7 +118,7 @@ def _reduce_hybrid(rank: int, dtype: torch.dtype) -> None:
     with _two_by_two() as (group, replicas):
         weight = nn.Parameter(torch.zeros(37))
         precision = MixedPrecision(reduce_dtype=dtype)
-        unit = Unit([("weight", weight)], group, 2, True, replicas=replicas, precision=precision)
+        unit = Unit([[("weight", weight)]], group, 2, True, replicas=replicas, precision=precision)
         (flat,) = unit.flats
         grad = torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + rank
         with _spied() as calls, torch.no_grad():

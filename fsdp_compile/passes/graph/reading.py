@@ -175,11 +175,14 @@ def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
 
 
 def _names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A name for each start of a gather or a reduce: the unit's path, with a suffix if several units have that path."""
+    """A name for each start of a gather or a reduce: the unit's path, with a suffix if several units have that path.
+
+    Those are counted as the joint graph does, so that forward and backward have the same names.
+    """
     names: dict[object, str] = {}
     by_start: dict[fx.Node, str] = {}
     taken: Counter[str] = Counter()
-    for start in tagged(graph, "gather", "reduce"):
+    for start in sorted(tagged(graph, "gather", "reduce"), key=lambda each: tag_of(each).unit):
         tag = tag_of(start)
         if _is_last_gather(start) if tag.kind == "gather" else not _is_further_reduce(start):
             unit: object = tag.unit if tag.unit >= 0 else start
