@@ -134,7 +134,8 @@ def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]
         sections[-1].append((name, param))
         following = at + 1
     if len(sections) > 1 and _numel(sections[-1]) < _WORTH_A_COLLECTIVE:
-        sections[-2] += sections.pop()
+        small = sections.pop()
+        sections[-1] += small
     return list[NamedParams](sections)
 
 

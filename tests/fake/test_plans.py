@@ -84,6 +84,15 @@ def test_ends_of_a_model_are_sent_apart(plans: dict[str, Plan]) -> None:
     assert [len(unit.flats) for unit in model._fsdp.units] == [2]
 
 
+@pytest.mark.parametrize("rows", [(2**13, 1), (1, 2**13)])
+def test_a_small_end_is_sent_with_the_other(rows: tuple[int, int]) -> None:
+    """An embedding or a head that is not worth a collective shares the flat parameter of the other end."""
+    model = _Tokens()
+    model.embedding, model.head = nn.Embedding(rows[0], 512), nn.Linear(512, rows[1], bias=False)
+    fully_shard(model)
+    assert [len(unit.flats) for unit in model._fsdp.units] == [1]
+
+
 def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where communication is the bottleneck the link of a forward never idles from the first gather to the last."""
     links = []
