@@ -3,6 +3,7 @@
     fsdp-compile explain FILE.py:FUNCTION --gpus 8,64 --seq 8192 --hardware h100-80
     fsdp-compile calibrate OUT.json
     fsdp-compile plan FILE.py --link LINK --world-size N
+    fsdp-compile build FILE.py:FUNCTION OUT --world-size N
     fsdp-compile checkpoint show SRC
     fsdp-compile checkpoint convert SRC DST --format dcp|safetensors|torch
 
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_compile.cli_build import BUILD, BUILD_EXAMPLE, add_build
 from fsdp_compile.cli_explain import (
     CALIBRATE,
     CALIBRATE_EXAMPLE,
@@ -39,6 +41,7 @@ FORMATS = ("dcp", "safetensors", "torch")
 HELP = """examples:
   fsdp-compile explain gpt.py:make_model --gpus 8,64 --batch 4 --seq 1024 --hardware h100-80
   fsdp-compile plan gpt.py --link h100-nvlink --world-size 8
+  fsdp-compile build train.py:make artifacts --world-size 8
   fsdp-compile checkpoint show checkpoints
 
 `fsdp-compile COMMAND --help` says more."""
@@ -79,6 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_explain(_add(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE))
     add_calibrate(_add(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE))
     add_plan(_add(groups, "plan", PLAN, PLAN_EXAMPLE))
+    add_build(_add(groups, "build", BUILD, BUILD_EXAMPLE))
     checkpoint = _add(groups, "checkpoint", CHECKPOINT, CHECKPOINT_EXAMPLE)
     commands = checkpoint.add_subparsers(required=True, metavar="show|convert")
     show = _add(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints")

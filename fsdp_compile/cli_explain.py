@@ -212,16 +212,21 @@ def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[A
         FileNotFoundError: there is no such file.
         ValueError: the text has another form, the file raises an error, or does not define the function.
     """
+    make, inputs = load_functions(text)
+    if inputs is not None and not _takes(inputs, 2):
+        raise ValueError(f"{text}: expected a function example_inputs(batch, sequence) beside it, found {inputs!r}")
+    return make, inputs
+
+
+def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | None]:
+    """As `load_factory`; `example_inputs` may have any arguments."""
     path, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier():
         raise ValueError(f"FILE.py:FUNCTION: expected a file, a colon and the name of a function, found {text!r}")
     names = run_file(Path(path))
     if not callable(names.get(name)):
         raise ValueError(f"{path}: expected a function {name}() without arguments, found none")
-    inputs = names.get("example_inputs")
-    if inputs is not None and not _takes(inputs, 2):
-        raise ValueError(f"{path}: expected a function example_inputs(batch, sequence), found {inputs!r}")
-    return names[name], inputs
+    return names[name], names.get("example_inputs")
 
 
 def _takes(function: Any, arguments: int) -> bool:

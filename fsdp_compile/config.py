@@ -3,7 +3,7 @@
 import os
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_compile.core.text_files import read_text
@@ -13,7 +13,7 @@ ACTIVATIONS = ("keep", "recompute", "auto")
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """The configuration of the graph passes. Every field decides generated code and is part of the compile caches' key.
+    """The configuration of the graph passes. Fields that decide generated code are part of the compile caches' key.
 
     `torch.compile(model, backend="fsdp_compile", options={...})` takes the fields as options. Plain
     `torch.compile(model)` takes them from the environment (`FSDP_COMPILE_DISABLE=pin_order,order`) when the first
@@ -45,6 +45,8 @@ class CompileConfig:
         record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
+        artifacts: a folder that `fsdp-compile build` has written, from which what was compiled there is loaded. Nothing
+            is loaded where it does not fit, and the log says why. Loading runs code: it must be from who you trust.
 
     Raises:
         ValueError: a field has a value that it cannot have, or needs `link`.
@@ -61,6 +63,7 @@ class CompileConfig:
     plan: str | None = None
     record_profile: bool = False
     share_artifacts: bool = False
+    artifacts: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))
@@ -82,6 +85,11 @@ class CompileConfig:
         for name in ("device", "budget", "profile"):
             if getattr(self, name) is not None and self.link is None:
                 raise ValueError(f"{name}: expected a link beside it, for without one nothing is planned, found none")
+
+    @property
+    def deciding_code(self) -> "CompileConfig":
+        """This configuration without what decides only who compiles: equal where generated code is."""
+        return replace(self, share_artifacts=False, artifacts=None)
 
     @property
     def file_contents(self) -> tuple[str, ...]:
@@ -114,6 +122,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "profile": str,
     "plan": str,
     "share_artifacts": lambda text: bool(int(text)),
+    "artifacts": str,
 }
 
 

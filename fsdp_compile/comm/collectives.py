@@ -64,6 +64,11 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # cpu:gloo,cuda:nccl
 
 
+def compiles_as_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether graphs on the CPU are compiled for gloo. True without a backend for the CPU, where none can run."""
+    return backends(group).get("cpu", "gloo") in _COPYING_BACKENDS
+
+
 def copies(tensor: Tensor, group: str) -> bool:
     """Whether all-gathers and reduce-scatters of `tensor` in `group` would copy it (Note [What gloo copies])."""
     return tensor.is_cpu and broadcasts_in(group_named(group)) is not None

@@ -2,7 +2,8 @@
 
 pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided; graphs as text
 inductor.py    the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
-artifacts.py   the first rank compiles, and the others load what it compiled
+artifacts.py   what compiling has left behind, in a folder or on the way to other ranks
+sharing.py     the first rank compiles, and the others load what it compiled
 _torch.py      private names of the compiler
 
 graph/         reading a graph: what its nodes are to us, what they cost, which tasks and units it has

@@ -113,6 +113,11 @@ def cache_hits() -> int:
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
+def cache_misses() -> int:
+    """How many graphs this process has compiled and put into the compiler's caches."""
+    return counters["inductor"]["fxgraph_cache_miss"]
+
+
 def compiling_backward_at_once() -> AbstractContextManager[Any]:
     """Within it a backward is compiled together with its forward, and not when it runs for the first time."""
     return _autograd_config.patch(force_non_lazy_backward_lowering=True)

@@ -1,52 +1,45 @@
-"""The first rank compiles, and the other ranks load what it compiled: `CompileConfig.share_artifacts`.
+"""What compiling has left behind, to be taken to where the same graphs are compiled again.
 
-All ranks compile the same graphs (Note [Graphs without a rank]), so what one of them put into the caches of the
-compiler serves the others as well. Of the n-th compilation of a graph with sharded parameters:
+    Artifacts.of_this_process()             entries of the compiler's caches, and libraries that the C++ backend built
+        through a process group's store     from the first rank to the others (sharing.py)
+        write(FOLDER), load_folder(FOLDER)  from `fsdp-compile build` to `CompileConfig.artifacts`
+    .load()                                 into the cache folder of another process, before it compiles
 
-    the first rank                                   every other rank
-    says that it begins                              waits until the first rank has ended
-    compiles forward and backward
-    writes its artifacts into the store              loads them into its caches, if it does not share their folder
-                                                     traces, and finds both graphs there
-
-Artifacts are what `torch.compiler.save_cache_artifacts` returns, and the libraries that the C++ backend has built,
-which are not among them.
+Entries are what `torch.compiler.save_cache_artifacts` returns; they hold no libraries of the C++ backend.
 """
 
-# Note [Only time depends on shared artifacts]
-# The caches are asked by keys that hold all that decides generated code: the graph, versions, devices, configuration.
-# An artifact that does not fit is never found, so ranks that differ, or that are at another compilation than the first
-# rank, compile for themselves and say so in the log. All waits end: when the first rank does not begin in time or does
-# not end in time, this rank compiles. Libraries have no such key: the compiler builds them for the processor that it
-# runs on, so they are taken from a rank with the same processor only.
+# Note [Only time depends on artifacts]
+# The caches are asked by keys that hold what decides generated code: the graph, versions, devices, configuration. An
+# artifact that does not fit is never found, and the process compiles for itself and says so in the log. Two things are
+# missing from these keys that decide how C++ is generated and built: what the processor can do, for code written for
+# wide vectors is wrong on another one, and the number of threads. So artifacts with libraries are loaded only where
+# both are the same. Of a folder, which may be an old one, more is compared, to say what has changed.
 
 import hashlib
 import json
 import logging
-import pickle
+import os
+import pathlib
 import platform
 import sys
 import time
-from contextlib import ExitStack
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.comm._torch import store_of
-from fsdp_compile.comm.comparison import exists
-from fsdp_compile.core.ops import call_before_tracing
-from fsdp_compile.passes._torch import cache_folder, cache_hits, call_after_compiling, compiling_backward_at_once
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes._torch import cache_folder, cache_hits, call_after_compiling
 
 log = logging.getLogger("fsdp_compile")
 
-BEGIN_LIMIT = 60.0  # seconds that a rank waits for the first rank to begin its compilation
-_CHUNK = 16 << 20  # bytes of a value in the store
 _BEGUN = time.time()  # libraries that are younger were built while this process ran
+_FORMAT = 1
+_LIST, _ENTRIES = "artifacts.json", "entries.bin"
 
 
 class Artifacts(NamedTuple):
@@ -55,10 +48,12 @@ class Artifacts(NamedTuple):
     Attributes:
         entries: of the compiler's caches, as torch serializes them; empty if nothing can be cached.
         libraries: contents of shared libraries, by their paths in the cache folder.
+        target: what the libraries were built for.
     """
 
     entries: bytes
     libraries: dict[str, bytes]
+    target: str
 
     @classmethod
     def of_this_process(cls) -> "Artifacts":
@@ -66,14 +61,21 @@ class Artifacts(NamedTuple):
         saved = torch.compiler.save_cache_artifacts()
         root = cache_folder()
         libraries = {path.relative_to(root).as_posix(): path.read_bytes() for path in _libraries(root)}
-        return cls(saved[0] if saved is not None else b"", libraries)
+        return cls(saved[0] if saved is not None else b"", libraries, _target())
 
-    def load(self, with_libraries: bool) -> None:
-        """Put them into the cache folder of this process. What is there already stays."""
+    def load(self) -> None:
+        """Put them into the cache folder of this process. What is there already stays.
+
+        Raises:
+            ValueError: there are libraries for another processor, or another number of threads; nothing was loaded.
+            OSError: the folder cannot be written.
+        """
+        if self.libraries and self.target != _target():
+            raise ValueError("they were compiled for another kind of processor, or another number of threads per rank")
         if self.entries:
             torch.compiler.load_cache_artifacts(self.entries)
         root = cache_folder()
-        for name, content in self.libraries.items() if with_libraries else ():
+        for name, content in self.libraries.items():
             if not (target := root / name).exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 partial = target.with_name(f"{target.name}.{dist.get_rank()}.partial")
@@ -91,136 +93,120 @@ def _libraries(root: Path) -> list[Path]:
     return sorted(path for path in young | mapped if path.is_relative_to(root) and path.is_file())
 
 
-def _processor() -> str:
-    """What a library is built for: the kind of processor with all that it can do, Python and torch."""
+def _target() -> str:
+    """What a library is built for: the kind of processor with all that it can do, threads, Python and torch."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     able = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return hashlib.sha256(f"{platform.machine()} {able} {sys.version} {torch.__version__}".encode()).hexdigest()
+    text = f"{platform.machine()} {able} {torch.get_num_threads()} {sys.version} {torch.__version__}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-class ArtifactSharing:
-    """The compilations of the ranks of one process group, whose first rank compiles for the others.
+@cache
+def hash_of_sources() -> str:
+    """A digest of all files of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# --- in a folder ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the artifacts in a folder come from. They fit where all of this is the same.
 
     Attributes:
-        count: how many compilations were begun; the same number on ranks that run the same program.
+        torch: its version.
+        package: a digest of the files of this package.
+        ranks: the world size.
+        device: "cpu", or the name of the GPU.
+        configuration: what of `CompileConfig` decides generated code.
     """
 
-    by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, ArtifactSharing]"] = WeakKeyDictionary()
+    torch: str
+    package: str
+    ranks: int
+    device: str
+    configuration: str
 
-    def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
-        self.store, self.is_first, self.limit = store_of(group), group.rank() == 0, limit
-        self.count, self.hits = 0, 0
-        self._compiling: ExitStack | None = None
-        self._begins_at_tracing = False
-
-    def begin(self, at_tracing: bool = False) -> None:
-        """A graph with sharded parameters is being compiled on this rank; returns when artifacts are in the caches.
-
-        Args:
-            at_tracing: whether it is called when a graph is traced, and is to be called at the next one again.
-        """
-        self._begins_at_tracing |= at_tracing
-        if self._compiling is not None:  # the same compilation
-            return
-        self._compiling = ExitStack()
-        self._compiling.enter_context(compiling_backward_at_once())
-        self.count, self.hits = self.count + 1, cache_hits()
-        if self.is_first:
-            self.store.set(f"{self._key}/begun", "")
-        else:
-            self._load()
-
-    def end(self) -> None:
-        """Dynamo has ended a compilation, whether it failed or not."""
-        if self._compiling is None:
-            return
-        self._compiling.close()
-        self._compiling = None
-        if self.is_first:
-            self._write()
-        elif cache_hits() == self.hits:
-            log.warning(
-                "share_artifacts: this rank has compiled for itself, as what the first rank compiled did not fit: they "
-                "differ in versions, devices, groups or shapes, or the compiler's caches are off"
-            )
-        if self._begins_at_tracing:
-            call_before_tracing(partial(share_artifacts, self.limit, at_tracing=True))
-
-    @property
-    def _key(self) -> str:
-        return f"fsdp_flat/artifacts/{self.count}"
-
-    def _write(self) -> None:
-        header: tuple[str, int, str] | None = None
-        try:
-            content = pickle.dumps(Artifacts.of_this_process())
-            digest = hashlib.sha256(content).hexdigest()
-            chunks = [content[at : at + _CHUNK] for at in range(0, len(content), _CHUNK)]
-            for index, chunk in enumerate(chunks):
-                self.store.set(f"{self._key}/{index}", chunk)  # type: ignore[arg-type]  # bytes will do
-            _mark_as_loaded(digest)
-            header = digest, len(chunks), _processor()
-        except OSError as error:  # of the cache folder
-            log.warning(
-                "share_artifacts: the other ranks compile for themselves, as reading the caches failed: %s", error
-            )
-        self.store.set(f"{self._key}/ended", json.dumps(header))
-
-    def _load(self) -> None:
-        for event, limit in (("begun", BEGIN_LIMIT), ("ended", self.limit)):
-            try:
-                self.store.wait([f"{self._key}/{event}"], timedelta(seconds=limit))
-            except RuntimeError:  # time is up, or the store is gone
-                log.warning("share_artifacts: the first rank has not %s compilation %d within %g s; this rank compiles "
-                            "for itself", event, self.count, limit)  # fmt: skip
-                return
-        header = json.loads(self.store.get(f"{self._key}/ended"))
-        if header is None or _is_loaded(header[0]):
-            return
-        digest, chunks, processor = header
-        content = b"".join(self.store.get(f"{self._key}/{index}") for index in range(chunks))
-        try:
-            pickle.loads(content).load(with_libraries=processor == _processor())
-            _mark_as_loaded(digest)
-        except OSError as error:
-            log.warning("share_artifacts: this rank compiles for itself, as it cannot write into its caches: %s", error)
+    @classmethod
+    def here(cls, config: CompileConfig, device: str) -> "Origin":
+        """Of artifacts that this process compiles for `device`, "cpu" or "cuda"."""
+        known = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+        settings = repr((config.deciding_code, config.file_contents))
+        return cls(torch.__version__, hash_of_sources(), dist.get_world_size(), known, settings)
 
 
-def _marker(digest: str) -> Path:
-    """A file that says that a cache folder, which ranks of one host may share, has some artifacts."""
-    return cache_folder() / "fsdp_compile" / digest
+def write(artifacts: Artifacts, origin: Origin, folder: Path) -> None:
+    """Write `artifacts` into `folder`, which does not exist yet.
 
-
-def _is_loaded(digest: str) -> bool:
-    return _marker(digest).exists()
-
-
-def _mark_as_loaded(digest: str) -> None:
-    _marker(digest).parent.mkdir(parents=True, exist_ok=True)
-    _marker(digest).touch()
-
-
-def share_artifacts(limit: float, at_tracing: bool = False) -> None:
-    """A graph with sharded parameters is being compiled on this rank: let the first rank compile it for all.
-
-    Nothing happens without other ranks.
-
-    Args:
-        limit: seconds that the first rank may take, after which this rank compiles for itself.
-        at_tracing: see `ArtifactSharing.begin`.
+    Raises:
+        FileExistsError: it does.
+        OSError: it cannot be written.
     """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is not None and exists(group):
-        sharings = ArtifactSharing.by_group
-        if group not in sharings:
-            sharings[group] = ArtifactSharing(group, limit)
-        call_after_compiling(_end)
-        sharings[group].begin(at_tracing)
+    staged = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    contents = {
+        _ENTRIES: artifacts.entries,
+        **{f"libraries/{name}": each for name, each in artifacts.libraries.items()},
+    }
+    for name, content in contents.items():
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_bytes(content)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    listed = {"format": _FORMAT, "origin": asdict(origin), "target": artifacts.target, "files": digests}
+    (staged / _LIST).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    staged.rename(folder)
 
 
-def _end(_: object) -> None:
-    for sharing in list(ArtifactSharing.by_group.values()):
-        sharing.end()
+def read(folder: Path) -> tuple[Artifacts, Origin]:
+    """The artifacts in `folder`, and where they come from.
+
+    Raises:
+        ValueError: it holds none, or files are missing or damaged.
+    """
+    try:
+        listed = json.loads((folder / _LIST).read_text(encoding="utf-8"))
+        if listed["format"] != _FORMAT:
+            raise ValueError(f"expected format {_FORMAT}, found {listed['format']}")
+        contents = {name: (folder / name).read_bytes() for name in listed["files"]}
+        damaged = [name for name, each in contents.items() if hashlib.sha256(each).hexdigest() != listed["files"][name]]
+        if damaged:
+            raise ValueError(f"{damaged[0]} is not what was written")
+        entries = contents.pop(_ENTRIES)
+        libraries = {name.removeprefix("libraries/"): content for name, content in contents.items()}
+        return Artifacts(entries, libraries, listed["target"]), Origin(**listed["origin"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"expected what fsdp-compile build has written, found none: {error}") from None
+
+
+@cache
+def load_folder(folder: str, config: CompileConfig) -> None:
+    """Load the artifacts in `folder` before this process compiles; where they do not fit, log why."""
+    try:
+        artifacts, origin = read(Path(folder))
+        here = asdict(Origin.here(config, "cpu" if origin.device == "cpu" else "cuda"))
+        for name, built in asdict(origin).items():
+            if built != here[name]:
+                raise ValueError(f"they were built for {name} {built}, found {here[name]}; build them again")
+        artifacts.load()
+    except (OSError, ValueError) as error:
+        log.warning("artifacts: nothing was loaded from %s, and this rank compiles: %s", folder, error)
+        return
+    call_after_compiling(_check_use(folder))
+
+
+def _check_use(folder: str) -> Callable[[Any], None]:
+    """What looks, after the first compilation, whether it has found anything."""
+    before: list[int] = [cache_hits()]
+
+    def check(_: Any) -> None:
+        if before and cache_hits() == before.pop():
+            log.warning("artifacts: nothing in %s is what this rank has compiled: its model, its inputs or settings of "
+                        "the compiler differ, or the compiler's caches are off", folder)  # fmt: skip
+
+    return check

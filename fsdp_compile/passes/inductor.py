@@ -6,20 +6,17 @@ Two ways in, one set of passes:
   torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
 """
 
-import hashlib
-import pathlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fsdp_compile.comm.collectives import STARTS
+from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import MARKERS
 from fsdp_compile.passes import PASSES
@@ -34,10 +31,11 @@ from fsdp_compile.passes._torch import (
     sort,
     tree_leaves,
 )
-from fsdp_compile.passes.artifacts import share_artifacts
+from fsdp_compile.passes.artifacts import hash_of_sources, load_folder
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
 from fsdp_compile.passes.post_grad.lower_collectives import wait_before_loops
+from fsdp_compile.passes.sharing import share_artifacts
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
 _AFTER_FUSION = "_post_fusion_custom_pass"
@@ -54,8 +52,7 @@ def install() -> None:
         if not isinstance(getattr(inductor_config, hook), (Pipeline, AfterFusion)):
             setattr(inductor_config, hook, pipeline)
     _notice.start()
-    if config.share_artifacts:
-        share_artifacts(config.check_ranks_timeout, at_tracing=True)
+    _take_artifacts(config, at_tracing=True)
 
 
 def fsdp_compile_backend(
@@ -74,9 +71,17 @@ def fsdp_compile_backend(
     if unknown:
         raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
     config = CompileConfig(**(options or {}))
-    if config.share_artifacts and is_ours(gm.graph, MARKERS):
-        share_artifacts(config.check_ranks_timeout)
+    if is_ours(gm.graph, MARKERS):
+        _take_artifacts(config)
     return compile_with(gm, example_inputs, PASSES, config)
+
+
+def _take_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
+    """Before a graph with sharded parameters is compiled: load what was compiled elsewhere, as `config` says."""
+    if config.artifacts is not None:
+        load_folder(config.artifacts, config)
+    if config.share_artifacts:
+        share_artifacts(config.check_ranks_timeout, at_tracing)
 
 
 def compile_with(
@@ -135,11 +140,11 @@ class Pipeline(CustomGraphPass):
             if not key:
                 return None
             others.append(key)
-        backend = dist.get_backend_config() if dist.is_initialized() else ""
+        as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
         names = tuple(each.name for each in self.passes)
         return (
-            _hash_of_sources(), torch.__version__, backend, self.stage, names,
-            self.config, self.config.file_contents, *others,
+            hash_of_sources(), torch.__version__, as_gloo, self.stage, names,
+            self.config.deciding_code, self.config.file_contents, *others,
         )  # fmt: skip
 
 
@@ -156,32 +161,25 @@ class AfterFusion(CustomSchedulerPass):
     def uuid(self) -> Any | None:
         """The caches' key: None, which switches them off, if the previous pass has none."""
         if self.previous is None:
-            return _hash_of_sources()
+            return hash_of_sources()
         key = self.previous.uuid() if isinstance(self.previous, CustomSchedulerPass) else None
-        return (_hash_of_sources(), key) if key else None
+        return (hash_of_sources(), key) if key else None
 
 
 # Note [What the compile caches key on]
 # Inductor and AOTAutograd store compiled graphs under a key that holds what `uuid` returns for each custom pass. On a
 # hit no pass runs, so the key must hold everything that our passes and lowerings look at besides the graph: a hash of
 # all our source files (the bodies of our operators and our lowerings decide generated code, and Inductor hashes
-# neither), torch's version, the backends of the process group (gloo's collectives are lowered in a way of their own),
-# the configuration, and the contents of the files that it names. It must not hold the rank: ranks that share a cache
-# directory share entries, see Note [Graphs without a rank].
+# neither), torch's version, whether the backend for the CPU is gloo (whose collectives are lowered in a way of their
+# own; the fake backend stands for it, so that its entries serve ranks of gloo), the configuration, and the contents of
+# the files that it names. It must not hold the rank: ranks that share a cache directory share entries, see
+# Note [Graphs without a rank].
 
 
 def _has_known_source(step: Pass) -> bool:
-    """Whether `_hash_of_sources` covers the function of `step`: one inside of another depends on what is around it."""
+    """Whether `hash_of_sources` covers the function of `step`: one inside of another depends on what is around it."""
     name, module = getattr(step.run, "__qualname__", ""), getattr(step.run, "__module__", None) or ""
     return module.startswith(f"{__name__.partition('.')[0]}.") and bool(name) and "<locals>" not in name
-
-
-@cache
-def _hash_of_sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _check_registered() -> None:

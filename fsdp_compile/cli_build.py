@@ -1,0 +1,123 @@
+"""The command `fsdp-compile build`: a training step is compiled once, on one machine, for ranks that come later.
+
+    fsdp-compile build train.py:make artifacts --world-size 8
+    FSDP_COMPILE_ARTIFACTS=artifacts torchrun --nproc-per-node 8 train.py
+
+This process plays rank 0 of a process group whose other ranks do not exist. It runs the step as a rank would, with as
+much memory, and values that mean nothing. All ranks compile the same graphs, so what it compiles serves each of them.
+
+Nothing here imports torch before the command runs.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_compile.cli_explain import load_functions, positive
+
+BUILD = """Compile a training step for a number of ranks, on this machine alone: the ranks load the artifacts and
+compile nothing."""
+BUILD_EXAMPLE = """FILE.py:FUNCTION names a function without arguments that returns what runs in training:
+  a model             sharded or not; as torch.compile(model) runs it, forward and backward
+  what compile_step, or torch.compile, returned, or any function that runs steps: as it is
+FILE.py also defines example_inputs(), without arguments: a tuple of arguments, a dict of arguments by name, or a pair
+of both; what training passes by name is to be passed by name here. The process group exists when these are called, and
+its backend is "fake"; training code that is not to run belongs under if __name__ == "__main__".
+
+Settings of compilation are those of the environment, as in training. --device cuda needs one GPU of the kind that
+training runs on, and ranks for which their GPU is cuda:0, as torchrun --virtual-local-rank starts them. Libraries for
+the CPU serve the same kind of processor, with the same C++ compiler and number of threads.
+
+Artifacts are code: load none from a place that you do not trust.
+
+examples:
+  fsdp-compile build train.py:make artifacts --world-size 8
+  FSDP_COMPILE_ARTIFACTS=artifacts torchrun --nproc-per-node 8 train.py"""
+
+
+def add_build(build: argparse.ArgumentParser) -> None:
+    """The arguments of `build`."""
+    build.set_defaults(run=run_build)
+    build.add_argument("factory", metavar="FILE.py:FUNCTION", help="makes what is compiled")
+    build.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    build.add_argument("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
+    build.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what computes (default: cpu)")
+    build.add_argument("--threads", type=positive, default=1, metavar="N", help="OMP_NUM_THREADS of each rank "
+                       "(default: 1, as torchrun sets it)")  # fmt: skip
+    build.add_argument("--steps", type=positive, default=3, metavar="N", help="steps to run, as later ones may need "
+                       "graphs of their own (default: 3)")  # fmt: skip
+
+
+def run_build(args: argparse.Namespace) -> None:
+    """Run the step and write what compiling it has left behind."""
+    if args.out.exists():
+        raise FileExistsError(f"{args.out}: expected a folder that does not exist yet, found one; choose another")
+    if not args.out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{args.out}: expected its folder to exist, found none")
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_compile.config import CompileConfig
+    from fsdp_compile.passes._torch import cache_hits, cache_misses, fake_store
+    from fsdp_compile.passes.artifacts import Artifacts, Origin, write
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: expected a GPU here, as kernels are built and chosen on one, found none")
+    config = CompileConfig.from_environment()
+    if config.artifacts is not None:
+        raise ValueError("FSDP_COMPILE_ARTIFACTS: expected it not to be set, found artifacts to load; unset it")
+    make, example_inputs = load_functions(args.factory)
+    if example_inputs is None:
+        raise ValueError(f"{args.factory}: expected a function example_inputs() beside it, found none")
+    torch.set_num_threads(args.threads)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(args.world_size)}
+    dist.init_process_group("fake", rank=0, world_size=args.world_size, store=fake_store())
+    try:
+        _run(make(), example_inputs, args.steps)
+        artifacts, graphs = Artifacts.of_this_process(), cache_hits() + cache_misses()
+        if not graphs or not artifacts.entries:
+            raise ValueError(f"{args.factory}: expected a step that Inductor compiles and can cache, found none")
+        write(artifacts, Origin.here(config, args.device), args.out)
+    finally:
+        dist.destroy_process_group()
+    size = (len(artifacts.entries) + sum(map(len, artifacts.libraries.values()))) / 2**20
+    print(f"wrote {args.out}: {graphs} graphs and {len(artifacts.libraries)} libraries, {size:,.1f} MiB, for "
+          f"{args.world_size} ranks on {args.device}")  # fmt: skip
+
+
+def _run(made: Any, example_inputs: Callable[[], Any], steps: int) -> None:
+    """Run `steps` steps of what a user's function made."""
+    import torch
+    from torch import nn
+
+    from fsdp_compile.api import fully_shard
+    from fsdp_compile.fsdp_module import FSDPModule
+    from fsdp_compile.passes._torch import tree_leaves
+
+    if not callable(made):
+        raise ValueError(f"FUNCTION: expected a model or a function that runs a step, found {type(made).__name__}")
+    is_model = isinstance(made, nn.Module)
+    if is_model and not hasattr(made, "_orig_mod"):
+        sharded = made if any(isinstance(each, FSDPModule) for each in made.modules()) else fully_shard(made)
+        made = torch.compile(sharded) if sharded._compiled_call_impl is None else sharded
+    for _ in range(steps):
+        args, kwargs = _arguments(example_inputs())
+        output = made(*args, **kwargs)
+        if is_model:
+            tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
+            if not tensors:
+                raise ValueError("FUNCTION: expected a model whose output depends on its parameters, found another")
+            torch.stack([each.float().sum() for each in tensors]).sum().backward()
+            made.zero_grad()
+
+
+def _arguments(given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(given, dict):
+        return (), given
+    if isinstance(given, tuple) and [type(each) for each in given] == [tuple, dict]:
+        return given
+    if isinstance(given, (tuple, list)):
+        return given, {}
+    raise ValueError(f"example_inputs: expected a tuple, a dict, or a pair of both, found {type(given).__name__}")
