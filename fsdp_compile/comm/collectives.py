@@ -5,10 +5,10 @@ Inductor generates calls the process group itself (direct.py) and puts on the wi
 """
 
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch
 _COPYING_BACKENDS = ("gloo", "fake")
 _KNOWN_TO_GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _KNOWN_TO_GLOO |= {torch.int8, torch.uint8, torch.int32, torch.int64}
-_broadcasts: WeakKeyDictionary[dist.ProcessGroup, "Broadcasts | None"] = WeakKeyDictionary()
+_broadcasts: dict[int, "Broadcasts | None"] = {}  # by the id of a living group: a weak dictionary takes 0.4 us
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -94,11 +94,11 @@ class Broadcasts:
 
 def broadcasts_in(group: dist.ProcessGroup) -> Broadcasts | None:
     """What gathers tensors on the CPU in `group`, if its backend would copy them."""
-    known = _broadcasts.get(group, group)
-    if known is group:  # asked for the first time
+    if id(group) not in _broadcasts:
         copies_on_cpu = backends(group).get("cpu") in _COPYING_BACKENDS
-        known = _broadcasts[group] = Broadcasts(group) if copies_on_cpu else None
-    return known  # type: ignore[return-value]  # not the group
+        _broadcasts[id(group)] = Broadcasts(group) if copies_on_cpu else None
+        weakref.finalize(group, _broadcasts.pop, id(group), None).atexit = False
+    return _broadcasts[id(group)]
 
 
 def sendable(tensor: Tensor, group: str) -> Tensor:

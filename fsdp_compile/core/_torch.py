@@ -17,9 +17,11 @@ docs/upgrading_torch.md says of the others what to look for.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +58,7 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "call_after_backward",
-    "carries_optimizers",
+    "carry_optimizers",
     "change_wrapper",
     "computes_all_gradients",
     "current_backward",
@@ -82,6 +84,7 @@ __all__ = [
     "swap_wrapper",
     "tree_map",
     "without_dispatch_modes",
+    "without_torch_function",
 ]
 
 
@@ -117,7 +120,9 @@ def never_compile(function: FunctionT) -> FunctionT:
     disabled = torch.compiler.disable(function, reason="the eager runtime of fsdp_compile")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return disabled(*args, **kwargs) if dynamo_is_active() else function(*args, **kwargs)
+        if get_eval_frame_callback() in (None, False):  # as `dynamo_is_active`, without the call
+            return function(*args, **kwargs)
+        return disabled(*args, **kwargs)
 
     return functools.wraps(function)(never_trace(call))  # type: ignore[return-value]  # of the same type
 
@@ -173,16 +178,19 @@ def set_plain_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
     return placeholder
 
 
-def carries_optimizers(param: nn.Parameter) -> bool:
-    """Whether `torch.distributed.optim._apply_optimizer_in_backward` was called for `param`."""
-    return "_in_backward_optimizers" in vars(param)
+_CARRIED = "_in_backward_optimizers"
+
+
+def carry_optimizers(params: Sequence[nn.Parameter]) -> bool:
+    """Whether `torch.distributed.optim._apply_optimizer_in_backward` was called for any of `params`."""
+    return any(map(operator.contains, map(vars, params), repeat(_CARRIED)))
 
 
 def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
     """Step the optimizers that parameters with a gradient carry, then clear it: also what their hooks would do."""
     for param in params:
-        if param.grad is not None and carries_optimizers(param):
-            for optimizer in vars(param)["_in_backward_optimizers"]:
+        if param.grad is not None and _CARRIED in vars(param):
+            for optimizer in vars(param)[_CARRIED]:
                 optimizer.step()
             param.grad = None
 
@@ -201,6 +209,7 @@ def replace_data(param: nn.Parameter, data: Tensor) -> None:
 # --- wrapper subclasses -----------------------------------------------------------------------------------------------
 
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass  # halves what an attribute of a subclass costs
 new_wrapper: Any = Tensor._make_wrapper_subclass
 
 

@@ -24,15 +24,17 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp_compile.core._torch import (
     call_after_backward,
-    carries_optimizers,
+    carry_optimizers,
     computes_all_gradients,
     current_backward,
     never_compile,
     step_carried_optimizers,
+    without_torch_function,
 )
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import alias
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.core.sharded_operands import has_hooks
+from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
 # Note [Why reduces are waited for in the backward of the flat shard]
 # The engine runs what was recorded last first. `ScatterGradients` is applied when a model is sharded, before any
@@ -50,6 +52,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 # Python and a second wrapper, for each parameter. So where nobody could see a difference, `ScatterGradients` stores the
 # gradients itself and returns None: the pass computes all gradients, the parameters have none yet, and no hooks. The
 # nodes run nevertheless, and so do hooks on them.
+# The hook by which `average_gradients` sees to plain gradients is no reason: it lets sharded ones pass.
 
 # Note [Backward passes within a compiled function]
 # A function that calls `backward` may be compiled (`torch.compile(train_step)`). Its graph breaks there, and the engine
@@ -60,8 +63,8 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_SEEN = tuple(map(operator.attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
+_REQUIRES_GRAD, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
 
 class ShardSplitter:
@@ -154,8 +157,8 @@ class GradientReduction:
 
     def wait_on_host(self) -> None:
         """As `wait`; a gradient in host memory may be read by the host as well (E-OFF-5)."""
+        self.wait()
         with self._lock:
-            self.wait()
             if self.wait_for_copy is not None:
                 wait_for_copy, self.wait_for_copy = self.wait_for_copy, None
                 wait_for_copy()
@@ -207,7 +210,7 @@ class ShardBinding:
     def is_bound(self) -> bool:
         """Whether all parameters lie in the shard."""
         if self.is_sharded:
-            return all(map(operator.is_, self._now(), self._where))
+            return all(map(operator.is_, map(_LOCAL, self.params), self._where))
         return not self.unbound()
 
     def unbound(self) -> list[int]:
@@ -239,7 +242,7 @@ class ShardBinding:
                     f"found {tuple(grad.shape)} on {grad.device}; clear it, or assign a gradient of that shape"
                 )
 
-    def scatter(self, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool) -> list[Tensor | None]:
         """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
         There is None for those that do not train, and for all if they have theirs as `.grad` now, see Note [Gradients
@@ -248,24 +251,32 @@ class ShardBinding:
 
         Args:
             wanted: for each parameter whether it trained when it was bound.
+            adds: whether some of the parameters have a gradient to add to.
         """
         if not self.is_sharded:
             slices = zip(self.splitter.split(grad), self.params, strict=True)
             return [part if param.requires_grad else None for part, param in slices]
-        made = ShardedTensor.of_each(self.splitter.split_all(grad), self._specs, like=grad)
-        trains = map(operator.and_, wanted, map(_REQUIRES_GRAD, self.params))
-        grads: list[Tensor | None] = [
-            each if each_trains else None for each, each_trains in zip(made, trains, strict=True)
-        ]
-        if self._is_seen() or not computes_all_gradients(self._sentinel_node):
-            return grads
-        for param, each in zip(self.params, grads, strict=True):
-            param.grad = each
+        made = ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
+        with without_torch_function():
+            trains = list(map(_REQUIRES_GRAD, self.params))
+            grads = made if all(trains) else [each if own else None for each, own in zip(made, trains, strict=True)]
+            if adds or self._have_hooks() or not computes_all_gradients(self._sentinel_node):
+                return [each if own else None for each, own in zip(grads, wanted, strict=True)]
+            for param, each in zip(self.params, grads, strict=True):
+                param.grad = each
         return [None] * len(grads)
 
-    def _is_seen(self) -> bool:
-        """Whether any parameter has a gradient to add to, or hooks."""
-        return any(any(map(operator.is_not, map(get, self.params), repeat(None))) for get in _SEEN)
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient to add to."""
+        return self._any(_GRAD)
+
+    def _have_hooks(self) -> bool:
+        return any(map(self._any, _HOOKS)) and any(map(has_hooks, self.params))
+
+    def _any(self, get: Callable[[nn.Parameter], Any]) -> bool:
+        """Whether any parameter has what `get` asks for; None: it has not."""
+        with without_torch_function():
+            return any(map(operator.is_not, map(get, self.params), repeat(None)))
 
     def set_grad_dtype(self, dtype: torch.dtype | None) -> None:
         """Cast the parameters' gradients to `dtype`; None: to the parameters' own."""
@@ -298,14 +309,15 @@ class ScatterGradients(torch.autograd.Function):
         if reduction.reduce_accumulated is not None and current_backward() not in reduction.backwards:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()
-        if any(param.grad is not None for param in binding.params):
+        adds = binding.has_gradients()
+        if adds:
             binding.check_gradients()
             binding.set_grad_dtype(None)  # accumulation is never in low precision (E-MP-12)
-        if any(map(carries_optimizers, binding.params)):
+        if carry_optimizers(binding.params):
             call_after_backward(partial(step_carried_optimizers, binding.params))
         if reduction.grad_dtype is not None and not reduction.full_precision:
             call_after_backward(partial(binding.set_grad_dtype, reduction.grad_dtype))
-        return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:]))
+        return (None, None, None, *binding.scatter(grad, ctx.needs_input_grad[3:], adds))
 
 
 class DeferredGradient(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import operator
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core._torch import keep_size_static, replace_data
+from fsdp_compile.core._torch import keep_size_static, replace_data, without_torch_function
 from fsdp_compile.core.autograd import (
     DeferredGradient,
     GradientReduction,
@@ -26,6 +27,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
 from fsdp_compile.core.tensor_parallel import tensor_parallel_of
 from fsdp_compile.core.unsharded_tensor import UnshardedTensor
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -158,7 +160,8 @@ class FlatParam:
 
     def is_current(self) -> bool:
         """Whether the parameters lie where `bind` put them and the same ones train."""
-        return self._binding.is_bound() and [param.requires_grad for param in self.params] == self._trained
+        with without_torch_function():
+            return self._binding.is_bound() and list(map(_REQUIRES_GRAD, self.params)) == self._trained
 
     def unbound(self) -> list[int]:
         """Indices of the parameters whose data was replaced: it no longer lies in the shard."""

@@ -127,6 +127,12 @@ def average_gradients(args: Iterable[Any]) -> None:
             average_gradients(arg)
 
 
+def has_hooks(param: Any) -> bool:
+    """Whether users have hooks on `param`: those of `average_gradients` let sharded gradients pass."""
+    own = "_averages" in vars(param)
+    return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
+
+
 class _Averages:
     """A hook on a parameter that turns a plain gradient into the mean over ranks, sharded as the parameter is."""
 

@@ -235,7 +235,11 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
-    return ShardedTensor(args[0].local, args[0].spec) if is_sharded(args[0]) else _view(func, args, kwargs)
+    if not is_sharded(args[0]):
+        return _view(func, args, kwargs)
+    same = ShardedTensor(args[0].local, args[0].spec)
+    vars(same).update((name, value) for name, value in vars(args[0]).items() if name == "_flat")
+    return same
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:

@@ -30,7 +30,8 @@ Gradients are exact as well, see Note [Gradients of what is computed from sharde
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,8 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.tensor_parallel import TensorParallel
+
+_SHAPE = operator.attrgetter("shape")
 
 
 class FlatShard:
@@ -89,9 +92,14 @@ class FlatShard:
 class ShardedTensor(Tensor):
     """A tensor of shape `spec.shape`, of which this rank stores `local`, 1-D `[spec.numel]`. See the module's table."""
 
-    local: Tensor
     spec: ShardSpec
     __torch_function__ = NO_TORCH_FUNCTION
+
+    @functools.cached_property
+    def local(self) -> Tensor:
+        """What this rank stores, 1-D `[spec.numel]`. Only gradients lack it until someone asks: see `of_each`."""
+        segment: Tensor = vars(self)["_flat"].segment_of(self.spec)
+        return segment
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> "ShardedTensor":
@@ -106,13 +114,12 @@ class ShardedTensor(Tensor):
         pass
 
     @classmethod
-    def of_each(cls, locals: Iterable[Tensor], specs: Iterable[ShardSpec], like: Tensor) -> list["ShardedTensor"]:
-        """One sharded tensor over each of `locals`, all of the dtype and device of `like`: in half the time."""
-        dtype, device, made = like.dtype, like.device, []
-        for local, spec in zip(locals, specs, strict=True):
-            tensor: ShardedTensor = new_wrapper(cls, spec.shape, dtype=dtype, device=device)
-            tensor.local, tensor.spec = local, spec
-            made.append(tensor)
+    def of_each(cls, flat: "FlatGradient") -> list["ShardedTensor"]:
+        """One sharded tensor for each parameter of a flat gradient, which is split when one is looked at."""
+        new = functools.partial(new_wrapper, cls, dtype=flat.grad.dtype, device=flat.grad.device)
+        made: list[ShardedTensor] = list(map(new, map(_SHAPE, flat.specs)))
+        for tensor, spec in zip(made, flat.specs, strict=True):
+            tensor.spec, tensor._flat = spec, flat  # type: ignore[attr-defined]  # read by `local`
         return made
 
     # torch's stub declares a static method without `func`.
@@ -262,8 +269,43 @@ class ShardedTensor(Tensor):
         )
 
 
+class FlatGradient:
+    """The gradient of a flat shard, that of its parameters, which share its memory.
+
+    Args:
+        grad: 1-D, laid out as the shard.
+        specs: for each parameter how it is sharded.
+        split: splits `grad` into one segment for each parameter.
+    """
+
+    def __init__(self, grad: Tensor, specs: Sequence[ShardSpec], split: Callable[[Tensor], list[Tensor]]) -> None:
+        self.grad, self.specs, self._split = grad, specs, split
+        self._segments: list[Tensor] = []
+
+    def segment_of(self, spec: ShardSpec) -> Tensor:
+        """The segment of the parameter that is sharded as `spec`, one of `specs`, says."""
+        if not self._segments:
+            self._segments = self._split(self.grad)
+        return next(segment for segment, each in zip(self._segments, self.specs, strict=True) if each is spec)
+
+    @staticmethod
+    def of(params: Sequence[nn.Parameter]) -> "FlatGradient | None":
+        """The one whose segments the gradients of all `params` are; None if any has another gradient, or none."""
+        shared: FlatGradient | None = None
+        for param in params:
+            grad = param.grad
+            flat: FlatGradient | None = vars(grad).get("_flat") if type(grad) is ShardedTensor else None
+            if flat is None or flat is not (shared or flat) or vars(grad)["spec"] is not vars(param)["spec"]:
+                return None
+            own = vars(grad).get("local")  # if somebody has looked, or has assigned to its `data`
+            if own is not None and own is not flat.segment_of(vars(param)["spec"]):
+                return None
+            shared = flat
+        return shared
+
+
 _REFUSED = (
-    "{}: expected a plain tensor, found one of which this rank stores a part; call full_tensor().{} on all ranks, or "
+    "{}: expected a plain tensor, shared one of which this rank stores a part; call full_tensor().{} on all ranks, or "
     "to_local() for this rank's part"
 )
 

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor
 from fsdp_compile.core.unit import unit_of
-
-_GRAD = operator.attrgetter("grad")
 
 
 class Segment:
@@ -40,19 +38,10 @@ class Segment:
 
     def gradient(self) -> Tensor | None:
         """The gradients of all parameters as one tensor, 1-D; None if they do not lie side by side."""
-        grads = list(map(_GRAD, self.params))
-        if set(map(type, grads)) != {ShardedTensor} or grads[0].dtype != self.shard.dtype:
+        flat = FlatGradient.of(self.params)
+        if flat is None or flat.grad.dtype != self.shard.dtype or flat.grad.shape != self.shard.shape:
             return None
-        base = grads[0].local._base
-        if base is None or base.shape != self.shard.shape or not base.is_contiguous():
-            return None
-        start = base.storage_offset()
-        for grad, offset in zip(grads, self.offsets, strict=True):
-            local = grad.local
-            if local._base is not base or (offset is not None and local.storage_offset() != start + offset):
-                return None
-        gradient: Tensor = base[self.start : self.stop]
-        return gradient
+        return flat.grad[self.start : self.stop]
 
     def joined(self, values: Sequence[ShardedTensor]) -> Tensor:
         """A copy of state, one tensor for each parameter, as one tensor, 1-D `[stop - start]`."""
