@@ -22,17 +22,18 @@ values are still those that were sent.
 # What is started is the same on all ranks too, without a comparison: it follows from what the last forward gathered,
 # in which all of them took part.
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fsdp_compile.comm import collectives, prefetched
 from fsdp_compile.comm.groups import host_group
 from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import VersionCounters
 
@@ -43,8 +44,7 @@ class _Started(NamedTuple):
     """An all-gather in flight, and what has to be unchanged when a forward takes it."""
 
     unit: Unit
-    flat: FlatParam
-    stages: tuple[NamedGroup, ...]
+    group: weakref.ref[dist.ProcessGroup]
     versions: VersionCounters
     gather: PrefetchedGather
 
@@ -54,8 +54,8 @@ class _Started(NamedTuple):
         return self.has_groups() and unit.is_current() and unit.version_counters() == self.versions
 
     def has_groups(self) -> bool:
-        """Whether the unit is still sharded over these groups; if not, they may have failed."""
-        return self.unit.stages == self.stages
+        """Whether the unit is still sharded over the same ranks; if not, some may have failed."""
+        return self.unit.group is self.group()  # another one may have the same name
 
     def drop(self) -> None:
         """Free what no forward has taken."""
@@ -89,7 +89,7 @@ class NextForward:
             dtype = self._gathered.get(flat)
             if dtype is not None and unit.device == flat.shard.device:
                 gather = PrefetchedGather(flat.shard, dtype, unit.stages, flat.shown_unit)
-                self._started.append(_Started(unit, flat, unit.stages, unit.version_counters(), gather))
+                self._started.append(_Started(unit, weakref.ref(unit.group), unit.version_counters(), gather))
 
     def start_next_stages(self) -> None:
         """Begin with second stages, when no update is left that could run beside the first ones."""

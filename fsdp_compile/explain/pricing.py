@@ -171,7 +171,7 @@ class Priced:
     def begins_with_update(self) -> bool:
         """Whether the tasks begin with the update, beside which the first all-gathers run."""
         called = self.in_graph and self.setting.compile_step and self.setting.accumulation == 1
-        return called and self.setting.precision == "fp32"  # what is gathered has to be what is stored
+        return called and self.setting.precision != "fp8"  # what is scaled is not prefetched
 
     @cached_property
     def _by_blocks(self) -> Workload:

@@ -77,7 +77,7 @@ def batch(case: Case, seed: int, accumulate: int = 1) -> Inputs:
 
 def _ten_lines(rank: int) -> None:
     torch.manual_seed(0)
-    model = fully_shard(MODELS["mlp"].build())
+    model = fully_shard(MODELS["mlp"].build(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     step = compile_step(model, optimizer, F.mse_loss, clip_norm=1.0, accumulate=2, backend="aot_eager")
@@ -87,10 +87,11 @@ def _ten_lines(rank: int) -> None:
         losses.append(step(inputs, target=target).item())
         schedule.step()
     assert losses[-1] < 0.9 * losses[0]
+    assert list(step._next_forward._gathered.values()) == [torch.bfloat16] * 2
 
 
 def test_ten_lines(two: Ranks) -> None:
-    """A training loop of ten lines trains."""
+    """A training loop of ten lines, in mixed precision, trains, and takes the all-gathers that it prefetches."""
     two.run(_ten_lines)
 
 

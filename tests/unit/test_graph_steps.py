@@ -47,9 +47,10 @@ def made_parameters() -> int:
     return priced("fsdp_compile").work.parameters
 
 
-def test_compile_step_gathers_beside_the_update() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_compile_step_gathers_beside_the_update(precision: str) -> None:
     """Where the update comes first, the first two all-gathers run beside it; all else takes what it takes."""
-    plain, whole = (priced("fsdp_compile", precision="fp32", compile_step=each) for each in (False, True))
+    plain, whole = (priced("fsdp_compile", precision=precision, compile_step=each) for each in (False, True))
     found, beside = (price(each.work, each.setting, each.hardware) for each in (plain, whole))
     assert beside.timeline[0].name == "update" and found.timeline[0].name != "update"
     links = [span for span in beside.timeline if span.lane == "node"]
