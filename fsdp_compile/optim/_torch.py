@@ -5,17 +5,27 @@ When torch moves:
   `register_optimizer_step_pre_hook` and the like; `torch.profiler` counts steps by a global one;
 - `step` of each class is wrapped by what calls the hooks; `__wrapped__` is the original;
 - schedulers set `_opt_called` when `optimizer.step` is called, and warn if it was not called before them;
-- `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some.
+- `TorchDispatchMode` sees each operator, with Python numbers where the caller passed some;
+- `torch._inductor.compile` takes a graph and example inputs, and returns a function of as many tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "announce_step", "copy_to_each", "has_step_hooks", "note_step", "step_without_hooks"]
+__all__ = [
+    "TorchDispatchMode",
+    "announce_step",
+    "compile_graph",
+    "copy_to_each",
+    "has_step_hooks",
+    "note_step",
+    "step_without_hooks",
+]
 
 
 def has_step_hooks(of: Optimizer) -> bool:
@@ -47,3 +57,10 @@ def note_step(of: Optimizer) -> None:
 def copy_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
     """Copy `value` into each of `tensors`, by one call."""
     torch._foreach_copy_(list(tensors), [value] * len(tensors))
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """`graph` compiled by Inductor for tensors like `inputs`: no guards are checked when it is called."""
+    from torch._inductor import compile as compile_by_inductor  # seconds that only those wait for who compile
+
+    return compile_by_inductor(graph, list(inputs))

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.optim._torch import announce_step, copy_to_each, has_step_hooks, note_step
+from fsdp_compile.optim._torch import announce_step, compile_graph, copy_to_each, has_step_hooks, note_step
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, check_fusible, fused, record, run_eagerly
 from fsdp_compile.optim.segments import Segment, SegmentTable, is_scalar
@@ -170,6 +170,7 @@ class CompiledUpdate:
         self.optimizer, self.fuses = optimizer, fuses
         self._segments = SegmentTable(optimizer, _Segment)
         self._compiled: dict[_Signature, Callable[..., Any]] = {}
+        self._scalars: dict[int, tuple[Recorded, Sequence[Tensor]]] = {}  # of the step that began last, by id
 
     @torch.no_grad()
     def begin(self, before_others: Callable[[list[nn.Parameter]], None] | None = None) -> list[FlatUpdate]:
@@ -185,6 +186,7 @@ class CompiledUpdate:
             return []
         announce_step(self.optimizer)
         self._segments.update()
+        self._scalars.clear()
         updates: dict[FlatParam, FlatUpdate] = {}
         covered: set[int] = set()
         recorded: dict[Any, Recorded | None] = {}
@@ -275,15 +277,21 @@ class CompiledUpdate:
         )
         if not any(signature.sizes):
             return
-        if signature not in self._compiled:
-            function = fused(signature.programs, signature.scalars, signature.clips)
-            self._compiled[signature] = torch.compile(function, fullgraph=True, dynamic=False)
         inputs: list[Tensor] = []
         for segment, gradient, each in zip(segments, gradients, recorded, strict=True):
             inputs += [segment.param, gradient, *(segment.tensors[name] for name in each.program.names)]
         if coefficient is not None:
             inputs.append(coefficient)
-        precise = torch.float64 if segments[0].shard.dtype == torch.float64 else torch.float32
         for each in distinct:
-            inputs += torch.tensor(each.scalars, dtype=precise).unbind()
+            inputs += self._as_tensors(each, segments[0].shard.dtype)
+        if signature not in self._compiled:
+            function = fused(signature.programs, signature.scalars, signature.clips)
+            self._compiled[signature] = compile_graph(function, inputs)
         self._compiled[signature](*inputs)
+
+    def _as_tensors(self, recorded: Recorded, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The scalars of this step as tensors without dimensions, made once for all flat parameters."""
+        if id(recorded) not in self._scalars:
+            precise = torch.float64 if dtype == torch.float64 else torch.float32
+            self._scalars[id(recorded)] = recorded, torch.tensor(recorded.scalars, dtype=precise).unbind()
+        return self._scalars[id(recorded)][1]
