@@ -305,7 +305,7 @@ class FlatGradient:
 
 
 _REFUSED = (
-    "{}: expected a plain tensor, shared one of which this rank stores a part; call full_tensor().{} on all ranks, or "
+    "{}: expected a plain tensor, found one of which this rank stores a part; call full_tensor().{} on all ranks, or "
     "to_local() for this rank's part"
 )
 

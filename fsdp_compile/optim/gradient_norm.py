@@ -20,7 +20,7 @@ aten = torch.ops.aten
 # also of those for loops that clip by themselves, or not at all.
 #
 # Which gradients lie side by side in a flat shard is seen by each rank for itself. What it sends does not depend on
-# that: one number for each group of ranks, in the order in which the parameters name the groups.
+# that: one number for each group of ranks, in the order of their names.
 
 
 def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor | None:
@@ -36,28 +36,34 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate])
     Returns:
         None if a gradient is neither plain nor sharded as its parameter.
     """
-    of_segments: dict[int, Tensor | None] = {}  # by the id of a parameter; of a segment's first one its gradient
-    for update in updates:
-        for segment, gradient in zip(update.segments, update.gradients, strict=True):
-            if not any(spec.tensor_parallel for spec in update.flat.specs):
-                of_segments.update(dict.fromkeys(map(id, segment.params)))
-                of_segments[id(segment.params[0])] = gradient
     groups: dict[Any, list[Tensor]] = {}
     specs: dict[Any, ShardSpec] = {}
+
+    def add(tensor: Tensor, spec: ShardSpec | None) -> None:
+        ranks = () if spec is None else spec.reducing_groups
+        key = ranks, str(tensor.device), torch.promote_types(tensor.dtype, torch.float32)
+        groups.setdefault(key, []).extend([tensor] if tensor.numel() else [])
+        if spec is not None:
+            specs[key] = spec
+
+    covered: set[int] = set()
+    for update in updates:
+        specs_of = update.flat.specs
+        if not any(spec.tensor_parallel for spec in specs_of):
+            for segment, gradient in zip(update.segments, update.gradients, strict=True):
+                add(gradient, specs_of[0])
+                covered.update(map(id, segment.params))
     for param in params:
-        grad: Any = param.grad
+        grad: Any = None if id(param) in covered else param.grad
         if type(grad) is ShardedTensor:
-            key = grad.spec.reducing_groups, grad.device, torch.promote_types(grad.dtype, torch.float32)
-            specs[key] = grad.spec
-            stored = of_segments.get(id(param), grad.local)
-            groups.setdefault(key, []).extend([stored] if stored is not None and stored.numel() else [])
+            add(grad.local, grad.spec)
         elif type(grad) is Tensor:
-            groups.setdefault(("plain", grad.device, torch.promote_types(grad.dtype, torch.float32)), []).append(grad)
+            add(grad, None)
         elif grad is not None:
             return None
     sums: list[Tensor] = []
-    for key, tensors in groups.items():
-        _, device, dtype = key
+    for key in sorted(groups, key=str):
+        tensors, (_, device, dtype) = groups[key], key
         norms: Any = (
             aten._foreach_norm.Scalar(tensors, 2, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
         )

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.optim.compiled_update import CompiledUpdate
+from fsdp_compile.optim.gradient_norm import gradient_norm
 
 from .ranks import Ranks
 from .test_communication import _spied
@@ -214,3 +216,27 @@ def _misuse(rank: int) -> None:
 def test_errors(two: Ranks) -> None:
     """Only the root clips, between steps, reduced gradients (E-CLIP-1, E-ERR-69, E-ERR-9)."""
     two.run(_misuse)
+
+
+def _of_updates(rank: int) -> None:
+    model, plain = shard(MLP), nn.Linear(3, 2)
+    params = [*model.parameters(), *plain.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    update = CompiledUpdate(optimizer, fuses=True)
+    for number in range(3):
+        backward(model, MLP, mine(MLP, 1))
+        plain(torch.ones(4, 3)).sum().backward()
+        if number == 2 and rank == 1:  # no longer a part of the flat gradient, here alone
+            params[1].grad = params[1].grad.clone()
+        updates = [] if number == 0 else update.begin(before_others=lambda others: None)
+        assert (len(updates) > 0) == (number > 0)
+        expected = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        found = gradient_norm([param for param in params if param.grad is not None], updates)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_of_flat_gradients(two: Ranks) -> None:
+    """The norm of a fused step is that of torch's function, whichever gradients each rank has in flat shards."""
+    two.run(_of_updates)
