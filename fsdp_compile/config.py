@@ -4,11 +4,37 @@ import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_compile.core.text_files import read_text
 
 ACTIVATIONS = ("keep", "recompute", "auto")
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What `compile_step` does between a backward and the next forward, for the planner.
+
+    Attributes:
+        moves: how often the bytes of a flat shard are read or written to update it: those of the parameters, their
+            gradients and the optimizer's state. AdamW: 7.
+        clips: whether gradients are clipped, so that no update runs before the norm of all of them is known.
+        prefetch: of how many units at most the next forward's all-gathers start behind updates; "auto": of as many as
+            make the step shorter.
+
+    Raises:
+        ValueError: a field has a value that it cannot have.
+    """
+
+    moves: float
+    clips: bool = False
+    prefetch: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.moves >= 0:
+            raise ValueError(f"moves: expected a number of at least 0, found {self.moves!r}")
+        if self.prefetch != "auto" and (not isinstance(self.prefetch, int) or self.prefetch < 0):
+            raise ValueError(f"prefetch: expected a number of units, at least 0, or 'auto', found {self.prefetch!r}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,8 @@ class CompileConfig:
             file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
         record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
+        update: what follows a backward, if that is known: `compile_step` says so. With a link it is planned with
+            forward and backward, as a step that repeats.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
             it compiled. They wait for it, and compile for themselves if they differ from it in versions or devices.
         artifacts: a folder that `fsdp-compile build` has written, from which what was compiled there is loaded. Nothing
@@ -62,6 +90,7 @@ class CompileConfig:
     profile: str | None = None
     plan: str | None = None
     record_profile: bool = False
+    update: StepUpdate | None = None
     share_artifacts: bool = False
     artifacts: str | None = None
 

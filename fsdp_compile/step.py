@@ -16,13 +16,16 @@ calls parameters and the optimizer are what the same loop, written out, would ha
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core._torch import tree_map
+from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import check_idle
@@ -34,6 +37,7 @@ from fsdp_compile.optim.gradient_norm import gradient_norm
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 _INDUCTOR = ("inductor", "fsdp_compile")
+_PREFETCHED = 2  # units that are prefetched where no plan says how many
 
 
 def compile_step(
@@ -44,8 +48,8 @@ def compile_step(
     accumulate: int = 1,
     *,
     scaler: torch.amp.GradScaler | None = None,
-    prefetch: int = 2,
-    backend: str = "inductor",
+    prefetch: int | Literal["auto"] = "auto",
+    backend: str = "fsdp_compile",
     options: dict[str, Any] | None = None,
 ) -> "CompiledStep":
     """A callable that trains `model` by one step: forward, backward, clipping, update, zero_grad.
@@ -65,11 +69,13 @@ def compile_step(
         accumulate: into how many micro-batches a batch is divided. Their gradients are added up on each rank, and
             reduced once.
         scaler: scales the loss and skips steps with infinite gradients, as in a loop that uses it.
-        prefetch: how many units, the first ones in the order of `model.modules()`, are gathered for the next step's
-            forward as soon as their update has ended. Their memory lives until that forward.
-        backend: of `torch.compile`, for a model that is not compiled yet. The update is fused if this is "inductor" or
-            "fsdp_compile", and is run by the optimizer's own kernels if it is another one.
-        options: of `torch.compile`, likewise.
+        prefetch: how many units are gathered for the next step's forward as soon as their update has ended, the first
+            ones in its order; fewer, if a plan that knows of the update finds that more bring nothing. Their memory
+            lives until that forward. "auto": as many as the plan wants; two where there is none, as without a link.
+        backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" the plan knows of the
+            update. That is fused with this one and "inductor", and run by the optimizer's own kernels with others.
+        options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, in place of what the
+            environment says.
 
     Raises:
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
@@ -86,14 +92,28 @@ def compile_step(
         raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: expected a number of micro-batches, at least 1, found {accumulate!r}")
-    if not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"prefetch: expected a number of units, at least 0, found {prefetch!r}")
+    planned = StepUpdate(_moves(optimizer), clip_norm is not None, prefetch)
     run: Any = model
+    records = False
     if called is model and model._compiled_call_impl is None:
+        if backend == "fsdp_compile":
+            default = CompileConfig.from_environment()
+            chosen = {each.name: getattr(default, each.name) for each in fields(CompileConfig)}
+            options = {**chosen, "update": planned, **(options or {})}
+            records = options["record_profile"]
         run = torch.compile(model, backend=backend, options=options)
     update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)
-    return CompiledStep(sharded, units, run, update, loss_fn, clip_norm, accumulate, scaler, prefetch)
+    first = _PREFETCHED if prefetch == "auto" else prefetch
+    return CompiledStep(sharded, units, run, update, loss_fn, clip_norm, accumulate, scaler, first, records)
+
+
+def _moves(optimizer: Optimizer) -> float:
+    """How often an update reads or writes the bytes of a shard: of what is elementwise; others are taken for Adam."""
+    group = optimizer.param_groups[0]
+    states = {torch.optim.SGD: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}.get(type(optimizer), 2)
+    states += sum(bool(group.get(option)) for option in ("momentum", "centered", "amsgrad"))
+    return 3.0 + 2.0 * states
 
 
 class CompiledStep:
@@ -114,12 +134,14 @@ class CompiledStep:
         clip_norm: float | None,
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
-        prefetch: int,
+        first: int,
+        records: bool,
     ) -> None:
         self.model, self.optimizer = model, update.optimizer
         self._run, self._update, self._loss_fn = run, update, loss_fn
         self._clip_norm, self._accumulate, self._scaler = clip_norm, accumulate, scaler
-        self._units, self._next_forward = units, NextForward(units[:prefetch])
+        self._units, self._next_forward, self._records = units, NextForward(units if first else (), first), records
+        self._flats = [flat for unit in units for flat in unit.flats]
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """One step of training on this rank's batch.
@@ -168,6 +190,8 @@ class CompiledStep:
     def _backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
         """Forward and backward of one micro-batch, maybe the first one since the update; its loss."""
         with torch.enable_grad():
+            if is_first:
+                self._record(len(self._flats) + 1, ends=True)
             with self._next_forward.offered() if is_first else nullcontext():
                 output = self._run(*args, **kwargs)
             loss: Tensor = output
@@ -179,6 +203,7 @@ class CompiledStep:
 
     def _step(self) -> None:
         """Clip and update."""
+        self._record(0, ends=False)
         if self._scaler is None:
             self._clip_and_update()
             return
@@ -186,6 +211,12 @@ class CompiledStep:
         self._scaler.unscale_(optimizer)
         self._scaler.step(optimizer)
         self._scaler.update()
+
+    def _record(self, stretch: int, ends: bool) -> None:
+        """Note the time for `TaskProfile`. Stretches: before the first update, each unit's, until the next step."""
+        if self._records:
+            name = f"update of {len(self._flats)} units"  # as passes/cost/roofline.py reads it
+            RECORD_TIME(name, stretch, 2 * stretch + ends, self._flats[0].shard.device)
 
     def _clip_and_update(self) -> None:
         if (limit := self._clip_norm) is None:
@@ -210,14 +241,20 @@ class CompiledStep:
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward, and gather the first ones for the next one behind the others."""
         pending = {update.flat: update for update in updates}
+        self._record(0, ends=True)
+        stretch = 0
         for unit in self._units:
             for flat in unit.flats:
+                stretch += 1
+                self._record(stretch, ends=False)
                 if flat in pending:
                     pending.pop(flat).run(coefficient)
+                self._record(stretch, ends=True)
             self._next_forward.start(unit)
         for update in pending.values():  # of another model
             update.run(coefficient)
         self._next_forward.start_next_stages()
+        self._record(stretch + 1, ends=False)
 
     def _clipped_params(self) -> list[nn.Parameter]:
         """The parameters whose gradients count: first those of the model in its order, which decides rounding."""

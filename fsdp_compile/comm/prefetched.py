@@ -129,11 +129,13 @@ class Offer:
 
     Attributes:
         asked: what the forward gathered, taken or not: by the key of the shard the dtype of the full buffer.
+        planned: where the shards begin that the plan of a compiled forward wants prefetched; None: there is none.
     """
 
     def __init__(self, gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> None:
         self._gathers = {gather.key: (gather, is_usable) for gather, is_usable in gathers.items()}
         self.asked: dict[Key, torch.dtype] = {}
+        self.planned: set[int] | None = None
 
     def take(self, shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
         """The all-gather of `shard` if it may be taken."""
@@ -167,3 +169,9 @@ def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
     For who is about to start it.
     """
     return None if _offer is None else _offer.take(shard, dtype, group)
+
+
+def plan_next(shards: Sequence[Tensor]) -> None:
+    """The forward that runs has a plan, which wants all-gathers of these stored shards started before the next one."""
+    if _offer is not None:
+        _offer.planned = {shard.data_ptr() for shard in shards}

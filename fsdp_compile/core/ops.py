@@ -14,12 +14,13 @@
       sent)                    `sent` is alive until then
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
+    prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
-gathered and reduced. Bodies that communicate are in comm/flat.py, those of
-`add_accumulated` and `defer_reduce` in eager/reduce.py, those of `check_ranks` and `record_time` beside the passes that
-insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat parameters are
-looked up by id]).
+gathered and reduced. Bodies that communicate are in comm/flat.py, those of `add_accumulated` and `defer_reduce` in
+eager/reduce.py, that of `prefetch_next` in eager/next_forward.py, those of `check_ranks` and `record_time` beside the
+passes that insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat
+parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,7 @@ torch.library.define(
 torch.library.define(
     "fsdp_flat::record_time", "(str graph, int stretch, int index, Device device) -> Tensor", tags=_OPAQUE
 )
+torch.library.define("fsdp_flat::prefetch_next", "(Tensor[] shards, Device device) -> Tensor", tags=_OPAQUE)
 
 UNSHARD = torch.ops.fsdp_flat.unshard.default
 VIEWS = torch.ops.fsdp_flat.views.default
@@ -85,6 +87,7 @@ DEFER_REDUCE = torch.ops.fsdp_flat.defer_reduce.default
 WAIT_COLLECTIVE = torch.ops.fsdp_flat.wait_collective.default
 CHECK_RANKS = has_side_effect(torch.ops.fsdp_flat.check_ranks.default)
 RECORD_TIME = has_side_effect(torch.ops.fsdp_flat.record_time.default)
+PREFETCH_NEXT = has_side_effect(torch.ops.fsdp_flat.prefetch_next.default)
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE)
 
 
@@ -214,6 +217,11 @@ def _check_ranks_fake(sequence: str, groups: list[str], timeout: float, device: 
 
 @torch.library.register_fake("fsdp_flat::record_time")
 def _record_time_fake(graph: str, stretch: int, index: int, device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+@torch.library.register_fake("fsdp_flat::prefetch_next")
+def _prefetch_next_fake(shards: list[Tensor], device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 

@@ -70,11 +70,12 @@ class NextForward:
     groups. A forward that gathers something else, such as scaled values, has nothing started for it.
 
     Args:
-        units: those that are prefetched, on all ranks the same.
+        units: those that may be prefetched, on all ranks the same.
+        first: how many of them are, after a forward without a plan of its own.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = tuple(units)
+    def __init__(self, units: Sequence[Unit], first: int) -> None:
+        self.units, self._first = tuple(units), first
         for unit in self.units:
             if unit.is_sharded:
                 host_group(unit.group, may_make=True)
@@ -123,10 +124,13 @@ class NextForward:
     def _note(self, offer: prefetched.Offer) -> None:
         """What the next forward will gather, if it is like the one that has ended."""
         self._gathered.clear()
-        for unit in self.units:
+        planned = offer.planned
+        for unit in self.units[: self._first] if planned is None else self.units:
+            if planned is not None and len(self._gathered) == len(planned):
+                return
             for flat in unit.flats:
                 dtype = offer.asked.get(prefetched.key_of(flat.shard, unit.stages[0].name))
-                if dtype is not None and flat.shard.numel():
+                if dtype is not None and flat.shard.numel() and (planned is None or flat.shard.data_ptr() in planned):
                     self._gathered[flat] = dtype
 
     def drop(self) -> None:
@@ -134,3 +138,9 @@ class NextForward:
         started, self._started = self._started, []
         for each in started:
             each.drop()
+
+
+@torch.library.impl("fsdp_flat::prefetch_next", "default")
+def _prefetch_next(shards: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    prefetched.plan_next(shards)
+    return torch.empty(0, device=device)

@@ -247,7 +247,7 @@ def _choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) 
     choices: list[Choices] = []
 
     def read_choices(context: GraphContext) -> None:
-        choices.append(read_blocks(context.graph, costs_of(context.graph, config)).choices())
+        choices.append(read_blocks(context.graph, costs_of(context.graph, config)).choices(config))
         raise _GraphRead
 
     insert = next(each for each in PASSES if each.name == "insert_collectives")

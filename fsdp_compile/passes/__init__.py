@@ -31,7 +31,14 @@ from fsdp_compile.passes.post_grad.lower_collectives import (
     coalesce_launches,
     reduce_scatter_by_all_to_all,
 )
-from fsdp_compile.passes.post_grad.order import check_order, check_ranks, order, pin_order, place_deferred_reduces
+from fsdp_compile.passes.post_grad.order import (
+    check_order,
+    check_ranks,
+    name_prefetched,
+    order,
+    pin_order,
+    place_deferred_reduces,
+)
 from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, record_times, verify_plan
 
 PASSES = (
@@ -50,6 +57,7 @@ PASSES = (
     Pass("verify_plan", "post_grad", verify_plan, needs=("choose_plan",)),
     Pass("order", "post_grad", order, needs=("choose_plan",)),
     Pass("check_order", "post_grad", check_order, needs=("order",)),
+    Pass("name_prefetched", "post_grad", name_prefetched, needs=("read_graph",)),
     Pass("record_times", "post_grad", record_times, needs=("read_graph",)),
     Pass("coalesce_launches", "post_grad", coalesce_launches),
     Pass("reduce_scatter_by_all_to_all", "post_grad", reduce_scatter_by_all_to_all),

@@ -67,7 +67,7 @@ def compute_seconds(flops: float, moved_bytes: float, dtype: str, device: Hardwa
 
 Profile = dict[str, list[float]]  # by `graph_name`, the seconds of each stretch
 MOST_SECONDS = 1_000_000  # of a stretch: twelve days, so that no sum overflows
-_GRAPH_NAME = re.compile(r"(?:forward|backward|inference) of ([0-9]{1,9}) products")
+_GRAPH_NAME = re.compile(r"(?:forward|backward|inference) of ([0-9]{1,9}) products|update of ([0-9]{1,9}) units")
 
 
 def graph_name(direction: str, stretches: Sequence[int]) -> str:
@@ -119,6 +119,25 @@ def step_with_profile(workload: Workload, stretches: Sequence[int], path: str) -
     return replace(workload, tasks=tuple(tasks))
 
 
+def measured_update(path: str, sizes: Sequence[int]) -> list[float] | None:
+    """What was measured of `compile_step`: seconds before the first update, of each unit's, and until the next forward.
+
+    None if nothing was.
+
+    Args:
+        path: of the profile.
+        sizes: bytes of each unit's shard. If the profile is of another number of units, they share its seconds.
+
+    Raises:
+        PlanError: the file is no profile.
+    """
+    measured = [seconds for name, seconds in _load(path).items() if name.startswith("update")]
+    if not measured or len(measured[-1]) == len(sizes) + 2:
+        return measured[-1] if measured else None
+    before, *units, after = measured[-1]
+    return [before, *(sum(units) * size / (sum(sizes) or 1) for size in sizes), after]
+
+
 def _share(tasks: Sequence[Task], stretches: Sequence[int], seconds: Sequence[float]) -> list[Task]:
     """`tasks` with the seconds of their stretches, in proportion to what each had; equally where none had any."""
     estimated, count = [0.0] * len(seconds), [0] * len(seconds)
@@ -147,9 +166,10 @@ def _load(path: str) -> Profile:
         where, graph = f"profile: {path}, {reprlib.repr(name)}", _GRAPH_NAME.fullmatch(name)
         if graph is None:
             raise PlanError(f"{where}: expected the name of a graph, such as 'forward of 10 products', found another")
-        if type(seconds) is not list or len(seconds) != int(graph[1]) + 1:
-            raise PlanError(f"{where}: expected a list of {int(graph[1]) + 1} seconds, one more than products, found "
-                            f"{reprlib.repr(seconds)}")  # fmt: skip
+        count = int(graph[1]) + 1 if graph[1] else int(graph[2]) + 2
+        if type(seconds) is not list or len(seconds) != count:
+            raise PlanError(f"{where}: expected a list of {count} seconds, one more than products or two more than "
+                            f"units, found {reprlib.repr(seconds)}")  # fmt: skip
         for stretch, each in enumerate(seconds):
             if not is_finite(each) or each > MOST_SECONDS:
                 raise PlanError(f"{where}, number {stretch} of its list: expected seconds from 0 to {MOST_SECONDS:,}, "

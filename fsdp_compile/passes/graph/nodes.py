@@ -58,6 +58,8 @@ class Tag:
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
         launch: which coalesced launch of the plan a gather or reduce belongs to; None: it is launched alone.
+        arrives: seconds into the forward at which the gather ends that the step before has launched, by the plan of the
+            whole step; None: the forward launches it itself.
     """
 
     kind: Kind
@@ -65,6 +67,7 @@ class Tag:
     path: str
     reshard: bool | None
     launch: int | None = None
+    arrives: float | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path or 'root'}"

@@ -78,12 +78,18 @@ class Costs:
         collective: seconds that a link needs for what this node starts, without latency.
         latency: seconds that each launch takes beside that.
         memory: whether bytes are counted too.
+        moving: seconds that the device takes to read or write so many bytes, in one kernel of an optimizer.
+        norm: seconds of the all-reduce of a number.
+        step: seconds from the last update to the next forward.
     """
 
     node: Callable[[fx.Node], float]
     collective: Callable[[fx.Node], float]
     latency: float = 0.0
     memory: bool = True
+    moving: Callable[[float], float] = lambda moved: 0.0
+    norm: float = 0.0
+    step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -409,12 +415,26 @@ def _unit(
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
         keep_unsharded=_keep_unsharded(gather.start[-1]) if gather else False,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
+        may_prefetch=gather is not None and stored_shard(gather) is not None,
     )
 
 
 def _starts(gather: Gather) -> list[fx.Node]:
     """All that a gather puts on the wire, in all stages."""
     return [node for node in (*gather.first, *gather.start) if node.target in STARTS]
+
+
+def stored_shard(gather: Gather) -> fx.Node | None:
+    """The input of the graph that a unit's only all-gather sends, cast or as it is; None if it sends anything else.
+
+    Such a gather may be started before the graph runs (eager/next_forward.py).
+    """
+    nodes = [*gather.first, *gather.start]
+    (*others, _), moved = gather.starts, [node for node in nodes if node.target not in (*STARTS, WAIT)]
+    sources = {source for node in nodes for source in node.all_input_nodes if source.op == "placeholder"}
+    if others or len(sources) != 1 or any((tag := get_tag(node)) is None or tag.kind != "cast" for node in moved):
+        return None
+    return sources.pop()
 
 
 def _allocates(node: fx.Node) -> bool:

@@ -39,10 +39,10 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.graph.node_costs import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import flop_formula, is_pure, is_scalar, module_path, source_of
 from fsdp_compile.passes.graph.reading import Costs, Reading, read
-from fsdp_compile.passes.joint.reshard import keep_unsharded
+from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Repeat, Way, choose, planned
-from fsdp_compile.passes.post_grad.plan_pass import costs_of
+from fsdp_compile.passes.post_grad.plan_pass import costs_of, update_cost
 
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # of a path: up to the first number
 RECOMPUTE, PRODUCTS = "recompute", "recompute but products"  # ways to treat a block
@@ -62,11 +62,12 @@ def choose_activations(context: GraphContext) -> None:
     blocks = read_blocks(graph, costs_of(graph, config))
     if config.link is None:
         blocks.tag((RECOMPUTE,) * len(blocks.blocks))
-    elif blocks.blocks:
-        choices = blocks.choices()
+    else:
+        choices = blocks.choices(config)
         chosen = choose_mix(choices, config)
         blocks.tag(tuple(way.name if way else None for way in chosen.mix))
         keep_unsharded(graph, blocks.reading, chosen.planned.keep_unsharded)
+        note_arrivals(blocks.reading, chosen.workload, chosen.planned.plan)
 
 
 def choose_mix(choices: Choices, config: CompileConfig) -> Chosen:
@@ -115,10 +116,11 @@ class Blocks:
         if chosen:
             _set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
 
-    def choices(self) -> Choices:
+    def choices(self, config: CompileConfig) -> Choices:
         """All that as numbers, for the planner."""
+        update = update_cost(self.reading, self.costs, config)
         if not self.blocks or self.costs is None:
-            return Choices(self.reading.workload, self.reading.workload, (), (), (), ())
+            return Choices(self.reading.workload, self.reading.workload, (), (), (), (), update)
         stored = read(self.graph, self.costs, joint=True, stored=self.stored)
         starts = list(accumulate(map(len, stored.tasks[:-1]), initial=0))
         fresh = dict.fromkeys(starts, 0)
@@ -132,7 +134,7 @@ class Blocks:
         )
         live = live_bytes(stored.alive, len(stored.position))
         return Choices(
-            self.reading.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks
+            self.reading.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks, update
         )
 
 

@@ -28,35 +28,54 @@ from fsdp_compile.passes.graph.nodes import (
 )
 from fsdp_compile.passes.graph.reading import Reading, read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.post_grad.plan_pass import costs_of
+from fsdp_compile.passes.plan.update import arrivals_in_forward, with_update
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.plan_pass import costs_of, update_cost
 
 
 def choose_reshard(context: GraphContext) -> None:
-    """Decide which units reshard after forward, of those whose tags leave it open.
+    """Decide which units reshard after forward, of those whose tags leave it open, and which ones are prefetched.
 
     With a link, by cost: a unit is kept unsharded if its second gather would make the step longer, as far as the
     budget allows. The budget applies to forward and backward together: a unit that is kept unsharded occupies memory
     in both graphs. Without a link, the unit that backward reads first is kept unsharded: no computation could hide its
     second all-gather.
 
+    If the configuration says what the optimizer's update is, the step is planned with it, and tags say at what time the
+    gathers end that are launched behind updates. (Where activations may be computed again, `choose_activations` has
+    done so.)
+
     Raises:
         PlanError: no plan fits into `config.budget`, or the profile is of another model.
     """
     graph, config = context.graph, context.config
-    if all(tag_of(gather).reshard is not None for gather in tagged(graph, "gather")):
-        return
     costs = costs_of(graph, config)
+    has_update = costs is not None and config.update is not None and config.activations == "keep"
+    if all(tag_of(gather).reshard is not None for gather in tagged(graph, "gather")) and not has_update:
+        return
     reading = read(graph, costs, joint=True)
     step = reading.workload
     if costs:
         if config.profile is not None:
             step = step_with_profile(step, stretches_of(reading.tasks), config.profile)
-        names = search_plan(step, config.budget).keep_unsharded
+        update = update_cost(reading, costs, config) if has_update else None
+        step = step if update is None else with_update(step, update)
+        planned = search_plan(step, config.budget)
+        names = planned.keep_unsharded
+        note_arrivals(reading, step, planned.plan)
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
         names = tuple(step.units[unit].name for unit in by_first_read[:1])
     keep_unsharded(graph, reading, names)
+
+
+def note_arrivals(reading: Reading, step: Workload, plan: Plan) -> None:
+    """Let the tags of gathers that `plan`, of a step with updates, launches behind those say when they end."""
+    for name, seconds in arrivals_in_forward(step, plan).items():
+        for node in reading.gathers[name].start:
+            set_tag(node, replace(tag_of(node), arrives=seconds))
 
 
 def keep_unsharded(graph: fx.Graph, reading: Reading, names: Iterable[str]) -> None:

@@ -182,7 +182,7 @@ class _BeamSearch:
         link, done, live, launches = 0.0, list[float](), held, None
         for index, launch in enumerate(gathers):
             arrives = self.workload.units[launch.unit].arrives
-            if arrives is None or not self.workload.is_forward(launch.first):
+            if arrives is None:
                 break
             link = max(link, arrives)
             done.append(link)

@@ -105,10 +105,8 @@ def smallest_budget(workload: Workload, keep: frozenset[int] | None = None) -> i
 
 def _least_memory(workload: Workload, keep: frozenset[int]) -> list[int]:
     """The same for each task."""
-    held = [
-        (_live_from(workload, *gather), gather[2], workload.units[gather[0]].gathered)
-        for gather in workload.gathers(keep)
-    ]
+    costs = [(workload.units[unit], first, last) for unit, first, last in workload.gathers(keep)]
+    held = [(first if unit.arrives is None else 0, last, unit.gathered) for unit, first, last in costs]
     held += [(0, last, workload.units[unit].gathered) for unit, last in workload.held(keep).items()]
     held += [(first, last, workload.units[unit].packed) for unit, first, last in workload.reduces()]
     changes = [0] * (len(workload.tasks) + 1)
@@ -116,11 +114,6 @@ def _least_memory(workload: Workload, keep: frozenset[int]) -> list[int]:
         changes[first] += size
         changes[last + 1] -= size
     return [task.memory + more for task, more in zip(workload.tasks, accumulate(changes), strict=False)]
-
-
-def _live_from(workload: Workload, unit: int, first: int, _: int) -> int:
-    """From which task on a gathered buffer is alive at least."""
-    return 0 if workload.units[unit].arrives is not None and workload.is_forward(first) else first
 
 
 def lower_bound(

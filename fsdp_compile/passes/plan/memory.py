@@ -23,6 +23,7 @@ from itertools import accumulate
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.search import EXACT_UNITS, PlannedStep, search_plan
+from fsdp_compile.passes.plan.update import UpdateCost, with_update
 from fsdp_compile.passes.plan.workload import Task, Workload
 
 KEEP = "keep"
@@ -81,6 +82,7 @@ class Choices:
         fresh: bytes of these, at the first position of each task, that are alive since there.
         starts: the first position of each task.
         blocks: the blocks, in the order of forward.
+        update: what follows backward, whatever is chosen; None: it is not planned.
     """
 
     plain: Workload
@@ -89,6 +91,7 @@ class Choices:
     fresh: tuple[int, ...]
     starts: tuple[int, ...]
     blocks: tuple[Block, ...]
+    update: UpdateCost | None = None
 
 
 Mix = tuple[Way | None, ...]  # for each block; None: its activations stay
@@ -110,7 +113,12 @@ class Chosen:
 
 def workload_of(choices: Choices, mix: Mix) -> Workload:
     """The step in which each block's activations are treated as `mix` says."""
-    ways = [way for way in mix if way is not None]
+    step = _computed(choices, [way for way in mix if way is not None])
+    return step if choices.update is None else with_update(step, choices.update)
+
+
+def _computed(choices: Choices, ways: list[Way]) -> Workload:
+    """The forward and the backward of that."""
     if not ways:
         return choices.plain
     changes = [0] * (len(choices.live) + 1)

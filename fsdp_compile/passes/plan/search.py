@@ -330,7 +330,7 @@ def _plan(workload: Workload, gathers: list[_Gather], issued: list[_Position], w
     """
     steps: list[tuple[_Position, Kind, int]] = []
     for index, ((unit, first, last), position) in enumerate(zip(gathers, issued, strict=True)):
-        if workload.units[unit].arrives is not None and workload.is_forward(first):
+        if workload.units[unit].arrives is not None:
             position = 0, 2, index - 2 * len(gathers)  # before all others, for it was launched before them
         steps += [(position, "gather", unit), ((first, 2, 4 * index), "wait", unit)]
         steps.append(((last + 1, 0, index), "free", unit))

@@ -10,7 +10,7 @@ link         reduces  |norm|            [gather a ][gather b ]      [gather c ]
 
 from dataclasses import dataclass, replace
 
-from fsdp_compile.passes.plan.plan import Plan, Step
+from fsdp_compile.passes.plan.plan import Plan, Step, simulate
 from fsdp_compile.passes.plan.workload import Task, Workload
 
 
@@ -76,8 +76,18 @@ def repeated(workload: Workload, plan: Plan) -> Plan:
 
 def prefetched(workload: Workload, plan: Plan) -> list[Step]:
     """The steps of `plan` that gather for the next forward behind updates, in order."""
-    end = _end(workload)
-    return [step for step in plan.of("gather") if workload.forward and end < step.at < workload.forward]
+    end = _end(workload) if workload.forward else 0
+    return [step for step in plan.of("gather") if end < step.at < workload.forward]
+
+
+def arrivals_in_forward(workload: Workload, plan: Plan) -> dict[str, float]:
+    """By unit, how long after forward begins the gather ends that `plan` issues behind updates; in their order."""
+    if not workload.forward:
+        return {}
+    timeline, steps = simulate(workload, plan), plan.of("gather", "reduce")
+    ends = {step: span.end for step, span in zip(steps, timeline.link, strict=True)}
+    begin = timeline.compute[workload.forward - 1].end
+    return {name: max(0.0, ends[step] - begin) for step in prefetched(workload, plan) for name in step.units}
 
 
 def _end(workload: Workload) -> int:

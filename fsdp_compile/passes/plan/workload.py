@@ -53,8 +53,8 @@ class UnitCost:
         keep_unsharded: whether the gathered buffer stays from forward to backward; None: the planner decides.
         module: a name that units of the same module share; empty: no other unit is of its module.
         may_prefetch: whether its all-gather for the next forward may be launched right behind its update.
-        arrives: seconds into this workload at which its first gather ends, which was launched before; None: the first
-            one is launched in it too.
+        arrives: of a forward alone: seconds into it at which the gather ends that was launched before; None: it is
+            launched in this forward.
     """
 
     name: str

@@ -3,6 +3,7 @@
 place_deferred_reduces    gradients whose reduce is deferred leave the graph as soon as they are there
 order                     moves the nodes that start collectives and wait for them where the plan wants them
 check_order               compares the graph with the plan
+name_prefetched           says which units the step before the next forward gathers
 check_ranks               lets ranks compare which collectives they are about to run
 pin_order                 chains what must not change places (Note [Why the order is pinned])
 """
@@ -18,10 +19,10 @@ from torch import fx
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
-from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, RECORD_TIME, WAIT_COLLECTIVE
+from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, PREFETCH_NEXT, RECORD_TIME, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
-from fsdp_compile.passes.graph.reading import Reading, with_ancestors, with_preparation
+from fsdp_compile.passes.graph.reading import Reading, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
 
@@ -108,6 +109,24 @@ def check_order(context: GraphContext) -> None:
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
+def name_prefetched(context: GraphContext) -> None:
+    """Put `fsdp_flat::prefetch_next` at the start of a forward: what `compile_step` is to gather for the next one.
+
+    Where the configuration says what the update is and names a link; else `compile_step` goes by a rule.
+    """
+    graph, reading, config = context.graph, context.reading, context.config
+    starts = tagged(graph, "gather")
+    if context.direction != "forward" or config.update is None or config.link is None or not starts:
+        return
+    gathers = [gather for gather in reading.gathers.values() if tag_of(gather.start[-1]).arrives is not None]
+    shards = [shard for gather in gathers if (shard := stored_shard(gather)) is not None]
+    value = starts[0].meta["val"]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        node = graph.create_node("call_function", PREFETCH_NEXT, (shards, value.device), name="prefetch_next")
+    with value.fake_mode:
+        node.meta["val"] = PREFETCH_NEXT([shard.meta["val"] for shard in shards], value.device)
+
+
 # Note [Why the order is pinned]
 # Inductor lowers an FX graph in its order, but its scheduler reorders operations afterwards. Its memory pass
 # (`reorder_for_peak_memory`, on by default) moves each all-gather right before its wait, which undoes all prefetching,
@@ -135,7 +154,7 @@ def _result_of(event: fx.Node) -> fx.Node:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in STARTS or node.target in (WAIT, WAIT_COLLECTIVE, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME):
+    if node.target in (*STARTS, WAIT, WAIT_COLLECTIVE, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME, PREFETCH_NEXT):
         return True
     tag = get_tag(node)
     if tag is not None and tag.kind == "mean":

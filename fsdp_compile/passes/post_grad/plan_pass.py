@@ -17,6 +17,8 @@ import reprlib
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -27,20 +29,23 @@ from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.text_files import read_text
-from fsdp_compile.passes.cost.hardware import Hardware, device, link, reported_device
+from fsdp_compile.passes.cost.hardware import Hardware, device, link, reported_device, update_seconds
 from fsdp_compile.passes.cost.roofline import (
     all_reduce_seconds,
     graph_name,
     launch_seconds,
+    measured_update,
     transfer_seconds,
     with_profile,
 )
 from fsdp_compile.passes.graph.node_costs import node_seconds, node_work, size_of
-from fsdp_compile.passes.graph.nodes import tagged
-from fsdp_compile.passes.graph.reading import Costs, read, stretches_of
+from fsdp_compile.passes.graph.nodes import tag_of, tagged
+from fsdp_compile.passes.graph.reading import Costs, Reading, read, stored_shard, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
+from fsdp_compile.passes.plan.update import UpdateCost
+from fsdp_compile.passes.plan.workload import Workload
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
@@ -58,6 +63,15 @@ def read_graph(context: GraphContext) -> None:
     if config.profile is not None:
         stretches = stretches_of(context.reading.tasks)
         context.workload = with_profile(context.workload, stretches, context.direction, config.profile)
+    if context.direction == "forward" and config.update is not None:
+        context.workload = _with_arrivals(context.reading, context.workload)
+
+
+def _with_arrivals(reading: Reading, workload: Workload) -> Workload:
+    """`workload`, of a forward, whose first gathers the step before has launched, as their tags say."""
+    arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in reading.gathers.items()}
+    units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
+    return replace(workload, units=units)
 
 
 def choose_plan(context: GraphContext) -> None:
@@ -138,7 +152,49 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
         full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
         return transfer_seconds(full, _world_size(start), wire)
 
-    return Costs(of_node, of_collective, launch_seconds(max(map(_world_size, starts)), wire))
+    def moving(moved: float) -> float:
+        return max(update_seconds(moved, computer), computer.kernel_seconds)
+
+    world = max(map(_world_size, starts))
+    norm = all_reduce_seconds(4, world, wire)
+    return Costs(
+        of_node, of_collective, launch_seconds(world, wire), moving=moving, norm=norm, step=computer.step_seconds
+    )
+
+
+def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
+    """What `config.update` says follows the backward of `reading`, a joint graph; None if nothing is known of it.
+
+    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
+    update right before it.
+
+    Raises:
+        PlanError: `config.profile` is no profile.
+    """
+    update, step = config.update, reading.workload
+    if costs is None or update is None or step.backward == len(step.tasks):
+        return None
+    sizes = [_shard_bytes(reading, unit.name) for unit in step.units]
+    estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
+    measured = measured_update(config.profile, sizes) if config.profile is not None else None
+    before, *seconds, after = measured or [*estimated, costs.step]
+    return UpdateCost(
+        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
+        tuple(sizes),
+        before,
+        after,
+        norm=costs.norm if update.clips else None,
+        prefetch=None if update.prefetch == "auto" else update.prefetch,
+    )
+
+
+def _shard_bytes(reading: Reading, name: str) -> int:
+    """Bytes of a unit's shard that are updated: as many as it has gradients."""
+    if reading.reduces:
+        reduce = reading.reduces.get(name)
+        return size_of((reduce.wait + reduce.end)[-1]) if reduce is not None else 0
+    shard = stored_shard(reading.gathers[name])
+    return size_of(shard) if shard is not None else 0
 
 
 def relative_costs(graph: fx.Graph) -> Costs:
@@ -205,14 +261,18 @@ def record_times(context: GraphContext) -> None:
 
 
 class TaskProfile:
-    """Records when the tasks of compiled graphs begin and end, in a `with` statement.
+    """Records when tasks of compiled graphs, and updates of `compile_step`, begin and end, in a `with` statement.
 
     There is one for all threads at a time, as backward may run in a thread of its own.
+
+    Args:
+        clock: seconds, as time passes on the CPU.
     """
 
     _active: ClassVar["TaskProfile | None"] = None
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self._moments: defaultdict[tuple[str, int, int], list[Moment]] = defaultdict(list)  # by graph, stretch, moment
 
     def __enter__(self) -> "TaskProfile":
@@ -241,12 +301,13 @@ class TaskProfile:
 
 @torch.library.impl("fsdp_flat::record_time", "default")
 def _record_time(graph: str, stretch: int, moment: int, device: torch.device) -> torch.Tensor:
-    if TaskProfile._active is not None:
-        now: Moment = time.perf_counter()
+    profile = TaskProfile._active
+    if profile is not None and (moment % 2 == 0 or (graph, stretch, moment - 1) in profile._moments):
+        now: Moment = profile.clock()
         if device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
             now.record()
-        TaskProfile._active._moments[graph, stretch, moment].append(now)
+        profile._moments[graph, stretch, moment].append(now)
     return torch.empty(0, device=device)
 
 
