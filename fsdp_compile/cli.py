@@ -59,8 +59,6 @@ CONVERT = "Write a checkpoint in another format, with one tensor in memory at a 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     args = parse(arguments)
-    from fsdp_compile.checkpoint import CheckpointError
-
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -69,8 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (FileNotFoundError, FileExistsError, ValueError) as error:
         return _refuse(error, 2)
-    except (CheckpointError, OSError) as error:
+    except OSError as error:
         return _refuse(error, 1)
+    except Exception as error:
+        from fsdp_compile.checkpoint import CheckpointError  # imports torch
+
+        if isinstance(error, CheckpointError):
+            return _refuse(error, 1)
+        raise
     return 0
 
 

@@ -49,6 +49,18 @@ def test_names_load_no_passes() -> None:
     assert not [name for name in ours if name.startswith(("torch._inductor", "torch.testing"))]
 
 
+def test_numbers_load_no_torch() -> None:
+    """Torch is not loaded where numbers alone are computed: by plans, costs, and `explain --runs` from start to end."""
+    table = Path(fsdp_compile.__file__).parent / "explain/runs/data/reported_runs.csv"
+    loaded = loaded_after(
+        "import contextlib, io, fsdp_compile.passes.plan.search\n"
+        "from fsdp_compile.cli import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()): main(['explain', '--runs', {str(table)!r}])"
+    )
+    assert {"fsdp_compile.explain.runs.tables", "fsdp_compile.passes.cost.hardware"} <= loaded
+    assert not [name for name in loaded if name.split(".")[0] == "torch"]
+
+
 def test_numpy_is_a_dependency() -> None:
     """numpy is installed with the package: without it torch gathers no objects, so that no checkpoint can be saved."""
     gather = (
