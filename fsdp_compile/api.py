@@ -311,6 +311,8 @@ def explain_plan(
     device: str | None = None,
     budget: int | None = None,
     activations: str = "keep",
+    optimizer: str | None = None,
+    clip: bool = False,
 ) -> "Report":
     """Predict the plan that a compiled step of `model` would follow, without running it.
 
@@ -325,6 +327,9 @@ def explain_plan(
         device: what computes, as in `CompileConfig`.
         budget: number of bytes that may live at once, or None for no limit.
         activations: what becomes of each block's activations between forward and backward, as in `CompileConfig`.
+        optimizer: "adamw", "adam", "momentum" or "sgd": the plan is that of a step of `compile_step` with it, which
+            repeats; None: that of a forward and backward alone.
+        clip: whether that step clips gradients by their norm.
 
     Returns:
         A report: `str(report)` is a table of all collectives, `report.to_trace()` JSON for Perfetto.
@@ -333,9 +338,10 @@ def explain_plan(
         PlanError: no plan fits into `budget`.
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
-    from fsdp_compile.explain.report import predict  # imports Inductor
+    from fsdp_compile.explain.report import predict, update_of  # imports Inductor
 
-    config = CompileConfig(link=link, device=device, budget=budget, activations=activations)
+    update = update_of(optimizer, clip)
+    config = CompileConfig(link=link, device=device, budget=budget, activations=activations, update=update)
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
     return predict(model, shard, example_inputs, config, world_size)
 

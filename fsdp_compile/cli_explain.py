@@ -146,6 +146,8 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--device", help="what computes, such as h100 (default: this machine's)")
     plan.add_argument("--budget", type=positive, metavar="BYTES", help="memory that may be in use at once")
     plan.add_argument("--activations", choices=ACTIVATIONS, default="keep", help="what becomes of those of each block")
+    plan.add_argument("--optimizer", choices=OPTIMIZERS, help="plan the step of compile_step with it")
+    plan.add_argument("--clip", action="store_true", help="clip gradients in that step")
     plan.add_argument("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
 
 
@@ -290,6 +292,8 @@ def run_plan(args: argparse.Namespace) -> None:
         device=args.device,
         budget=args.budget,
         activations=args.activations,
+        optimizer=args.optimizer,
+        clip=args.clip,
     )
     print(report, end="")
     if args.trace:

@@ -38,7 +38,7 @@ MOST_TOP = 10  # single collectives that a prediction lists
 _STATES = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0, "none": 0}
 # Bytes that an update reads and writes for each parameter: parameter, gradient and states in float32, read, and written
 # but for the gradient. Eager optimizers without fused kernels pass over them several times.
-_UPDATE_MOVES = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12, "none": 0}
+UPDATE_MOVES = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12, "none": 0}
 _UPDATE_PASSES = 3  # of an update that is not fused
 _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 
@@ -235,7 +235,7 @@ class Priced:
         """Seconds of clipping and of the optimizer."""
         shard = self.work.parameters / self.shards
         passes = 1 if self.setting.compiled else _UPDATE_PASSES
-        moved = _UPDATE_MOVES[self.setting.optimizer] * passes + (_CLIP_MOVES if self.setting.clip else 0)
+        moved = UPDATE_MOVES[self.setting.optimizer] * passes + (_CLIP_MOVES if self.setting.clip else 0)
         return update_seconds(shard * moved, self.hardware) + self.hardware.step_seconds
 
     @cached_property

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile.config import CompileConfig
+from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
+from fsdp_compile.explain.pricing import UPDATE_MOVES
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
 from fsdp_compile.passes.inductor import compile_with
@@ -29,6 +30,7 @@ from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.memory import KEEP, Choices, Chosen
 from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, verify
+from fsdp_compile.passes.plan.update import end_of_backward, prefetched
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import costs_of
 
@@ -96,15 +98,17 @@ class Report:
 
     @property
     def collectives(self) -> list[Collective]:
-        """The gathers and reduces, in the order in which they are launched."""
-        return list(_collectives(self))
+        """The gathers and reduces, in the order in which they are launched; all-reduces of norms come last."""
+        norms = [Collective(each.name, 4, each.seconds, each.seconds, "dependency") for each in self.timeline.norms]
+        return [*_collectives(self), *norms]
 
     def to_trace(self) -> str:
         """JSON for Perfetto or chrome://tracing."""
         return self.timeline.to_trace()
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self.collectives), *_of_blocks(self.blocks), "", *_totals(self)]) + "\n"
+        parts = [*_table(self.collectives), *_of_updates(self), *_of_blocks(self.blocks), "", *_totals(self)]
+        return "\n".join(parts) + "\n"
 
 
 def report(workload: Workload, plan: Plan, budget: int | None = None, blocks: tuple[BlockChoice, ...] = ()) -> Report:
@@ -130,13 +134,16 @@ def _collectives(report: Report) -> Iterator[Collective]:
 
 
 def _limit(report: Report, step: Step, span: Span, size: int, queued: bool) -> str:
-    start = report.workload.backward if step.at >= report.workload.backward else 0
+    workload = report.workload
+    start = workload.backward if step.at >= workload.backward else 0
+    if step.at >= workload.forward:
+        start = max(start, workload.forward)
     if queued and span.start > 0:
         return "link"
     if step.kind == "reduce":
         waited_for = next(each.at for each in report.plan.of("wait_reduce") if each.units == step.units)
-        return "memory" if waited_for < len(report.workload.tasks) else "dependency"
-    if step.at == start:
+        return "memory" if waited_for < (end_of_backward(workload) or len(workload.tasks)) else "dependency"
+    if step.at == start or step in prefetched(workload, report.plan):
         return "dependency"
     full = report.budget is not None and report.timeline.memory[step.at - 1] + size > report.budget
     return "memory" if full else "compute"
@@ -151,6 +158,19 @@ def _table(collectives: list[Collective]) -> Iterator[str]:
         yield f"{each.name:{name_width}}  {each.bytes:14,}  {times}  {each.limit}".rstrip()
 
 
+def _of_updates(report: Report) -> Iterator[str]:
+    """What lies between a backward and the next forward, and the gathers that start behind it."""
+    workload = report.workload
+    tasks = [*enumerate(workload.tasks)][end_of_backward(workload) : workload.forward]
+    if tasks:
+        name_width = max(len(task.name) for _, task in tasks)
+        yield f"\n{'update':{name_width}}  {'ms':>9}  starts for the next forward"
+    for index, task in tasks:
+        started = [name for step in prefetched(workload, report.plan) if step.at == index + 1 for name in step.units]
+        gathers = f"gather {' '.join(started)}" if started else ""
+        yield f"{task.name:{name_width}}  {1e3 * task.seconds:9.3f}  {gathers}".rstrip()
+
+
 def _of_blocks(blocks: tuple[BlockChoice, ...]) -> Iterator[str]:
     if blocks:
         name_width = max(len(each.name) for each in blocks)
@@ -163,10 +183,23 @@ def _of_blocks(blocks: tuple[BlockChoice, ...]) -> Iterator[str]:
 def _totals(report: Report) -> Iterator[str]:
     step, computing = report.timeline.makespan, sum(task.seconds for task in report.workload.tasks)
     gap = max(0.0, step / report.bound - 1) if report.bound else 0.0
-    yield f"step      {1e3 * step:.3f} ms: computing {1e3 * computing:.3f}, the rest {1e3 * (step - computing):.3f}"
+    repeats = ", backward, update and the next forward, which repeats" * bool(report.workload.forward)
+    rest = f"computing {1e3 * computing:.3f}, the rest {1e3 * (step - computing):.3f}"
+    yield f"step      {1e3 * step:.3f} ms{repeats}: {rest}"
     yield f"bound     {1e3 * report.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
     limit = "no limit" if report.budget is None else f"{report.budget:,} bytes"
     yield f"memory    {report.timeline.peak:,} bytes at most, budget: {limit}"
+
+
+def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
+    """The update of an optimizer by its name. ValueError if the name is unknown, or nothing can be clipped."""
+    if optimizer is None:
+        if clip:
+            raise ValueError("clip: expected an optimizer beside it, for without one no update is planned, found none")
+        return None
+    if optimizer not in UPDATE_MOVES:
+        raise ValueError(f"optimizer: expected one of {', '.join(UPDATE_MOVES)}, found {optimizer!r}")
+    return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------

@@ -81,6 +81,11 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert printed.startswith("collective ") and "\nreduce root " in printed and "\nbound " in printed
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    assert main(["plan", str(tmp_path / "model.py"), *options, "--optimizer", "adamw", "--clip"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nall-reduce before updates " in printed and "  gather root\n" in printed and "which repeats" in printed
+    assert main(["plan", str(tmp_path / "model.py"), *options, "--clip"]) == 2
+    assert "clip: expected an optimizer beside it" in capsys.readouterr().err
     (tmp_path / "empty.py").write_text("")
     assert main(["plan", str(tmp_path / "empty.py"), *options]) == 2
     assert "expected a function make_model() without arguments, found none" in capsys.readouterr().err

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 from every_plan import shortest
+from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
+from fsdp_compile.explain.report import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.search import search_plan
@@ -120,3 +122,40 @@ def test_shortest(seed: int) -> None:
         best = shortest(workload, float("inf") if budget is None else budget)
         assert found.seconds == pytest.approx(best), (each, found.plan)
         assert found.bound <= best + 1e-9, each
+
+
+def test_report() -> None:
+    """The report shows the updates, the gathers behind them, and what is exposed with them."""
+    workload = updated(blocks(3), clips=True)
+    found = report(workload, search_plan(workload).plan)
+    assert found.timeline.exposed == pytest.approx(sum(each.exposed for each in found.collectives))
+    assert_expected_inline(
+        str(found),
+        """\
+collective                          bytes         ms     hidden    exposed  limited by
+gather root                            70    720.000      0.000    720.000  dependency
+gather blocks.2                       100   1020.000   1000.000     20.000  link
+gather blocks.1 blocks.0              200   2020.000   2020.000      0.000
+reduce blocks.2                       100   1020.000   1020.000      0.000
+reduce blocks.1                       100   1020.000   1020.000      0.000
+reduce blocks.0                       100   1020.000     50.000    970.000  dependency
+reduce root                            70    720.000      0.000    720.000  link
+gather root                            70    720.000    720.000      0.000
+gather blocks.0                       100   1020.000    330.000    690.000  link
+gather blocks.1                       100   1020.000   1020.000      0.000
+gather blocks.2                       100   1020.000   1020.000      0.000
+all-reduce before updates               4    200.000      0.000    200.000  dependency
+
+update                  ms  starts for the next forward
+before updates     100.000
+update root        300.000  gather root
+update blocks.0    300.000  gather blocks.0
+update blocks.1    300.000  gather blocks.1
+update blocks.2    300.000  gather blocks.2
+next step          100.000
+
+step      17120.000 ms, backward, update and the next forward, which repeats: computing 13800.000, the rest 3320.000
+bound     17080.000 ms, a lower bound for all plans; this one takes 0.23% more
+memory    472 bytes at most, budget: no limit
+""",
+    )

@@ -61,7 +61,9 @@ def with_update(step: Workload, update: UpdateCost) -> Workload:
 def without_update(workload: Workload) -> Workload:
     """The forward and the backward of a step with updates, in this order."""
     forward = workload.tasks[workload.forward :]
-    return replace(workload, tasks=forward + workload.tasks[: _end(workload)], backward=len(forward), forward=0)
+    return replace(
+        workload, tasks=forward + workload.tasks[: end_of_backward(workload)], backward=len(forward), forward=0
+    )
 
 
 def repeated(workload: Workload, plan: Plan) -> Plan:
@@ -76,8 +78,7 @@ def repeated(workload: Workload, plan: Plan) -> Plan:
 
 def prefetched(workload: Workload, plan: Plan) -> list[Step]:
     """The steps of `plan` that gather for the next forward behind updates, in order."""
-    end = _end(workload) if workload.forward else 0
-    return [step for step in plan.of("gather") if end < step.at < workload.forward]
+    return [step for step in plan.of("gather") if end_of_backward(workload) < step.at < workload.forward]
 
 
 def arrivals_in_forward(workload: Workload, plan: Plan) -> dict[str, float]:
@@ -90,6 +91,6 @@ def arrivals_in_forward(workload: Workload, plan: Plan) -> dict[str, float]:
     return {name: max(0.0, ends[step] - begin) for step in prefetched(workload, plan) for name in step.units}
 
 
-def _end(workload: Workload) -> int:
-    """The first task after backward."""
-    return next(at for at, task in enumerate(workload.tasks) if task.updates) - 1
+def end_of_backward(workload: Workload) -> int:
+    """The first task after the backward that comes first in a step with updates; 0 if there are none."""
+    return next((at for at, task in enumerate(workload.tasks) if task.updates), 1) - 1
