@@ -83,12 +83,12 @@ class NextForward:
         self._started: list[_Started] = []
 
     def start(self, unit: Unit) -> None:
-        """Begin to gather `unit`, one of `units`, whose parameters have the values of the next forward."""
-        if unit not in self.units or not unit.is_sharded or host_group(unit.group, may_make=False) is None:
-            return
+        """Begin to gather `unit`, if it is to be; its parameters have the values of the next forward."""
         for flat in unit.flats:
             dtype = self._gathered.get(flat)
-            if dtype is not None and unit.device == flat.shard.device:
+            if dtype is None or host_group(unit.group, may_make=False) is None:
+                continue
+            if unit.is_sharded and unit.device == flat.shard.device:
                 gather = PrefetchedGather(flat.shard, dtype, unit.stages, flat.shown_unit)
                 self._started.append(_Started(unit, weakref.ref(unit.group), unit.version_counters(), gather))
 
