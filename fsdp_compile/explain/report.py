@@ -107,8 +107,8 @@ class Report:
         return self.timeline.to_trace()
 
     def __str__(self) -> str:
-        parts = [*_table(self.collectives), *_of_updates(self), *_of_blocks(self.blocks), "", *_totals(self)]
-        return "\n".join(parts) + "\n"
+        lines = [*_table(self.collectives), *_of_updates(self), *_of_blocks(self.blocks), "", *_totals(self)]
+        return "\n".join(lines) + "\n"
 
 
 def report(workload: Workload, plan: Plan, budget: int | None = None, blocks: tuple[BlockChoice, ...] = ()) -> Report:
