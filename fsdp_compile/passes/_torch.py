@@ -35,8 +35,8 @@ Dependencies of the nodes of the scheduler: see Note [Loops that forget the wait
 `recompute_size_and_body` may rename what a loop reads; if `tests/gloo/test_traps.py` holds without the hook, drop it.
 
 Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
-buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of a graph's input, with another
-dtype, stands for a shard that is cast where its all-gather starts. When torch moves: `tests/fake/test_copies.py`,
+buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input
+stands for a shard that is cast where its all-gather starts. When torch moves: `tests/fake/test_copies.py`,
 `test_reuse.py` and `test_order.py` read generated code and fail if a gradient is copied or read too late.
 """
 
