@@ -62,5 +62,8 @@ def copy_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """`graph` compiled by Inductor for tensors like `inputs`: no guards are checked when it is called."""
     from torch._inductor import compile as compile_by_inductor  # seconds that only those wait for who compile
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return compile_by_inductor(graph, list(inputs))
+    fake = FakeTensorMode(shape_env=ShapeEnv())  # without these, nothing comes from caches or goes there
+    return compile_by_inductor(graph, [fake.from_tensor(each, static_shapes=True) for each in inputs])

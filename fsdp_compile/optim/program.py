@@ -233,7 +233,7 @@ def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int],
         _apply(program, values, sets[chosen])
         for position, tensor in enumerate(tensors):
             if position != 1 and values[position] is not tensor:
-                tensor.copy_(values[position])
+                tracer.create_proxy("call_function", torch.ops.aten.copy_.default, (tensor, values[position]), {})
     graph.output(())
     return fx.GraphModule({}, graph)
 
