@@ -10,7 +10,7 @@ A forward, eager or compiled, is not told of them: who starts an all-gather asks
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
-# no object that could own what was prefetched. So they look it up in what is offered in this process, which is only
+# no object that could own what was prefetched. So they look it up in what is offered in this thread, which is only
 # around the one forward that may use it. In between steps `CompiledStep` owns the buffers, and nothing finds them: no
 # evaluation, no other model, no later forward.
 # What names a unit there is the address of its stored shard. A path in the graph would not do: blocks of equal layout
@@ -24,6 +24,7 @@ A forward, eager or compiled, is not told of them: who starts an all-gather asks
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -149,18 +150,18 @@ class Offer:
         return gather.take()
 
 
-_offer: Offer | None = None
+_offer: ContextVar[Offer | None] = ContextVar("offer", default=None)  # of this thread: another trains another model
 
 
 @contextmanager
 def offered(gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> Iterator[Offer]:
     """Let the forward in this block take each of `gathers` once, if it may."""
-    global _offer
-    outer, _offer = _offer, Offer(gathers)
+    offer = Offer(gathers)
+    token = _offer.set(offer)
     try:
-        yield _offer
+        yield offer
     finally:
-        _offer = outer
+        _offer.reset(token)
 
 
 def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
@@ -168,10 +169,12 @@ def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
 
     For who is about to start it.
     """
-    return None if _offer is None else _offer.take(shard, dtype, group)
+    offer = _offer.get()
+    return None if offer is None else offer.take(shard, dtype, group)
 
 
 def plan_next(shards: Sequence[Tensor]) -> None:
     """The forward that runs has a plan, which wants all-gathers of these stored shards started before the next one."""
-    if _offer is not None:
-        _offer.planned = {shard.data_ptr() for shard in shards}
+    offer = _offer.get()
+    if offer is not None:
+        offer.planned = {shard.data_ptr() for shard in shards}
