@@ -152,24 +152,32 @@ def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: i
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("removed", [(), (0,), (1,), (1, 2)], ids=str)
-def test_some_caches_are_gone(tmp_path: Path, removed: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("how", "ranks", "removed"),
+    [
+        *(("world", 3, removed) for removed in ((), (0,), (1,), (1, 2))),
+        *(("hybrid", 4, removed) for removed in ((0,), (2,), (1, 2, 3))),
+    ],
+    ids=str,
+)
+def test_some_caches_are_gone(tmp_path: Path, how: str, ranks: int, removed: tuple[int, ...]) -> None:
     """Ranks whose caches are empty and ranks whose caches are full end alike, with the numbers that they had before."""
-    before = start(tmp_path, world_size=3)
+    before = start(tmp_path, ranks, how=how)
     for rank in removed:
         shutil.rmtree(tmp_path / f"rank{rank}")
-    reports = start(tmp_path, world_size=3)
+    reports = start(tmp_path, ranks, how=how)
     assert reports[0].misses == (2 if 0 in removed else 0)
     check_loaded(reports, probes=2.0)
     assert [report.losses for report in reports] == [report.losses for report in before]
 
 
 @pytest.mark.nightly
-def test_a_rank_that_differs_compiles_for_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "ranks"), [("world", 2), ("hybrid", 4)])
+def test_a_rank_that_differs_compiles_for_itself(tmp_path: Path, how: str, ranks: int) -> None:
     """What the first rank compiled does not fit a rank with other settings of the compiler, which says so."""
-    before = start(tmp_path)
+    before = start(tmp_path, ranks, how=how)
     shutil.rmtree(tmp_path / "rank1")
-    reports = start(tmp_path, own={1: {"TORCHINDUCTOR_COMPREHENSIVE_PADDING": "0"}})
+    reports = start(tmp_path, ranks, own={1: {"TORCHINDUCTOR_COMPREHENSIVE_PADDING": "0"}}, how=how)
     assert reports[1].misses == 2
     assert ["compiled for itself" in warning for warning in reports[1].warnings] == [True]
     assert reports[1].losses == pytest.approx(before[1].losses, rel=1e-5)
