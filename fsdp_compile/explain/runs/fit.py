@@ -75,13 +75,15 @@ def _next(
     free: Sequence[Free], point: Sequence[float], errors: Sequence[float], slopes: Sequence[Sequence[float]]
 ) -> list[float]:
     """The point at which the linear model has the least squares, priors included."""
+    import torch  # predictions of runs, which share this folder, do without
+
     weight = 1 / ROW_DEVIATION**2
     matrix = [[weight * _dot(one, other) for other in slopes] for one in slopes]
     right = [-weight * _dot(one, errors) for one in slopes]
     for at, each in enumerate(free):
         matrix[at][at] += 1 / each.deviation**2
         right[at] -= point[at] / each.deviation**2
-    change = _solve(matrix, right)
+    change = torch.linalg.solve(*(torch.tensor(each, dtype=torch.float64) for each in (matrix, right))).tolist()
     return [value + max(-_MOST, min(_MOST, step)) for value, step in zip(point, change, strict=True)]
 
 
@@ -134,18 +136,3 @@ def _errors(
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(one, other, strict=True))
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination with pivots: at most ten unknowns, and a matrix that the priors make regular."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for at in range(len(rows)):
-        pivot = max(range(at, len(rows)), key=lambda each: abs(rows[each][at]))
-        rows[at], rows[pivot] = rows[pivot], rows[at]
-        for below in range(at + 1, len(rows)):
-            factor = rows[below][at] / rows[at][at]
-            rows[below] = [b - factor * a for a, b in zip(rows[at], rows[below], strict=True)]
-    solution = [0.0] * len(rows)
-    for at in reversed(range(len(rows))):
-        solution[at] = (rows[at][-1] - _dot(rows[at][at + 1 : -1], solution[at + 1 :])) / rows[at][at]
-    return solution
