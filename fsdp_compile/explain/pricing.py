@@ -10,9 +10,9 @@
 A step with gradient accumulation is that many equal passes and one update; each pass reduces its gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 from fsdp_compile.explain.graphs import UPDATE, GraphStep, as_graph
@@ -116,22 +116,19 @@ class Priced:
     # --- seconds ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _collective(self) -> dict[int, tuple[float, float, float]]:
-        """By number of parameters: seconds of a gather, of a reduce, and of the all-reduce over replicas."""
-        return {}
+    def collectives_of(self) -> Callable[[int], tuple[float, float, float]]:
+        """By number of parameters: seconds of a gather, a reduce, and an all-reduce over replicas, without launches."""
+        return cache(self._collectives_of)
 
-    def collectives_of(self, parameters: int) -> tuple[float, float, float]:
-        """Seconds of a unit's gather, of its reduce, without the launch, and of the all-reduce over replicas."""
-        if parameters not in self._collective:
-            packed = parameters * self.packed_width
-            gather = reduce = replicate = 0.0
-            if self.shards > 1:
-                gather = self.shard_group.transfer(parameters * self.gathered_width)
-                reduce = self.shard_group.transfer(packed)
-            if self.replica_group.size > 1:
-                replicate = self.replica_group.all_reduce(packed / self.shards)
-            self._collective[parameters] = gather, reduce, replicate
-        return self._collective[parameters]
+    def _collectives_of(self, parameters: int) -> tuple[float, float, float]:
+        packed = parameters * self.packed_width
+        gather = reduce = replicate = 0.0
+        if self.shards > 1:
+            gather = self.shard_group.transfer(parameters * self.gathered_width)
+            reduce = self.shard_group.transfer(packed)
+        if self.replica_group.size > 1:
+            replicate = self.replica_group.all_reduce(packed / self.shards)
+        return gather, reduce, replicate
 
     def seconds(self, unit: UnitWork, backward: bool, is_block: bool) -> float:
         """What a unit computes in one direction, beside collectives that slow it down."""
