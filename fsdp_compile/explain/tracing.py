@@ -11,7 +11,8 @@ is what the partitioner chose; full checkpointing is added afterwards (`StepWork
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -332,19 +333,21 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-class _forwards:  # a context, used as a function
-    """Modules have other forwards meanwhile."""
-
-    def __init__(self, modules: Any, around: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self.modules, self.around = list(modules), around
-
-    def __enter__(self) -> None:
-        for module in self.modules:
-            module.forward = self.around(module, module.forward)
-
-    def __exit__(self, *_: object) -> None:
-        for module in self.modules:
-            del module.forward
+@contextmanager
+def _forwards(
+    modules: Iterable[nn.Module], around: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Modules have other forwards meanwhile. A `forward` that a module had of its own, beside its class, comes back."""
+    own = {module: vars(module).get("forward") for module in modules}
+    try:
+        for module in own:
+            module.forward = around(module, module.forward)
+        yield
+    finally:
+        for module, forward in own.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
 
 def _flows(tensor: Tensor) -> bool:

@@ -133,6 +133,36 @@ def test_bad_input(
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
 
 
+class _Block(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(64, 64), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.linear(x)
+        return x
+
+
+def test_forwards_of_instances() -> None:
+    """Blocks whose instances have a forward of their own, as wrappers of modules set it, are traced with that one."""
+
+    def wrapped() -> nn.Module:
+        blocks = [_Block(1) for _ in range(3)]
+        for each in blocks:
+            each.forward = lambda x, each=each: each.linear(each.linear(x))
+        return nn.Sequential(*blocks)
+
+    def inputs(batch: int, sequence: int) -> tuple[torch.Tensor]:
+        return (torch.ones(batch, 64),)
+
+    steps = [
+        explain(make, inputs, world_size=8, batch=4, sequence=1, alternatives=False).predictions[0].step
+        for make in (wrapped, lambda: nn.Sequential(*(_Block(2) for _ in range(3))))
+    ]
+    assert steps[0] == steps[1]
+
+
 def test_model_stays_as_it_is() -> None:
     """A model that is passed in is not changed, and an option that is no field is a TypeError."""
     made = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
