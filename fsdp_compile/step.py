@@ -14,8 +14,8 @@ What is not a part of a step, such as learning rate schedules, evaluation and ch
 calls parameters and the optimizer are what the same loop, written out, would have left.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -180,7 +180,7 @@ class CompiledStep:
         try:
             for position, (own_args, own_kwargs, own_target) in enumerate(batches):
                 last = position == len(batches) - 1
-                with nullcontext() if last else self.model.no_sync():
+                with self._taking_gradients() if last else self.model.no_sync():
                     losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
             self._step()
         except BaseException:
@@ -198,6 +198,20 @@ class CompiledStep:
                     f"step: expected gradients to be synchronized, found {unit} without; call it outside of no_sync, "
                     f"and let compile_step(..., accumulate=n) accumulate gradients"
                 )
+
+    @contextmanager
+    def _taking_gradients(self) -> Iterator[None]:
+        """Where the update is all that reads gradients, parameters get none, and flat ones are updated with."""
+        update_alone = self._clip_norm is None and self._scaler is None and self._update.fuses
+        reads_flat = update_alone and self._update.is_elementwise()
+        reductions = [flat.reduction for unit in self._units for flat in unit.flats]
+        for reduction in reductions:
+            reduction.keeps_flat = reads_flat
+        try:
+            yield
+        finally:
+            for reduction in reductions:
+                reduction.keeps_flat = False
 
     def _backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
         """Forward and backward of one micro-batch, maybe the first one since the update; its loss."""
@@ -259,8 +273,11 @@ class CompiledStep:
             for flat in unit.flats:
                 stretch += 1
                 self._record(stretch, ends=False)
-                if flat in pending:
-                    pending.pop(flat).run(coefficient)
+                flat_update = pending.pop(flat, None)
+                if flat_update is None:
+                    flat.show_gradient()  # no parameter of it is the optimizer's
+                else:
+                    flat_update.run(coefficient)
                 self._record(stretch, ends=True)
             self._next_forward.start(unit)
         for update in pending.values():  # of another model
@@ -279,6 +296,7 @@ class CompiledStep:
         self.optimizer.zero_grad()
         for unit in self._units:
             for flat in unit.flats:
+                flat.reduction.flat_gradient = None
                 for param in flat.params:
                     param.grad = None
                 drop_cleared(flat)

@@ -118,6 +118,9 @@ class GradientReduction:
             returns this rank's slice; None until no_sync has been in force for the first time.
         results: pairs of a backward pass and what was reduced in it of gradients that a graph has deferred.
         awaits_reduce: whether no_sync was in force since the last reduce, on all ranks: some may have accumulated.
+        keeps_flat: whether `flat_gradient` takes what would become gradients of the parameters, which stay None: who
+            sets this updates them next (step.py).
+        flat_gradient: 1-D `[shard_numel]`, or None.
     """
 
     def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
@@ -128,7 +131,8 @@ class GradientReduction:
         self.grad_dtype = grad_dtype
         self.reduce_accumulated: Callable[[], Tensor] | None = None
         self.results: list[tuple[int, Tensor]] = []
-        self.awaits_reduce = False
+        self.awaits_reduce = self.keeps_flat = False
+        self.flat_gradient: Tensor | None = None
         self._lock = threading.RLock()
 
     def begin_in_backward(self) -> bool:
@@ -256,15 +260,31 @@ class ShardBinding:
         if not self.is_sharded:
             slices = zip(self.splitter.split(grad), self.params, strict=True)
             return [part if param.requires_grad else None for part, param in slices]
-        made = ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
         with without_torch_function():
             trains = list(map(_REQUIRES_GRAD, self.params))
-            grads = made if all(trains) else [each if own else None for each, own in zip(made, trains, strict=True)]
-            if adds or self._have_hooks() or not computes_all_gradients(self._sentinel_node):
-                return [each if own else None for each, own in zip(grads, wanted, strict=True)]
-            for param, each in zip(self.params, grads, strict=True):
-                param.grad = each
+            passes_by = not adds and not self._have_hooks() and computes_all_gradients(self._sentinel_node)
+            if passes_by and self.reduction.keeps_flat and all(trains):
+                earlier = self.reduction.flat_gradient  # of a backward pass within this one
+                self.reduction.flat_gradient = grad if earlier is None else earlier.add_(grad)
+                return [None] * len(self.params)
+            grads = self._gradients(grad)
+            if not passes_by:
+                chosen = map(operator.and_, wanted, trains)
+                return [each if own else None for each, own in zip(grads, chosen, strict=True)]
+            for param, each, own in zip(self.params, grads, trains, strict=True):
+                if own:
+                    param.grad = each
         return [None] * len(grads)
+
+    def _gradients(self, grad: Tensor) -> list[ShardedTensor]:
+        return ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
+
+    def show_flat_gradient(self) -> None:
+        """Let what the reduction has kept become the gradients of the parameters."""
+        grad, self.reduction.flat_gradient = self.reduction.flat_gradient, None
+        if grad is not None:
+            for param, each in zip(self.params, self._gradients(grad), strict=True):
+                param.grad = each
 
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient to add to."""

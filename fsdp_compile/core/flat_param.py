@@ -167,6 +167,10 @@ class FlatParam:
         """Indices of the parameters whose data was replaced: it no longer lies in the shard."""
         return self._binding.unbound()
 
+    def show_gradient(self) -> None:
+        """Let a gradient that `reduction` has kept become those of the parameters."""
+        self._binding.show_flat_gradient()
+
     def use_unsharded(self, full: Sequence[Tensor]) -> None:
         """Let the parameters be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
 

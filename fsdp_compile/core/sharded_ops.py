@@ -259,6 +259,14 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     return func(local, size, *rest, **kwargs)
 
 
+def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """Autograd copies a gradient into one of these, if a hook holds on to it."""
+    like, size, stride = args
+    if is_sharded(like) and torch.Size(size) == like.shape and tuple(stride) == like.stride():
+        return _new(aten.new_empty.default, (like, size), kwargs)
+    return func(torch.empty(0, dtype=like.dtype, device=like.device), size, stride, **kwargs)
+
+
 def _local_only(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].local, *args[1:], **kwargs) if is_sharded(args[0]) else gather(func, args, kwargs)
 
@@ -278,6 +286,7 @@ _RULES: dict[Any, Rule] = {
     aten.new_ones.default: _new,
     aten.new_empty.default: _new,
     aten.new_full.default: _new,
+    aten.new_empty_strided.default: _new_strided,
     aten.is_pinned.default: _local_only,
     aten.record_stream.default: _local_only,
     aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,

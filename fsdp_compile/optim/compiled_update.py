@@ -136,6 +136,7 @@ class FlatUpdate:
             torch.autograd.graph.increment_version(segment.params)
             for param in segment.params:
                 param.grad = None
+        self.flat.reduction.flat_gradient = None
         self.gradients.clear()
         torch.autograd.graph.increment_version(self.flat.shard)
 
@@ -179,7 +180,7 @@ class CompiledUpdate:
         Args:
             before_others: called with the former before they step.
         """
-        if not self._is_elementwise():
+        if not self.is_elementwise():
             if before_others is not None:
                 before_others([param for group in self.optimizer.param_groups for param in group["params"]])
             self.optimizer.step()
@@ -197,10 +198,13 @@ class CompiledUpdate:
                 if gradient is not None and step is not None:
                     updates.setdefault(segment.flat, FlatUpdate(self, segment.flat)).add(segment, gradient, step)
                     covered.update(map(id, segment.params))
+        for flat in {segment.flat for segments in self._segments.of_groups for segment in segments}:
+            if not covered.issuperset(map(id, flat.params)):
+                flat.show_gradient()
         self._step_others(covered, before_others)
         return list(updates.values())
 
-    def _is_elementwise(self) -> bool:
+    def is_elementwise(self) -> bool:
         """Whether recorded programs say what the optimizer does."""
         if type(self.optimizer) not in ELEMENTWISE or has_step_hooks(self.optimizer):
             return False

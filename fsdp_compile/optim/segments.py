@@ -38,10 +38,12 @@ class Segment:
 
     def gradient(self) -> Tensor | None:
         """The gradients of all parameters as one tensor, 1-D; None if they do not lie side by side."""
-        flat = FlatGradient.of(self.params)
-        if flat is None or flat.grad.dtype != self.shard.dtype or flat.grad.shape != self.shard.shape:
+        gradient = self.flat.reduction.flat_gradient
+        if gradient is None and (flat := FlatGradient.of(self.params)) is not None:
+            gradient = flat.grad
+        if gradient is None or gradient.dtype != self.shard.dtype or gradient.shape != self.shard.shape:
             return None
-        return flat.grad[self.start : self.stop]
+        return gradient[self.start : self.stop]
 
     def joined(self, values: Sequence[ShardedTensor]) -> Tensor:
         """A copy of state, one tensor for each parameter, as one tensor, 1-D `[stop - start]`."""

@@ -1,0 +1,100 @@
+"""Gradients of flat shards: parameters show them where somebody looks, and a fused step frees each with its update."""
+
+import weakref
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.optim import compiled_update
+from fsdp_compile.optim.compiled_update import FlatUpdate
+from gloo.ranks import Ranks
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _passes_autograd_by(rank: int) -> None:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):  # the optimizer's state is made of parameters, like a computation whose gradient is averaged
+        model(torch.ones(4, 8)).sum().backward()
+        for layer in (model[0], model[2], model[4]):
+            flat = FlatGradient.of(list(layer.parameters()))
+            assert flat is not None and "local" not in vars(layer.weight.grad)
+            segments = torch.cat([param.grad.to_local() for param in layer.parameters()])
+            assert segments.untyped_storage().data_ptr() != flat.grad.untyped_storage().data_ptr()
+            assert all(p.grad.to_local()._is_view() or not p.grad.to_local().numel() for p in layer.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    seen: list[Tensor] = []
+    model[0].weight.register_hook(seen.append)
+    (model(torch.ones(4, 8)).sum() + model[2].weight.sum()).backward()
+    assert [type(each) for each in seen] == [ShardedTensor]
+    alone = [p.grad.full_tensor().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    for (name, param), both in zip(model.named_parameters(), alone, strict=True):
+        torch.testing.assert_close(both - param.grad.full_tensor(), torch.full_like(both, float(name == "2.weight")))
+    flat = FlatGradient.of(list(model[2].parameters()))
+    model[2].bias.grad.data = torch.zeros(8)
+    assert flat is not None and FlatGradient.of(list(model[2].parameters())) is None
+
+
+def test_gradients_pass_autograd_by(two: Ranks) -> None:
+    """Gradients are segments of the flat one, split when one is looked at, also when an optimizer has made its state;
+    hooks, other gradients of the same pass, and new data of a gradient count."""
+    two.run(_passes_autograd_by)
+
+
+def _freed_with_updates(rank: int) -> float:
+    models = [_model() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model[:4].parameters(), lr=0.01, weight_decay=0.1) for model in models]
+    loss_fn = lambda output: output.square().mean()  # noqa: E731
+    step = compile_step(torch.compile(models[0], backend="eager"), optimizers[0], loss_fn)
+    storages: list[tuple[weakref.ref[Any], StorageWeakRef]] = []
+    run, shown = FlatUpdate.run, []
+
+    def running(self: FlatUpdate, coefficient: Tensor | None = None) -> None:
+        storage = StorageWeakRef(self.gradients[0].untyped_storage())
+        shown.extend(param.grad for param in self.flat.params if param.grad is not None)
+        run(self, coefficient)
+        assert storage.expired()
+        storages.append((weakref.ref(self), storage))
+
+    inputs = torch.arange(32.0).view(4, 8) / 32 + rank
+    with (
+        mock.patch.object(compiled_update, "compile_graph", lambda graph, _: graph),
+        mock.patch.object(FlatUpdate, "run", running),
+    ):
+        for number in range(4):
+            step(inputs)
+            loss_fn(models[1](inputs)).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            last = [model[4].weight for model in models]  # no parameter of the optimizer: gradients stay and add up
+            torch.testing.assert_close(*[each.grad.full_tensor() for each in last], rtol=1e-5, atol=1e-6)
+            if number == 2:
+                models[0][2].weight.register_hook(lambda gradient: gradient * 2)
+                models[1][2].weight.register_hook(lambda gradient: gradient * 2)
+    assert len(storages) >= 4 and len(shown) == 0
+    managed = unit_of(models[0][0].weight)
+    assert managed is not None and managed[0].flats[0].reduction.flat_gradient is None
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return max((a.full_tensor() - b.full_tensor()).abs().max().item() for a, b in pairs)
+
+
+def test_a_fused_step_frees_each_gradient_with_its_update(two: Ranks) -> None:
+    """Without clipping, parameters get no gradients, and nothing holds the flat one when its update has run; hooks and
+    parameters of no optimizer are served as by the loop."""
+    assert max(two.run(_freed_with_updates)) < 1e-5
