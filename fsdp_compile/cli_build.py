@@ -65,8 +65,7 @@ def run_build(args: argparse.Namespace) -> None:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: expected a GPU here, as kernels are built and chosen on one, found none")
-    config = CompileConfig.from_environment()
-    if config.artifacts is not None:
+    if CompileConfig.from_environment().artifacts is not None:
         raise ValueError("FSDP_COMPILE_ARTIFACTS: expected it not to be set, found artifacts to load; unset it")
     make, example_inputs = load_functions(args.factory)
     if example_inputs is None:
@@ -79,7 +78,7 @@ def run_build(args: argparse.Namespace) -> None:
         artifacts, graphs = Artifacts.of_this_process(), cache_hits() + cache_misses()
         if not graphs or not artifacts.entries:
             raise ValueError(f"{args.factory}: expected a step that Inductor compiles and can cache, found none")
-        write(artifacts, Origin.here(config, args.device), args.out)
+        write(artifacts, Origin.here(args.device), args.out)
     finally:
         dist.destroy_process_group()
     size = (len(artifacts.entries) + sum(map(len, artifacts.libraries.values()))) / 2**20

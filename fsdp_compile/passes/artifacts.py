@@ -13,7 +13,8 @@ Entries are what `torch.compiler.save_cache_artifacts` returns; they hold no lib
 # artifact that does not fit is never found, and the process compiles for itself and says so in the log. Two things are
 # missing from these keys that decide how C++ is generated and built: what the processor can do, for code written for
 # wide vectors is wrong on another one, and the number of threads. So artifacts with libraries are loaded only where
-# both are the same. Of a folder, which may be an old one, more is compared, to say what has changed.
+# both are the same. Of a folder, which may be an old one, more is compared, to say what has changed; not the
+# configuration, of which each compilation may have its own.
 
 import hashlib
 import json
@@ -32,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import cache_folder, cache_hits, call_after_compiling
 
 log = logging.getLogger("fsdp_compile")
@@ -125,21 +125,18 @@ class Origin:
         package: a digest of the files of this package.
         ranks: the world size.
         device: "cpu", or the name of the GPU.
-        configuration: what of `CompileConfig` decides generated code.
     """
 
     torch: str
     package: str
     ranks: int
     device: str
-    configuration: str
 
     @classmethod
-    def here(cls, config: CompileConfig, device: str) -> "Origin":
+    def here(cls, device: str) -> "Origin":
         """Of artifacts that this process compiles for `device`, "cpu" or "cuda"."""
         known = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
-        settings = repr((config.deciding_code, config.file_contents))
-        return cls(torch.__version__, hash_of_sources(), dist.get_world_size(), known, settings)
+        return cls(torch.__version__, hash_of_sources(), dist.get_world_size(), known)
 
 
 def write(artifacts: Artifacts, origin: Origin, folder: Path) -> None:
@@ -185,11 +182,11 @@ def read(folder: Path) -> tuple[Artifacts, Origin]:
 
 
 @cache
-def load_folder(folder: str, config: CompileConfig) -> None:
+def load_folder(folder: str) -> None:
     """Load the artifacts in `folder` before this process compiles; where they do not fit, log why."""
     try:
         artifacts, origin = read(Path(folder))
-        here = asdict(Origin.here(config, "cpu" if origin.device == "cpu" else "cuda"))
+        here = asdict(Origin.here("cpu" if origin.device == "cpu" else "cuda"))
         for name, built in asdict(origin).items():
             if built != here[name]:
                 raise ValueError(f"they were built for {name} {built}, found {here[name]}; build them again")
@@ -207,6 +204,6 @@ def _check_use(folder: str) -> Callable[[Any], None]:
     def check(_: Any) -> None:
         if before and cache_hits() == before.pop():
             log.warning("artifacts: nothing in %s is what this rank has compiled: its model, its inputs or settings of "
-                        "the compiler differ, or the compiler's caches are off", folder)  # fmt: skip
+                        "compilation differ, or the compiler's caches are off", folder)  # fmt: skip
 
     return check

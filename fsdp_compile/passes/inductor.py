@@ -79,7 +79,7 @@ def fsdp_compile_backend(
 def _take_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
     """Before a graph with sharded parameters is compiled: load what was compiled elsewhere, as `config` says."""
     if config.artifacts is not None:
-        load_folder(config.artifacts, config)
+        load_folder(config.artifacts)
     if config.share_artifacts:
         share_artifacts(config.check_ranks_timeout, at_tracing)
 

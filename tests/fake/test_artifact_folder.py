@@ -9,29 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import cache_folder
 from fsdp_compile.passes.artifacts import Artifacts, Origin, load_folder, read, write
 
-CONFIG = CompileConfig(reduces_in_flight=2)
 LIBRARY = "zz/cnothing.main.so"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one library and no entries, written by this process for this configuration; empty caches."""
+    """A folder with one library and no entries, written by this process; empty caches."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     made = Artifacts.of_this_process()._replace(entries=b"", libraries={LIBRARY: b"code"})
-    write(made, Origin.here(CONFIG, "cpu"), tmp_path / "made")
-    assert read(tmp_path / "made") == (made, Origin.here(CONFIG, "cpu"))
+    write(made, Origin.here("cpu"), tmp_path / "made")
+    assert read(tmp_path / "made") == (made, Origin.here("cpu"))
     return tmp_path / "made"
 
 
-def loaded(folder: Path, caplog: pytest.LogCaptureFixture, config: CompileConfig = CONFIG) -> tuple[bool, str]:
+def loaded(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[bool, str]:
     """Whether loading has put the library into the caches, and what the log says."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fsdp_compile"):
-        load_folder(str(folder), config)
+        load_folder(str(folder))
     return (cache_folder() / LIBRARY).exists(), caplog.text
 
 
@@ -44,23 +42,16 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_what_fits_is_loaded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same versions, ranks and settings, whatever the environment says about artifacts: it lies in the caches."""
-    asked = CompileConfig(reduces_in_flight=2, artifacts=str(folder), share_artifacts=True)
-    assert loaded(folder, caplog, asked) == (True, "")
+    """The same versions, ranks and device: it lies in the caches."""
+    assert loaded(folder, caplog) == (True, "")
 
 
-@pytest.mark.parametrize("name", ["torch", "package", "ranks", "device", "configuration"])
+@pytest.mark.parametrize("name", ["torch", "package", "ranks", "device"])
 def test_what_is_stale_or_foreign(folder: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """Another version, package, world size, device or configuration: nothing is loaded, and the log names it."""
+    """Another version, package, world size or device: nothing is loaded, and the log names it."""
     edit(folder, lambda listed: listed["origin"].update({name: "another"}))
     found, said = loaded(folder, caplog)
     assert not found and f"built for {name} another, found " in said and "this rank compiles" in said
-
-
-def test_another_configuration(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A field that decides generated code differs: the log shows both configurations."""
-    found, said = loaded(folder, caplog, CompileConfig(reduces_in_flight=3))
-    assert not found and "reduces_in_flight=2" in said and "reduces_in_flight=3" in said
 
 
 def test_another_processor_or_number_of_threads(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
