@@ -16,10 +16,12 @@ from fsdp_compile.passes.plan.update import UpdateCost, prefetched, repeated, wi
 from fsdp_compile.passes.plan.workload import Workload
 
 
-def updated(step: Workload, seconds: float = 0.3, clips: bool = False, prefetch: int | None = None) -> Workload:
+def updated(
+    step: Workload, seconds: float = 0.3, clips: bool = False, prefetch: int | None = None, compare: float = 0.0
+) -> Workload:
     """`step`, in which every unit may be prefetched, with updates that take `seconds` each."""
     units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
-    cost = UpdateCost((seconds,) * len(units), (1,) * len(units), 0.1, 0.1, 0.2 if clips else None, prefetch)
+    cost = UpdateCost((seconds,) * len(units), (1,) * len(units), 0.1, 0.1, 0.2 if clips else None, prefetch, compare)
     return with_update(replace(step, units=units), cost)
 
 
@@ -114,7 +116,7 @@ def test_shortest(seed: int) -> None:
     for each in range(20 * seed, 20 * seed + 20):
         rng = random.Random(each)
         step = random_workload(rng, rng.choice([1, 2, 2, 3]))
-        workload = updated(step, rng.choice([0, 1, 2]), rng.random() < 0.5, rng.choice([None, 1]))
+        workload = updated(step, rng.choice([0, 1, 2]), rng.random() < 0.5, rng.choice([None, 1]), rng.choice([0, 0.5]))
         least = smallest_budget(workload)
         budget = rng.choice([None, least, least + 2])
         found = search_plan(workload, budget)
@@ -159,3 +161,12 @@ bound     17080.000 ms, a lower bound for all plans; this one takes 0.23% more
 memory    472 bytes at most, budget: no limit
 """,
     )
+
+
+def test_ranks_compare_behind_the_gathers() -> None:
+    """Where the message of the comparison has to wait for what was prefetched, no more is prefetched than is needed."""
+    step = blocks(9, forward=2.0)
+    far, near = (search_plan(updated(step, 0.05, compare=compare)) for compare in (0.0, 0.01))
+    workload = updated(step, 0.05, compare=0.01)
+    assert len(prefetched(updated(step, 0.05), far.plan)) > len(prefetched(workload, near.plan)) > 0
+    assert far.seconds <= near.seconds < far.seconds + 0.5

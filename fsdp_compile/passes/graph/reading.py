@@ -81,6 +81,8 @@ class Costs:
         moving: seconds that the device takes to read or write so many bytes, in one kernel of an optimizer.
         norm: seconds of the all-reduce of a number.
         step: seconds from the last update to the next forward.
+        compare: seconds of the message by which ranks compare what they know of prefetched gathers; 0: it does not go
+            over the link.
     """
 
     node: Callable[[fx.Node], float]
@@ -90,6 +92,7 @@ class Costs:
     moving: Callable[[float], float] = lambda moved: 0.0
     norm: float = 0.0
     step: float = 0.0
+    compare: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The optimizer's update in a workload: a step that repeats, cut between forward and backward.
 
-with_update       forward, backward  ->  backward, before updates, update of each unit, next step, forward
-without_update    the way back, for rules that know of no update
-repeated          a plan of the one as a plan of the other, which gathers nothing behind updates
+    with_update       forward, backward  ->  backward, before updates, update of each unit, next step, forward
+    without_update    the way back, for rules that know of no update
+    repeated          a plan of the one as a plan of the other, which gathers nothing behind updates
 
-computing    backward | clip | update a | update b | update c | next step | forward a | forward b
-link         reduces  |norm|            [gather a ][gather b ]      [gather c ]
+A step with updates, whose gathers for the next forward begin behind these:
+
+    computing    backward | clip | update a | update b | update c | next step         | forward a | forward b
+    link         reduces  |norm|            [gather a ][gather b ]           |compare|[gather c ]
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +27,8 @@ class UpdateCost:
         after: seconds from the last update to the first task of the next forward.
         norm: seconds of the all-reduce of the gradients' norm, with its latency; None: gradients are not clipped.
         prefetch: of how many units at most the gathers for the next forward start behind updates; None: of any number.
+        compare: seconds of the message by which ranks compare what they know of these gathers when the next forward is
+            called, with its latency: it goes over the same link, behind the gathers; 0: it goes elsewhere.
     """
 
     seconds: tuple[float, ...]
@@ -33,6 +37,7 @@ class UpdateCost:
     after: float = 0.0
     norm: float | None = None
     prefetch: int | None = None
+    compare: float = 0.0
 
 
 def with_update(step: Workload, update: UpdateCost) -> Workload:
@@ -50,6 +55,8 @@ def with_update(step: Workload, update: UpdateCost) -> Workload:
         tasks.append(Task(f"update {cost.name}", update.seconds[unit], alive, reduced=reduced, updates=(unit,)))
         alive = max(0, alive - update.gradients[unit])
     tasks.append(Task("next step", update.after, alive))
+    if update.compare:
+        tasks.append(Task("compare ranks", 0.0, alive, all_reduce=update.compare))
     tasks[:0] = step.tasks[step.backward :]
     by_first_read = sorted(step.reads_in_forward, key=lambda unit: step.reads_in_forward[unit])
     first = set(by_first_read[: update.prefetch])

@@ -157,8 +157,16 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
     world = max(map(_world_size, starts))
     norm = all_reduce_seconds(4, world, wire)
+    # Ranks compare what they know by a message on the host, where a GPU's link is another one.
+    on_cpu = starts[0].meta["val"].device.type == "cpu" and config.device in (None, "cpu")
     return Costs(
-        of_node, of_collective, launch_seconds(world, wire), moving=moving, norm=norm, step=computer.step_seconds
+        of_node,
+        of_collective,
+        launch_seconds(world, wire),
+        moving=moving,
+        norm=norm,
+        step=computer.step_seconds,
+        compare=norm if on_cpu else 0.0,
     )
 
 
@@ -185,6 +193,7 @@ def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) ->
         after,
         norm=costs.norm if update.clips else None,
         prefetch=None if update.prefetch == "auto" else update.prefetch,
+        compare=costs.compare if update.prefetch != 0 else 0.0,
     )
 
 
