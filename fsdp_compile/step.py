@@ -201,9 +201,8 @@ class CompiledStep:
 
     @contextmanager
     def _taking_gradients(self) -> Iterator[None]:
-        """Where the update is all that reads gradients, parameters get none, and flat ones are updated with."""
-        update_alone = self._clip_norm is None and self._scaler is None and self._update.fuses
-        reads_flat = update_alone and self._update.is_elementwise()
+        """Where the norm and the update are all that read gradients, parameters get none: flat ones are read."""
+        reads_flat = self._scaler is None and self._update.fuses and self._update.is_elementwise()
         reductions = [flat.reduction for unit in self._units for flat in unit.flats]
         for reduction in reductions:
             reduction.keeps_flat = reads_flat
@@ -248,21 +247,37 @@ class CompiledStep:
         if (limit := self._clip_norm) is None:
             self._run_updates(self._update.begin())
             return
-        params, norm = self._clipped_params(), None
+        params = self._clipped_params()
         if not self._update.fuses:
             nn.utils.clip_grad_norm_(params, limit)
             self._run_updates(self._update.begin())
             return
 
-        def clip_others(others: list[nn.Parameter]) -> None:
-            nonlocal norm
-            norm = _total_norm(params, [])
-            nn.utils.clip_grads_with_norm_(others, limit, norm)
+        norms: list[Tensor] = []
+
+        def clip_others(updates: list[FlatUpdate]) -> None:
+            norms.append(self._total_norm(params, updates))
+            updated = {id(param) for update in updates for segment in update.segments for param in segment.params}
+            nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norms[0])
 
         updates = self._update.begin(before_others=clip_others)
-        norm = _total_norm(params, updates) if norm is None else norm
-        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
+        if not norms:
+            clip_others(updates)
+        coefficient = torch.clamp(limit / (norms[0] + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
         self._run_updates(updates, coefficient)
+
+    def _total_norm(self, params: list[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
+        """The norm of the gradients of `params`, which are shown where `updates` do not read them."""
+        updated = {update.flat for update in updates}
+        for flat in self._flats:
+            if flat not in updated:
+                flat.show_gradient()
+        norm = gradient_norm(params, updates)
+        if norm is not None:
+            return norm
+        for flat in updated:
+            flat.show_gradient()
+        return nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
 
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward, and gather the first ones for the next one behind the others."""
@@ -300,11 +315,6 @@ class CompiledStep:
                 for param in flat.params:
                     param.grad = None
                 drop_cleared(flat)
-
-
-def _total_norm(params: list[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
-    norm = gradient_norm(params, updates)
-    return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) if norm is None else norm
 
 
 class _Scaled:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_compile.core.flat_param import FlatParam
@@ -174,15 +174,15 @@ class CompiledUpdate:
         self._scalars: dict[int, tuple[Recorded, Sequence[Tensor]]] = {}  # of the step that began last, by id
 
     @torch.no_grad()
-    def begin(self, before_others: Callable[[list[nn.Parameter]], None] | None = None) -> list[FlatUpdate]:
+    def begin(self, before_others: Callable[[list[FlatUpdate]], None] | None = None) -> list[FlatUpdate]:
         """Let parameters step that step as they are; what remains, in the order of the optimizer's parameters.
 
         Args:
-            before_others: called with the former before they step.
+            before_others: called with the latter, if there are any of the former, before these step.
         """
         if not self.is_elementwise():
             if before_others is not None:
-                before_others([param for group in self.optimizer.param_groups for param in group["params"]])
+                before_others([])
             self.optimizer.step()
             return []
         announce_step(self.optimizer)
@@ -201,8 +201,9 @@ class CompiledUpdate:
         for flat in {segment.flat for segments in self._segments.of_groups for segment in segments}:
             if not covered.issuperset(map(id, flat.params)):
                 flat.show_gradient()
-        self._step_others(covered, before_others)
-        return list(updates.values())
+        remaining = list(updates.values())
+        self._step_others(covered, before_others and (lambda: before_others(remaining)))
+        return remaining
 
     def is_elementwise(self) -> bool:
         """Whether recorded programs say what the optimizer does."""
@@ -242,7 +243,7 @@ class CompiledUpdate:
             return None
         return recorded
 
-    def _step_others(self, covered: set[int], before: Callable[[list[nn.Parameter]], None] | None) -> None:
+    def _step_others(self, covered: set[int], before: Callable[[], None] | None) -> None:
         groups = self.optimizer.param_groups
         params = [group["params"] for group in groups]
         try:
@@ -251,7 +252,7 @@ class CompiledUpdate:
             others = [param for group in groups for param in group["params"] if param.grad is not None]
             if others:
                 if before is not None:
-                    before(others)
+                    before()
                 self.optimizer.step()
             else:
                 note_step(self.optimizer)

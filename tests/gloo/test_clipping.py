@@ -228,7 +228,7 @@ def _of_updates(rank: int) -> None:
         plain(torch.ones(4, 3)).sum().backward()
         if number == 2 and rank == 1:  # no longer a part of the flat gradient, here alone
             params[1].grad = params[1].grad.clone()
-        updates = [] if number == 0 else update.begin(before_others=lambda others: None)
+        updates = [] if number == 0 else update.begin()
         assert (len(updates) > 0) == (number > 0)
         expected = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         found = gradient_norm([param for param in params if param.grad is not None], updates)

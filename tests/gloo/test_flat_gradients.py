@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -57,11 +58,11 @@ def test_gradients_pass_autograd_by(two: Ranks) -> None:
     two.run(_passes_autograd_by)
 
 
-def _freed_with_updates(rank: int) -> float:
+def _freed_with_updates(rank: int, clip_norm: float | None) -> float:
     models = [_model() for _ in range(2)]
     optimizers = [torch.optim.AdamW(model[:4].parameters(), lr=0.01, weight_decay=0.1) for model in models]
     loss_fn = lambda output: output.square().mean()  # noqa: E731
-    step = compile_step(torch.compile(models[0], backend="eager"), optimizers[0], loss_fn)
+    step = compile_step(torch.compile(models[0], backend="eager"), optimizers[0], loss_fn, clip_norm)
     storages: list[tuple[weakref.ref[Any], StorageWeakRef]] = []
     run, shown = FlatUpdate.run, []
 
@@ -80,6 +81,8 @@ def _freed_with_updates(rank: int) -> float:
         for number in range(4):
             step(inputs)
             loss_fn(models[1](inputs)).backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(models[1].parameters(), clip_norm)
             optimizers[1].step()
             optimizers[1].zero_grad()
             last = [model[4].weight for model in models]  # no parameter of the optimizer: gradients stay and add up
@@ -94,7 +97,8 @@ def _freed_with_updates(rank: int) -> float:
     return max((a.full_tensor() - b.full_tensor()).abs().max().item() for a, b in pairs)
 
 
-def test_a_fused_step_frees_each_gradient_with_its_update(two: Ranks) -> None:
-    """Without clipping, parameters get no gradients, and nothing holds the flat one when its update has run; hooks and
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_a_fused_step_frees_each_gradient_with_its_update(two: Ranks, clip_norm: float | None) -> None:
+    """Parameters get no gradients, clipped or not, and nothing holds the flat one when its update has run; hooks and
     parameters of no optimizer are served as by the loop."""
-    assert max(two.run(_freed_with_updates)) < 1e-5
+    assert max(two.run(_freed_with_updates, clip_norm)) < 1e-5
