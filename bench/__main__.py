@@ -20,6 +20,7 @@ ALONE = (
     "regional",
     "planner",
     "planned",
+    "memory_choice",
     "foresight",
     "checkpoint",
 )  # files of their own

@@ -157,7 +157,7 @@ def _slept(timeline: Timeline) -> float:
     return timeline.makespan - sum(span.seconds for span in timeline.compute)
 
 
-def peak(system: Trained) -> int:
+def peak(system: Any) -> int:
     """Bytes that live at most: parameters, and what a forward and backward allocates."""
     above = max((total for _, total in curve(system, torch.device("cpu"))), default=0)
     system.model.zero_grad()

@@ -229,7 +229,7 @@ def predict(
     with process_group(world_size), nullcontext() if exists else _fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices = _choices_of(sharded, example_inputs, config)
+        choices = choices_of(sharded, example_inputs, config)
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
         choices = replace(choices, plain=plain, stored=stored)
@@ -276,7 +276,8 @@ class _GraphRead(Exception):
     """Ends a compilation whose joint graph has been read."""
 
 
-def _choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Choices:
+def choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Choices:
+    """The joint graph of a sharded model, and what may be chosen in it, as numbers. ValueError if it has no shards."""
     choices: list[Choices] = []
 
     def read_choices(context: GraphContext) -> None:

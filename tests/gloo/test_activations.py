@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from joint import JointPasses
+from models import MODELS, MODULES
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
 
 from .ranks import Ranks
-from .training import local
+from .training import local, mine, shard
 
 
 class Block(nn.Module):
@@ -75,7 +76,27 @@ def _equal_bits(rank: int, options: dict[str, Any], reshard: Any) -> None:
     assert again.texts[0].count("aten.mm") == kept.texts[0].count("aten.mm")  # the partitioner repeats, not the pass
 
 
+def _equal_bits_of(rank: int, name: str) -> None:
+    case = {**MODELS, **MODULES}[name]
+    results = []
+    for options in ({}, {"activations": "recompute"}, {"activations": "auto", "link": "custom:1e-6,1e6"}):
+        torch._dynamo.reset()
+        model = shard(case, reshard_after_forward="auto")
+        loss = case.loss(torch.compile(model, backend=JointPasses(options=options), fullgraph=True), mine(case, 0))
+        loss.backward()
+        results.append([loss.detach(), *(local(param.grad) for param in model.parameters() if param.grad is not None)])
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
 LATE = pytest.mark.nightly
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*MODELS, *MODULES])
+def test_equal_bits_of_all_models(two: Ranks, name: str) -> None:
+    """So they have in models that read parameters in unusual ways, or whose blocks are no blocks."""
+    two.run(_equal_bits_of, name)
 
 
 @pytest.mark.parametrize(
