@@ -36,7 +36,7 @@ from fsdp_compile.passes._torch import FakeTensorMode
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.memory import Choices, Chosen, choose, mixes, workload_of
 from fsdp_compile.passes.plan.plan import simulate, verify
-from fsdp_compile.passes.plan.search import search_plan
+from fsdp_compile.passes.plan.search import TOLERANCE, search_plan
 
 WORLD = 8
 WIRE = "custom:2e-5,1e9"
@@ -104,7 +104,7 @@ def row(step: Choices, budget: int) -> tuple[dict[str, Any], Chosen]:
     verify(chosen.workload, chosen.planned.plan, budget)
     singles = alone(step, budget)
     best = min(seconds for seconds in singles.values() if seconds is not None) if any(singles.values()) else None
-    assert best is None or chosen.seconds <= best * (1 + 1e-9), "a knob alone is faster"
+    assert best is None or chosen.seconds <= best * (1 + TOLERANCE), "a knob alone is faster"
     found = {
         "budget": budget,
         "mix": "".join(LETTERS[way.name if way else "keep"] for way in chosen.mix),

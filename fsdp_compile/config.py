@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fsdp_compile.core.text_files import read_text
 
-ACTIVATIONS = ("keep", "recompute", "auto")
+ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class CompileConfig:
             `link`.
         activations: what becomes of each block's activations between forward and backward. "keep": they stay, as far as
             torch does not compute cheap ones again; "recompute": they are computed again, from what enters the block;
-            "auto": for each block what makes the step shortest within `budget`, together with which units stay
-            unsharded. "auto" needs `link`. A block in which the user has put a checkpoint is left as it is.
+            "offload": results of matrix products and of attention are copied to the host and back, the others are
+            computed again, except in the last block; "auto": for each block what makes the step shortest within
+            `budget`, together with which units stay unsharded. "offload" and "auto" need `link`. A block in which the
+            user has put a checkpoint is left as it is.
         profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same
             file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
@@ -104,10 +106,9 @@ class CompileConfig:
             raise ValueError(f"check_ranks_timeout: expected seconds above 0, found {self.check_ranks_timeout}")
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, found {self.activations!r}")
-        if self.activations == "auto" and self.link is None:
-            raise ValueError(
-                "activations: expected a link beside 'auto', for without one nothing is planned, found none"
-            )
+        if self.activations in ("offload", "auto") and self.link is None:
+            raise ValueError(f"activations: expected a link beside {self.activations!r}, for without one nothing is "
+                             "planned, found none")  # fmt: skip
         if self.activations != "keep" and self.profile is not None:
             raise ValueError(f"profile: expected none beside activations={self.activations!r}, for it has no seconds "
                              f"of what is computed again, found {self.profile}")  # fmt: skip

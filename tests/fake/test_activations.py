@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from compiling import printed_graphs
-from generated import programs
-from models import GPT, MODELS, checkpointed, squared_error, text, vectors
+from cuda_code import as_for_cuda
+from generated import Step, programs
+from models import GPT, MODELS, Residual, Stack, checkpointed, squared_error, text, vectors
 from torch import Tensor, nn
 
 from bench.planned import noted
@@ -105,7 +106,7 @@ def test_what_needs_a_link_or_no_profile_says_so() -> None:
     """ "auto" without a link would mean nothing, a profile has no seconds of what is computed again."""
     for options, message in (
         ({"activations": "auto"}, "activations: expected a link beside 'auto'"),
-        ({"activations": "no"}, "activations: expected one of keep, recompute, auto, found 'no'"),
+        ({"activations": "no"}, "activations: expected one of keep, recompute, offload, auto, found 'no'"),
         ({"activations": "auto", "link": LINK, "profile": "x"}, "profile: expected none beside activations='auto'"),
     ):
         with pytest.raises(Exception, match=message):
@@ -120,3 +121,38 @@ def test_graphs_need_no_more_than_was_planned_for_the_step(reshard: Any) -> None
     for part in (1.0, 0.75, 0.5, 0.25, 0.1):
         budget = int(least + part * (most - least))
         assert max(planned_peaks(budget, "auto", reshard).values()) <= budget
+
+
+def _kind(step: Step) -> str:
+    """A product, or what is done with a copy."""
+    is_copy = "_host" in step.function or "_copy" in step.function
+    return "product" if step.is_product else step.function.split(".")[-2] if is_copy else ""
+
+
+def test_activations_on_the_host_in_cuda_code() -> None:
+    """Copies begin behind what computes an activation and are waited for a block later, until when nothing else gets
+    its memory; they begin to come back a block before backward reads them. Nothing waits for the host.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fully_shard(Stack([Residual(64, 256) for _ in range(3)], width=64))
+    options = {"link": LINK, "device": "h100", "activations": "offload"}
+    run = torch.compile(model, fullgraph=True, backend=fsdp_compile_backend, options=options)
+    inputs = vectors(0, 512)
+    with as_for_cuda():
+        both = programs(lambda: squared_error(run, inputs))
+    names = [[_kind(step) for step in program.steps if _kind(step)] for program in both]
+    block = ["product", "to_host", "product"]  # the next one's end: its copy, waited for behind the products of two
+    assert names[0] == ["product", *block, *block, "end_copy", "product", "product", "end_copy", "product"]
+    copies = [name for name in names[1] if name != "product"]
+    assert copies == ["from_host", "from_host", "end_copy", "end_copy"]
+    first, last = names[1].index("from_host"), names[1].index("end_copy")
+    assert names[1][first:last].count("product") >= 3  # the backward of a block
+    for program in both:
+        assert not re.search(r"synchronize\(|\.cpu\(|\.item\(", program.code[program.code.index("def call") :])
+    code = both[0].code
+    for copied, result in re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code):
+        assert 0 < code.index(f"end_copy.default({result})") < code.index(f"del {copied}")
+    assert len(re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code)) == 2
+    with pytest.raises(Exception, match="activations: expected a device whose hardware file has a host_bandwidth"):
+        graphs_of(MODELS["mlp"].build, link=LINK, activations="offload")

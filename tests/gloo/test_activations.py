@@ -55,7 +55,7 @@ def _train(backend: Any, reshard: Any, steps: int = 3) -> list[Tensor]:
     torch.manual_seed(100 + dist.get_rank())
     seen: list[Tensor] = []
     for _ in range(steps):
-        loss = run(torch.randn(4, 6, 12))
+        loss = run(torch.randn(64, 24, 12))
         loss.backward()
         seen += [loss.detach(), *(local(param.grad).clone() for param in model.parameters())]
         optimizer.step()
@@ -72,7 +72,12 @@ def _equal_bits(rank: int, options: dict[str, Any], reshard: Any) -> None:
     before, after = _train(kept, reshard), _train(again, reshard)
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one, other)
-    assert _bytes(again) < 0.7 * _bytes(kept), (_bytes(again), _bytes(kept))
+    if options["activations"] == "offload":  # on the CPU copies are made too, of large activations of all but one block
+        assert (
+            again.texts[0].count("fsdp_flat.to_host.default") == again.texts[0].count("fsdp_flat.from_host.default") > 0
+        )
+    else:
+        assert _bytes(again) < 0.7 * _bytes(kept), (_bytes(again), _bytes(kept))
     assert again.texts[0].count("aten.mm") == kept.texts[0].count("aten.mm")  # the partitioner repeats, not the pass
 
 
@@ -103,6 +108,7 @@ def test_equal_bits_of_all_models(two: Ranks, name: str) -> None:
     ("options", "reshard"),
     [
         ({"activations": "recompute"}, True),
+        ({"activations": "offload", "link": "custom:1e-6,1e6", "device": "h100"}, True),
         pytest.param({"activations": "recompute"}, False, marks=LATE),
         pytest.param({"activations": "recompute", "link": "custom:1e-6,1e6"}, "auto", marks=LATE),
     ],

@@ -20,7 +20,7 @@ ALLOWED = {
     "construct": {"core", "comm"},
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
-    "passes": {"core.ops", "core.shard_ops", "core.layout", "core.text_files", "config", "comm"},
+    "passes": {"core.ops", "core.shard_ops", "core.host_copies", "core.layout", "core.text_files", "config", "comm"},
     "state_dict": {"core", "comm"},
     "checkpoint": {"state_dict", "core", "comm"},
     "explain": {"core", "construct", "passes", "comm", "config"},

@@ -92,6 +92,8 @@ class Hardware:
         step_seconds: what a step takes beside all that.
         contention: seconds that computing loses for each second in which a collective runs beside it.
         fragments: bytes that the allocator holds beside those that are alive, as a part of these.
+        host_bandwidth: bytes per second that one device copies to or from pinned memory of its host; None: it has no
+            memory beside the host's, or the figure is not known.
         sources: origin and source of each of these, by name.
 
     Raises:
@@ -119,6 +121,7 @@ class Hardware:
     step_seconds: float = 0.0
     contention: float = 0.0
     fragments: float = 0.0
+    host_bandwidth: float | None = None
     sources: Mapping[str, Source] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +129,7 @@ class Hardware:
         expect_finite(where, {f"peak of {dtype}": flops for dtype, flops in self.peak.items()}, above_zero=True)
         for name in UNITS:
             value = getattr(self, name)
-            if value is not None or name != "memory":
+            if value is not None or name not in _MAY_BE_NONE:
                 expect_finite(where, {name: value}, above_zero=name in _ABOVE_ZERO)
         if self.ranks_per_node != int(self.ranks_per_node):
             raise ValueError(f"{where}, ranks_per_node: expected a whole number, found {self.ranks_per_node!r}")
@@ -163,11 +166,13 @@ UNITS = {
     "step_seconds": "s",
     "contention": "",
     "fragments": "",
+    "host_bandwidth": "bytes/s",
 }
 _LINK_UNITS = {"latency": "s", "hop": "s", "bandwidth": "bytes/s"}
+_MAY_BE_NONE = {"memory", "host_bandwidth"}
 _ABOVE_ZERO = {
     "bandwidth", "memory", "ranks_per_node", "product_efficiency", "float8_efficiency", "attention_efficiency",
-    "attention_backward", "chain_efficiency", "eager_efficiency", "update_efficiency",
+    "attention_backward", "chain_efficiency", "eager_efficiency", "update_efficiency", "host_bandwidth",
 }  # fmt: skip
 
 
@@ -280,7 +285,7 @@ def read_hardware(path: Path) -> Hardware:
     sources: dict[str, Source] = {}
     values: dict[str, Any] = {"name": table["name"]}
     for name in set(UNITS) & table.keys():
-        values[name], sources[name] = _figure(f"{where}, {name}", table[name], may_be_none=name == "memory")
+        values[name], sources[name] = _figure(f"{where}, {name}", table[name], may_be_none=name in _MAY_BE_NONE)
     peak, sources["peak"] = _figure(f"{where}, peak", table["peak"], of=dict)
     expect_finite(f"{where}, peak", peak, above_zero=True)
     values["peak"] = {dtype: float(flops) for dtype, flops in peak.items()}

@@ -21,6 +21,7 @@ from fsdp_compile.passes.cost.hardware import Hardware, attention_seconds, produ
 from fsdp_compile.passes.graph.nodes import (
     aten,
     flop_formula,
+    get_tag,
     is_loop,
     is_passed_on,
     is_scalar,
@@ -238,7 +239,9 @@ def last_uses_of(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx
 
 
 def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> int:
-    """Bytes that `node` allocates, or that an input brings."""
+    """Bytes that `node` allocates on the device, or that an input brings."""
+    if (tag := get_tag(node)) is not None and tag.kind == "host":
+        return 0
     if node.op == "placeholder":
         return size_of(node)
     schema = getattr(node.target, "_schema", None)

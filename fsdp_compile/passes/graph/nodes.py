@@ -34,6 +34,7 @@ Kind = Literal[
     "reduce",
     "wait_reduce",
     "mean",
+    "host",
 ]
 
 
@@ -54,6 +55,7 @@ class Tag:
             scale           of gradients, around a sum in float16
             reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
             mean            of the rows that an all-to-all brought in place of a reduce-scatter
+            host            a copy of an activation in the memory of the host
         unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.
         path: where the unit's module is in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
@@ -132,6 +134,15 @@ def module_path(node: fx.Node) -> str:
     source = next(reversed(stack.values()))[0] if stack else ""
     words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))
     return ".".join(word for word in words if word != "_modules")
+
+
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # of a path: up to the first number
+
+
+def block_path(node: fx.Node) -> str:
+    """Path of the block that `node` belongs to, the module of the outermost list of modules; empty outside of such."""
+    match = _BLOCK.match(module_path(node))
+    return match[0] if match else ""
 
 
 # --- kinds ------------------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class Costs:
         step: seconds from the last update to the next forward.
         compare: seconds of the message by which ranks compare what they know of prefetched gathers; 0: it does not go
             over the link.
+        host_bandwidth: bytes per second between the device and the memory of its host; None: there is no such copy.
     """
 
     node: Callable[[fx.Node], float]
@@ -93,6 +94,7 @@ class Costs:
     norm: float = 0.0
     step: float = 0.0
     compare: float = 0.0
+    host_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,6 @@ class Reading:
     prologue: list[fx.Node]
     tail: list[fx.Node]
     alive: list[Lifetime]
-
-    @property
-    def position(self) -> dict[fx.Node, int]:
-        """Where each node computes."""
-        return {node: index for index, node in enumerate(node for nodes in self.tasks for node in nodes)}
 
 
 def read(

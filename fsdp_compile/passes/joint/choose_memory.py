@@ -26,26 +26,25 @@ much is needed, before it has run.
 """
 
 import operator
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.graph.node_costs import Lifetime, inlined, last_uses_of, live_bytes
-from fsdp_compile.passes.graph.nodes import flop_formula, is_pure, is_scalar, module_path, source_of
+from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
 from fsdp_compile.passes.graph.reading import Costs, Reading, read
+from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
 from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Repeat, Way, choose, planned
+from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Copy, Repeat, Way, choose, planned
 from fsdp_compile.passes.post_grad.plan_pass import costs_of, update_cost
 
-_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # of a path: up to the first number
-RECOMPUTE, PRODUCTS = "recompute", "recompute but products"  # ways to treat a block
+RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # ways to treat a block
 
 
 def choose_activations(context: GraphContext) -> None:
@@ -72,6 +71,11 @@ def choose_activations(context: GraphContext) -> None:
 
 def choose_mix(choices: Choices, config: CompileConfig) -> Chosen:
     """The mix that `config.activations` names, or the best one. PlanError if none fits into `config.budget`."""
+    if config.activations == OFFLOAD and not any(way.copies for block in choices.blocks for way in block.ways):
+        raise ValueError(
+            "activations: expected a device whose hardware file has a host_bandwidth, and two blocks or more with "
+            f"large activations, for 'offload', found {config.device or 'the device of the graph'}"
+        )
     if config.activations == "auto":
         return choose(choices, config.budget)
     by_name = [{way.name: way for way in block.ways} for block in choices.blocks]
@@ -79,14 +83,6 @@ def choose_mix(choices: Choices, config: CompileConfig) -> Chosen:
 
 
 # --- which nodes are a block's ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Again:
-    """What of a block is computed again in backward: `nodes`, in order, of which none needs more than `saved`."""
-
-    nodes: list[fx.Node]
-    saved: list[fx.Node]
 
 
 @dataclass(frozen=True)
@@ -99,6 +95,7 @@ class Blocks:
         reading: the graph, read.
         stored: what enters and leaves blocks.
         blocks: by name, what would be computed again, by the name of the way.
+        split: the first position of backward.
     """
 
     graph: fx.Graph
@@ -106,13 +103,15 @@ class Blocks:
     reading: Reading
     stored: Set[fx.Node]
     blocks: Mapping[str, Mapping[str, Again]]
+    split: int
 
     def tag(self, mix: Sequence[str | None]) -> None:
         """Tell the partitioner what to compute again. See Note [What is computed again]."""
         chosen = [ways[name] for ways, name in zip(self.blocks.values(), mix, strict=True) if name is not None]
         for again in chosen:
             _set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
-            _set_policy(again.nodes, CheckpointPolicy.MUST_RECOMPUTE)
+            repeated = copy_to_host(self.graph, again, _positions(self.reading), self.split) if again.copied else ()
+            _set_policy([node for node in again.nodes if node not in repeated], CheckpointPolicy.MUST_RECOMPUTE)
         if chosen:
             _set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
 
@@ -132,10 +131,15 @@ class Blocks:
             Block(name, tuple(way for each, again in ways.items() if (way := of_ways.way(each, again)) is not None))
             for name, ways in self.blocks.items()
         )
-        live = live_bytes(stored.alive, len(stored.position))
+        live = live_bytes(stored.alive, len(_positions(stored)))
         return Choices(
             self.reading.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks, update
         )
+
+
+def _positions(reading: Reading) -> dict[fx.Node, int]:
+    """Where each node computes."""
+    return {node: index for index, node in enumerate(chain.from_iterable(reading.tasks))}
 
 
 def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
@@ -147,11 +151,12 @@ def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
     """Find the blocks of `graph`, a joint graph."""
     reading = read(graph, costs, joint=True)
     split = sum(map(len, reading.tasks[: reading.workload.backward]))
-    position = reading.position
+    position = _positions(reading)
     spans = _spans([node for nodes in reading.tasks for node in nodes][:split] if split < len(position) else [])
     block_of = {node: name for name, nodes in spans.items() for node in nodes}
     stored = _crossing(graph, block_of, position, split)
     blocks: dict[str, dict[str, Again]] = {}
+    neighbors = following(graph, spans, position, split)
     for name, nodes in spans.items():
         saved = [node for node in nodes if not is_pure(node) and not is_scalar(node)]
         products = [node for node in nodes if flop_formula(node) is not None]
@@ -159,15 +164,18 @@ def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
             again = _needed(nodes, stored.union(left_out), position, split)
             if again:
                 blocks.setdefault(name, {})[way] = Again(again, left_out)
-    return Blocks(graph, costs, reading, stored, blocks)
+            if way == PRODUCTS and again and costs is not None and costs.host_bandwidth and name in neighbors:
+                copied = to_copy(nodes, {*again}, stored, position, split)
+                blocks[name][OFFLOAD] = Again(again, left_out, copied, neighbors[name])
+    return Blocks(graph, costs, reading, stored, blocks, split)
 
 
 def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
     """The nodes of each block that may be computed again, from its first to its last one, by its name."""
     positions: dict[str, list[int]] = {}
     for index, node in enumerate(forward):
-        if match := _BLOCK.match(module_path(node)):
-            positions.setdefault(match[0], []).append(index)
+        if path := block_path(node):
+            positions.setdefault(path, []).append(index)
     spans = sorted((min(each), max(each), name) for name, each in positions.items())
     mixed = {name for one, other in pairwise(spans) if other[0] <= one[1] for _, _, name in (one, other)}
     blocks = {name: list(forward[first : last + 1]) for first, last, name in spans if name not in mixed}
@@ -214,7 +222,7 @@ class _Ways:
 
     def __init__(self, blocks: Blocks, stored: Reading, starts: Sequence[int]) -> None:
         assert blocks.costs is not None
-        self.costs, self.reading, self.starts, self.position = blocks.costs, stored, starts, stored.position
+        self.costs, self.reading, self.starts, self.position = blocks.costs, stored, starts, _positions(stored)
         self.split = starts[stored.workload.backward]
         forward = {node: at for node, at in self.position.items() if at < self.split}
         self.last_in_forward = last_uses_of(blocks.graph, forward, inlined(blocks.graph, True) - blocks.stored)
@@ -223,7 +231,7 @@ class _Ways:
     def way(self, name: str, again: Again) -> Way | None:
         """What it means to compute `again`; None if it saves nothing."""
         nodes = set(again.nodes)
-        reads = [self.position.get(user, 0) for node in again.nodes for user in node.users]
+        reads = [self.position.get(user, 0) for node in (*again.nodes, *again.copied) for user in node.users]
         first = min((at for at in reads if at >= self.split), default=None)
         if first is None:
             return None
@@ -236,12 +244,27 @@ class _Ways:
             if each is not None and each.last >= self.split:
                 changes += [(max(each.begin, self.last_in_forward[node]) + 1, -each.size), (back, each.size)]
                 returns += each.size
-        for source in {source_of(each) for node in again.nodes for each in node.all_input_nodes} - nodes:
+        for source in (
+            {source_of(each) for node in again.nodes for each in node.all_input_nodes} - nodes - {*again.copied}
+        ):
             each = self.alive.get(source)
             if each is not None and each.last < back:  # it stays until the block has been computed again
                 changes += [(each.last + 1, each.size), (back, -each.size)]
                 held += each.size
-        return Way(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns) if returns else None
+        copies = tuple(self._copy(node, again.next, at) for node in again.copied) if again.next is not None else ()
+        for node, copy in zip(again.copied, copies, strict=True):
+            left = max(self.position[again.next.last], self.last_in_forward[node])  # type: ignore[union-attr]  # copied
+            changes += [(left + 1, -copy.size), (self.position[again.next.first], copy.size)]  # type: ignore[union-attr]
+        if not returns or any(copy.back >= at for copy in copies) or (name == OFFLOAD and not copies):
+            return None
+        return Way(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns, copies)
+
+    def _copy(self, node: fx.Node, beside: Next, read: int) -> Copy:
+        """How `node` is copied."""
+        assert self.costs.host_bandwidth is not None
+        made, left, back = (bisect_right(self.starts, self.position[each]) - 1 for each in (node, *beside))
+        size = self.alive[node].size
+        return Copy(made, left, back, read, size, size / self.costs.host_bandwidth)
 
     def _repeats(self, nodes: Sequence[fx.Node], held: int) -> Iterator[Repeat]:
         """The tasks of forward to which `nodes` belong, beside `held` bytes."""

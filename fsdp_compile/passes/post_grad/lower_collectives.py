@@ -25,6 +25,7 @@ from fsdp_compile.comm.collectives import (
     WAIT,
     copies,
 )
+from fsdp_compile.core.host_copies import END_COPY, WAIT_COPY
 from fsdp_compile.core.ops import WAIT_COLLECTIVE
 from fsdp_compile.core.shard_ops import SEND, SEND_AS
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
@@ -218,6 +219,18 @@ def _lower_wait(full: Any, sent: Any) -> Any:
     start.python_kernel_name = f"{caller}.{_DIRECT[start.op_overload]}"
     wait.python_kernel_name = "fsdp_collectives.wait"
     return full
+
+
+# --- copies to the host -----------------------------------------------------------------------------------------------
+
+
+@register_lowering(WAIT_COPY, type_promotion_kind=None)
+def _lower_wait_copy(copy: Any, source: Any) -> Any:
+    """Keep the source alive until the wait, as `_lower_wait` does: see Note [What keeps a copied tensor alive]."""
+    WaitKernel.create_wait(END_COPY, copy)
+    if source.get_name() in V.graph.name_to_buffer:
+        V.graph.additional_star_deps[V.graph.operations[-1].get_operation_name()].add(source.get_name())
+    return copy
 
 
 # --- after fusion -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import fx
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
+from fsdp_compile.core.host_copies import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, PREFETCH_NEXT, RECORD_TIME, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
@@ -157,7 +158,7 @@ def _is_event(node: fx.Node) -> bool:
     if node.target in (*STARTS, WAIT, WAIT_COLLECTIVE, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME, PREFETCH_NEXT):
         return True
     tag = get_tag(node)
-    if tag is not None and tag.kind == "mean":
+    if (tag is not None and tag.kind == "mean") or node.target in (TO_HOST, FROM_HOST, WAIT_COPY):
         return True
     return is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
 

@@ -167,6 +167,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
         norm=norm,
         step=computer.step_seconds,
         compare=norm if on_cpu else 0.0,
+        host_bandwidth=computer.host_bandwidth,
     )
 
 
