@@ -1,9 +1,9 @@
 """What becomes of activations between forward and backward, per block: read from the joint graph, chosen, and tagged.
 
-    choose_activations    the pass: blocks are found, the planner chooses (plan/memory.py), the partitioner is told
-      Blocks.of           which nodes belong to which block, and what of that backward needs
-      _way                what computing a block again means: what is freed, when it is back, what it costs
-      _tag                as activation checkpointing does it
+    choose_activations    the pass: blocks are read, the planner chooses (plan/memory.py), the partitioner is told
+      read_blocks         which nodes belong to which block, and what of that backward needs
+      Blocks.choices      what each way to treat a block means: what is freed, when it is back, what it costs
+      Blocks.tag          nodes are tagged as by activation checkpoints; copies to the host are inserted (offload.py)
 
 A block is a module of a list of modules, such as `layers.3`, of the outermost such list. Its nodes are those of its
 forward, by the module stack that Dynamo notes.
@@ -21,8 +21,8 @@ nodes are interleaved with another one's.
 Note [When the joint plan was too optimistic]
 The joint graph is planned before the partitioner splits it, with an upper bound of what will be alive. The plans of
 forward and backward, which are made later from the real graphs, check the same budget. Should one of them need more,
-nothing can be chosen anew, because the forward is compiled by then: the step is refused by a PlanError that says how
-much is needed, before it has run.
+nothing can be chosen anew, because the forward is compiled by then: the compilation of that graph ends with a PlanError
+that says how much is needed, and the graph does not run.
 """
 
 import operator
