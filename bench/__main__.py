@@ -21,6 +21,7 @@ ALONE = (
     "planner",
     "planned",
     "memory_choice",
+    "planned_step",
     "foresight",
     "checkpoint",
 )  # files of their own
