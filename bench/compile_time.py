@@ -4,9 +4,9 @@ CPU seconds that compiling forward and backward takes, the C++ compiler's includ
 rounds in which the variants alternate.
 
 `--ranks 2 4` measures instead what compiling costs so many gloo ranks, each with a cache folder of its own: what one of
-them takes that compiles alone, and what all of them take together with and without `share_artifacts`. With `--shard 2`
-these ranks use hybrid sharding, with shard groups of two ranks; the rank that compiles alone uses none. "codes" counts
-the different sets of generated modules among the ranks: 1 where all run the same code.
+them takes that compiles alone, which a fake process group plays, and what all of them take together with and without
+`share_artifacts`. With `--shard 2` they use hybrid sharding, with shard groups of two ranks. "codes" counts the
+different sets of generated modules among the ranks: 1 where all run the same code.
 """
 
 import argparse
@@ -47,18 +47,22 @@ def measure(layers: int, sharded: bool) -> Figures:
     return {name: after[name] - before[name] for name in after}
 
 
-def measure_rank(layers: int, rank: int, world_size: int, shard: int, folder: str) -> Figures:
-    """As `measure`, of one of several gloo ranks that train the sharded model, over groups of `shard` ranks."""
+def measure_rank(layers: int, rank: int, world_size: int, shard: int, alone: int, folder: str) -> Figures:
+    """As `measure`, of one of several gloo ranks that train the sharded model, over groups of `shard` ranks.
+
+    If it is `alone`, the other ranks do not exist.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import ShardingStrategy
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from bench.host_overhead import build
     from fsdp_compile import fully_shard
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    store = FakeStore() if alone else dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("fake" if alone else "gloo", rank=rank, world_size=world_size, store=store)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # imports
     import torch._inductor.compile_fx
@@ -76,21 +80,25 @@ def measure_rank(layers: int, rank: int, world_size: int, shard: int, folder: st
     return {name: after[name] - before[name] for name in after}
 
 
-def on_ranks(layers: int, world_size: int, shard: int, share: bool) -> Figures:
-    """CPU seconds of all ranks together, each in a fresh process with empty caches, and how many codes they run."""
+def on_ranks(layers: int, world_size: int, shard: int, share: bool, alone: bool = False) -> Figures:
+    """CPU seconds of all ranks together, each in a fresh process with empty caches, and how many codes they run.
+
+    Or of the first rank `alone`.
+    """
+    running = range(1 if alone else world_size)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world_size) as pool:
 
         def run(rank: int) -> Figures:
             own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}", "FSDP_COMPILE_SHARE_ARTIFACTS": str(int(share))}
-            which = [str(layers), str(rank), str(world_size), str(min(shard, world_size)), folder]
-            command = [sys.executable, "-m", "bench.compile_time", "--rank", *which]
+            numbers = [layers, rank, world_size, min(shard, world_size), int(alone)]
+            command = [sys.executable, "-m", "bench.compile_time", "--rank", *map(str, numbers), folder]
             environment = {**os.environ, **ALONE, **own}
             out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
             figures: Figures = json.loads(out.splitlines()[-1])
             return figures
 
-        ranks = list(pool.map(run, range(world_size)))
-        codes = {_code_in(pathlib.Path(folder, str(rank))) for rank in range(world_size)}
+        ranks = list(pool.map(run, running))
+        codes = {_code_in(pathlib.Path(folder, str(rank))) for rank in running}
     return {**{part: sum(each[part] for each in ranks) for part in ranks[0]}, "codes": len(codes)}
 
 
@@ -101,11 +109,14 @@ def _code_in(folder: pathlib.Path) -> frozenset[str]:
 
 def compare_ranks(layers: int, sizes: list[int], shard: int) -> dict[str, Figures]:
     """CPU seconds of one rank that compiles alone, and of all ranks."""
-    rows = {"one rank": on_ranks(layers, 1, shard, share=False)}
+    rows: dict[str, Figures] = {}
     for size in sizes:
+        one = on_ranks(layers, size, shard, share=False, alone=True)
+        found = {f"one of {size} ranks, alone": one}
         for share in (True, False):
-            rows[f"{size} ranks{', share_artifacts' * share}"] = on_ranks(layers, size, shard, share)
-    return {name: {**row, "of one": row["all"] / rows["one rank"]["all"]} for name, row in rows.items()}
+            found[f"{size} ranks{', share_artifacts' * share}"] = on_ranks(layers, size, shard, share)
+        rows |= {name: {**row, "of one": row["all"] / one["all"]} for name, row in found.items()}
+    return rows
 
 
 def _seconds() -> Figures:
@@ -144,7 +155,7 @@ def main() -> None:
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", help="compare so many ranks, with and without share_artifacts")
     parser.add_argument("--shard", type=int, default=sys.maxsize, help="ranks of a shard group (default: all)")
-    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         *numbers, folder = args.rank
@@ -153,7 +164,7 @@ def main() -> None:
     if args.ranks:
         for layers in args.layers:
             rows = compare_ranks(layers, args.ranks, args.shard)
-            print(f"{layers} blocks, CPU s{'':16}" + "".join(f"{part:>10}" for part in rows["one rank"]))
+            print(f"{layers} blocks, CPU s{'':16}" + "".join(f"{part:>10}" for part in next(iter(rows.values()))))
             for name, row in rows.items():
                 print(f"{name:32}" + "".join(f"{value:10.2f}" for value in row.values()))
         return

@@ -23,7 +23,9 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.flat import averaging
+from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD, UnshardSpec
 from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path, tagged
@@ -51,6 +53,15 @@ def insert_collectives(context: GraphContext) -> None:
     for marker, unit in units.items():
         _EXPANSIONS[marker.target](graph, marker, unit)
     _remove_unread_gathers(graph)
+    _name_groups(graph)
+
+
+def _name_groups(graph: fx.Graph) -> None:
+    """Let collectives of others, such as those of DTensor, name their groups as ours do: equally on all ranks."""
+    for node in graph.nodes:
+        at = collectives.GROUP_ARGUMENT.get(node.target)
+        if at is not None and isinstance(node.args[at], str):
+            node.update_arg(at, shared_name(group_named(node.args[at])))
 
 
 def _remove_unread_gathers(graph: fx.Graph) -> None:
