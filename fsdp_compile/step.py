@@ -256,7 +256,9 @@ class CompiledStep:
         norms: list[Tensor] = []
 
         def clip_others(updates: list[FlatUpdate]) -> None:
-            norms.append(self._total_norm(params, updates))
+            for flat in set(self._flats).difference(update.flat for update in updates):
+                flat.show_gradient()
+            norms.append(gradient_norm(params, updates))
             updated = {id(param) for update in updates for segment in update.segments for param in segment.params}
             nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norms[0])
 
@@ -265,19 +267,6 @@ class CompiledStep:
             clip_others(updates)
         coefficient = torch.clamp(limit / (norms[0] + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
         self._run_updates(updates, coefficient)
-
-    def _total_norm(self, params: list[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
-        """The norm of the gradients of `params`, which are shown where `updates` do not read them."""
-        updated = {update.flat for update in updates}
-        for flat in self._flats:
-            if flat not in updated:
-                flat.show_gradient()
-        norm = gradient_norm(params, updates)
-        if norm is not None:
-            return norm
-        for flat in updated:
-            flat.show_gradient()
-        return nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
 
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward, and gather the first ones for the next one behind the others."""

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 # that: one number for each group of ranks, in the order of their names.
 
 
-def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor | None:
+def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
     """The 2-norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
 
     It is that of `torch.nn.utils.get_total_norm` up to rounding: sums are of flat shards, whose padding is zero, and
@@ -32,41 +32,35 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate])
     Args:
         params: those that are clipped.
         updates: what the optimizer will do to flat shards, of these parameters.
-
-    Returns:
-        None if a gradient is neither plain nor sharded as its parameter.
     """
     groups: dict[Any, list[Tensor]] = {}
     specs: dict[Any, ShardSpec] = {}
+    others: list[Tensor] = []  # what is not sharded as its parameter, such as plain gradients
 
-    def add(tensor: Tensor, spec: ShardSpec | None) -> None:
-        ranks = () if spec is None else spec.reducing_groups
-        key = ranks, str(tensor.device), torch.promote_types(tensor.dtype, torch.float32)
+    def add(tensor: Tensor, spec: ShardSpec) -> None:
+        key = spec.reducing_groups, str(tensor.device), torch.promote_types(tensor.dtype, torch.float32)
         groups.setdefault(key, []).extend([tensor] if tensor.numel() else [])
-        if spec is not None:
-            specs[key] = spec
+        specs[key] = spec
 
     covered: set[int] = set()
     for update in updates:
-        specs_of = update.flat.specs
-        if not any(spec.tensor_parallel for spec in specs_of):
-            for segment, gradient in zip(update.segments, update.gradients, strict=True):
-                add(gradient, specs_of[0])
-                covered.update(map(id, segment.params))
+        if any(spec.tensor_parallel for spec in update.flat.specs):
+            update.flat.show_gradient()  # its parameters are reduced over groups of their own
+            continue
+        for segment, gradient in zip(update.segments, update.gradients, strict=True):
+            add(gradient, update.flat.specs[0])
+            covered.update(map(id, segment.params))
     for param in params:
         grad: Any = None if id(param) in covered else param.grad
         if type(grad) is ShardedTensor:
             add(grad.local, grad.spec)
-        elif type(grad) is Tensor:
-            add(grad, None)
         elif grad is not None:
-            return None
-    sums: list[Tensor] = []
+            others.append(grad)
+    sums = [] if groups and not others else [nn.utils.get_total_norm(others).square()]
     for key in sorted(groups, key=str):
         tensors, (_, device, dtype) = groups[key], key
         norms: Any = (
             aten._foreach_norm.Scalar(tensors, 2, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
         )
-        total = torch.stack(norms).square().sum()
-        sums.append(specs[key].all_reduce(total, "sum") if key in specs else total)
-    return torch.stack([total.to(sums[0]) for total in sums]).sum().sqrt() if sums else None
+        sums.append(specs[key].all_reduce(torch.stack(norms).square().sum(), "sum"))
+    return torch.stack([total.to(sums[0]) for total in sums]).sum().sqrt()

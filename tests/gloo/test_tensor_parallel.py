@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_compile import fully_shard, summon_full_params
+from fsdp_compile import compile_step, fully_shard, summon_full_params
+from fsdp_compile.optim import compiled_update
 
 from .ranks import Ranks
 from .training import executor
@@ -152,6 +154,35 @@ def _train_llama(rank: int, how: str) -> None:
         dist.all_reduce(total, group=mesh["dp"].get_group())
         torch.testing.assert_close(total / 2, mean.detach(), rtol=1e-5, atol=1e-5)
         _step_equally(whole, model, optimizers)
+
+
+def _fused_step(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Llama())
+        parallelize(models[-1], mesh["tp"])
+        fully_shard(models[-1], mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
+    step = compile_step(models[0], optimizers[0], loss_of, 0.1)
+    step._run = models[0]
+    for number in range(3):
+        tokens = batch(10 * number + mesh["dp"].get_local_rank())
+        with loss_parallel(), mock.patch.object(compiled_update, "compile_graph", lambda graph, _: graph):
+            step(tokens, target=tokens)
+            loss_of(models[1](tokens), tokens).backward()
+        nn.utils.clip_grad_norm_(models[1].parameters(), 0.1)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.nightly
+def test_fused_step(four: Ranks) -> None:
+    """A step by `compile_step` whose update reads flat gradients clips them to the norm over all ranks."""
+    four.run(_fused_step)
 
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
