@@ -1,4 +1,4 @@
-"""Steps shaped like Llama 3's: dimensions as in the published configurations, costs from passes/cost/roofline.py.
+"""Steps shaped like Llama 3's: dimensions as in the published configurations, costs as graphs have them.
 
 bf16, gradients reduced in fp32, AdamW's states in fp32, activation checkpoints around blocks, 8192 tokens a sequence.
 Embedding, each block and head are units, and one task per direction each.
@@ -6,8 +6,8 @@ Embedding, each block and head are units, and one task per direction each.
 
 from dataclasses import dataclass
 
-from fsdp_compile.passes.cost.hardware import Hardware, Link
-from fsdp_compile.passes.cost.roofline import compute_seconds, launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.hardware import Hardware, Link, attention_seconds, chain_seconds, product_seconds
+from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192
@@ -78,26 +78,32 @@ def _activations(shape: Shape, tokens: int) -> int:
 
 
 def _product(device: Hardware, tokens: int, rows: int, columns: int) -> float:
-    moved = 2 * (tokens * rows + rows * columns)
-    return compute_seconds(2 * tokens * rows * columns, moved + 2 * tokens * columns, "bfloat16", device)
+    moved = 2 * (tokens * rows + rows * columns + tokens * columns)
+    return product_seconds(2 * tokens * rows * columns, moved, rows, "bfloat16", device)
+
+
+def _attention(shape: Shape, tokens: int, backward: bool, device: Hardware) -> float:
+    """Two products in forward and five in backward, over half of all pairs of tokens."""
+    flops = (5 if backward else 2) * tokens * SEQUENCE * shape.dim
+    return attention_seconds(flops, SEQUENCE, backward, "bfloat16", device)
 
 
 def _block(shape: Shape, tokens: int, device: Hardware) -> tuple[float, float]:
-    """Forward, and backward that computes forward again: all products twice more, attention 2.5 times more."""
+    """Forward, and backward that computes forward again and all products twice more."""
     products = sum(_product(device, tokens, *each) for each in shape.products)
-    attention = compute_seconds(2 * tokens * SEQUENCE * shape.dim, 8 * tokens * shape.dim, "bfloat16", device)
-    chains = 2 * tokens * (2 * 2 * shape.dim + 2 * 3 * shape.dim + 3 * shape.hidden)  # norms, sums, gate
-    forward = products + attention + chains / device.bandwidth
-    return forward, forward + 2 * products + 2.5 * attention + 2 * chains / device.bandwidth
+    moved = 2 * tokens * (2 * 2 * shape.dim + 2 * 3 * shape.dim + 3 * shape.hidden)  # norms, sums, gate
+    forward = products + _attention(shape, tokens, False, device) + chain_seconds(moved, True, device)
+    again = 2 * products + _attention(shape, tokens, True, device) + chain_seconds(2 * moved, True, device)
+    return forward, forward + again
 
 
 def _embedding(shape: Shape, tokens: int, device: Hardware) -> tuple[float, float]:
     """A look-up; and a gradient that is zeros but for what it is given."""
-    moved = 4 * tokens * shape.dim / device.bandwidth
-    return moved, moved + 4 * shape.vocab * shape.dim / device.bandwidth
+    moved = 4 * tokens * shape.dim
+    return chain_seconds(moved, True, device), chain_seconds(moved + 4 * shape.vocab * shape.dim, True, device)
 
 
 def _head(shape: Shape, tokens: int, device: Hardware) -> tuple[float, float]:
     product = _product(device, tokens, shape.dim, shape.vocab)
-    loss = 10 * tokens * shape.vocab / device.bandwidth  # bf16 to fp32, read once more
+    loss = chain_seconds(10 * tokens * shape.vocab, True, device)  # bf16 to fp32, read once more
     return product + loss, 2 * product + loss

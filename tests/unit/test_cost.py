@@ -22,7 +22,7 @@ from fsdp_compile.passes.cost.hardware import (
     reported_device,
     to_json,
 )
-from fsdp_compile.passes.cost.roofline import all_reduce_seconds, compute_seconds, launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.roofline import all_reduce_seconds, launch_seconds, transfer_seconds
 from fsdp_compile.passes.graph.node_costs import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)
@@ -71,6 +71,8 @@ def test_products_and_attention_by_hand():
     assert product_seconds(1000, 500, 20, "float32", ramps) == 50
     assert attention_seconds(100, 4, False, "float32", ramps) == 2
     assert attention_seconds(100, 4, True, "float32", ramps) == 4
+    with pytest.raises(ValueError, match=r"device plain has a figure for \(float32\), found bfloat16"):
+        product_seconds(1, 0, 1, "bfloat16", PLAIN)
 
 
 def test_hardware_files(tmp_path):
@@ -103,15 +105,6 @@ def test_hardware_files(tmp_path):
     path.write_text(json.dumps(good))
     with pytest.raises(ValueError, match="memory: expected it, found no such field"):
         device(str(path))
-
-
-def test_roofline():
-    """Computing at 50 a second or moving at 10, whichever takes longer; bytes alone need no dtype."""
-    assert compute_seconds(1000, 50, "float32", PLAIN) == 20
-    assert compute_seconds(100, 50, "float32", PLAIN) == 5
-    assert compute_seconds(0, 50, "int64", PLAIN) == 5
-    with pytest.raises(ValueError, match=r"device plain has a figure for \(float32\), found bfloat16"):
-        compute_seconds(1, 0, "bfloat16", PLAIN)
 
 
 def _mlp(x, table, weight):

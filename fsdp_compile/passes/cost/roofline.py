@@ -1,6 +1,6 @@
 """What collectives and computing cost in seconds: numbers in, numbers out, the same on every rank.
 
-roofline    seconds of a collective over one link by its bytes and ranks, and of computing by its operations and bytes
+roofline    seconds of a collective over one link by its bytes and ranks; those of computing are in hardware.py
 profile     measured seconds in place of estimated ones
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_compile.core.text_files import read_json
-from fsdp_compile.passes.cost.hardware import Hardware, Link, is_finite, peak_of
+from fsdp_compile.passes.cost.hardware import Link, is_finite
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.workload import Task, Workload
 
@@ -44,18 +44,6 @@ def all_reduce_seconds(full_bytes: float, world: int, link: Link) -> float:
     ring = link.latency + link.hop * 2 * (world - 1) + 2 * transfer_seconds(full_bytes, world, link)
     tree = link.latency + link.hop * 2 * (world - 1).bit_length() + 2 * full_bytes / link.bandwidth
     return min(ring, tree)
-
-
-def compute_seconds(flops: float, moved_bytes: float, dtype: str, device: Hardware) -> float:
-    """Roofline: the longer of computing `flops` in `dtype` and of moving bytes from and to memory.
-
-    (Williams, Waterman, Patterson: Roofline, 2009.)
-
-    Raises:
-        ValueError: there is something to compute and the device's table has no figure for `dtype`.
-    """
-    moving = moved_bytes / (device.bandwidth * (1.0 if flops else device.chain_efficiency))
-    return max(flops / peak_of(dtype, device), moving) if flops else moving
 
 
 # --- profile ----------------------------------------------------------------------------------------------------------
