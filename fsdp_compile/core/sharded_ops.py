@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_compile.core._torch import FakeTensor
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_operands import (
     Rule,
@@ -242,10 +243,15 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     return same
 
 
+_OF_SHAPES_ALONE = {getattr(aten, f"{each}_like").default for each in ("empty", "zeros", "ones", "full")}
+
+
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_sharded(args[0]):
         return gather(func, args, kwargs)
-    average_gradients(args)
+    # Optimizers make their state like parameters: no gradient comes of that, and hooks cost at every backward.
+    if func not in _OF_SHAPES_ALONE or isinstance(args[0].local, FakeTensor):
+        average_gradients(args)
     if kwargs.get("memory_format") is not torch.preserve_format:
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     return wrap(func(args[0].local, *args[1:], **kwargs), args[0].spec)

@@ -28,7 +28,7 @@ def _model() -> nn.Module:
 def _passes_autograd_by(rank: int) -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):  # the optimizer's state is made of parameters, like a computation whose gradient is averaged
+    for _ in range(2):
         model(torch.ones(4, 8)).sum().backward()
         for layer in (model[0], model[2], model[4]):
             flat = FlatGradient.of(list(layer.parameters()))
@@ -38,6 +38,12 @@ def _passes_autograd_by(rank: int) -> None:
             assert all(p.grad.to_local()._is_view() or not p.grad.to_local().numel() for p in layer.parameters())
         optimizer.step()
         optimizer.zero_grad()
+        assert all(param._backward_hooks is None for param in model.parameters())
+    model[0].weight.clone()  # a gradient that comes of this is to be averaged
+    assert model[0].weight._backward_hooks
+    model(torch.ones(4, 8)).sum().backward()
+    assert FlatGradient.of(list(model[0].parameters())) is not None
+    optimizer.zero_grad()
     seen: list[Tensor] = []
     model[0].weight.register_hook(seen.append)
     (model(torch.ones(4, 8)).sum() + model[2].weight.sum()).backward()
