@@ -1,14 +1,23 @@
 """CPU time of a compiled step outside kernels and collectives: sharded against `torch.compile` of the unsharded model.
 
 A GPT whose tensors are tiny, so that a step is nearly all host work; a fake process group, whose collectives return at
-once. Three measures, in microseconds of CPU time per step, the variants interleaved:
+once. In microseconds of CPU time per step, the variants interleaved:
 
     guards        a forward whose compiled graph does nothing: Dynamo's guards, inputs, outputs
     step          forward and backward compiled by Inductor, zero_grad: guards, wrappers, autograd, tiny kernels
     collectives   the same gathers, exchanges and waits as generated code has them, called by themselves
     without them  what a step adds beyond these calls
 
-The fake group copies a gather's input into each of its 8 parts: of the time of a call nearly all.
+Where the time of the sharded step goes: by how much it is shorter without one thing, which does nothing then.
+
+    gathers, reduces and waits     the calls in generated code; of that the process group takes by itself what follows
+    gradients of parameters        from the gradients of flat shards to `.grad`, and the end of these in zero_grad
+    examination of parameters      before the forward: whether users have changed any
+    none of these                  what is left beside the unsharded model: generated code, AOTAutograd, autograd
+
+Whole steps with AdamW: a loop with the stock optimizer, unsharded and sharded, and `compile_step`.
+
+As gloo, which the fake group stands for, would copy, a gather is 8 broadcasts.
 """
 
 import argparse
@@ -19,15 +28,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compile import fully_shard
+from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.comm._torch import broadcast_from, start_all_to_all, start_broadcasts
 from fsdp_compile.comm.direct import DirectCollectives
+from fsdp_compile.core.autograd import ShardBinding
 from fsdp_compile.core.unit import unit_of
+from fsdp_compile.eager import forward
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -97,17 +111,157 @@ def cpu_microseconds(step: Step, repeat: int) -> float:
     return (time.process_time() - begin) / repeat * 1e6
 
 
-def compare(make: Callable[[int, bool], Step], layers: int, rounds: int, repeat: int) -> dict[str, float]:
-    """Medians of interleaved rounds, and their difference per block."""
-    steps = {name: make(layers, name == "sharded") for name in ("unsharded", "sharded")}
+def interleaved(steps: dict[str, Step], rounds: int, repeat: int, warm_up: bool = False) -> dict[str, float]:
+    """For each step the median of rounds; `warm_up`: not of its first run in each, which finds other code in caches."""
     for step in steps.values():
         cpu_microseconds(step, 5)  # compile, settle
     measured: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
+            for _ in range(warm_up):
+                step()
             measured[name].append(cpu_microseconds(step, repeat))
-    medians = {name: statistics.median(values) for name, values in measured.items()}
+    return {name: statistics.median(values) for name, values in measured.items()}
+
+
+def compare(make: Callable[[int, bool], Step], layers: int, rounds: int, repeat: int) -> dict[str, float]:
+    """Medians of interleaved rounds, and their difference per block."""
+    steps = {name: make(layers, name == "sharded") for name in ("unsharded", "sharded")}
+    medians = interleaved(steps, rounds, repeat)
     return {**medians, "added per block": (medians["sharded"] - medians["unsharded"]) / layers}
+
+
+# --- where the time goes ----------------------------------------------------------------------------------------------
+
+COLLECTIVES = {
+    (DirectCollectives, "all_gather"): lambda *_, out: None,
+    (DirectCollectives, "all_to_all"): lambda _, packed, *__: torch.empty_like(packed),
+    (DirectCollectives, "wait"): lambda *_: None,
+}
+GRADIENTS = {(ShardBinding, "scatter"): lambda binding, *_: [None] * len(binding.params)}
+EXAMINATION = {(forward, "_prepare"): lambda _: None}
+
+
+def without(step: Step, *parts: dict[tuple[Any, str], Callable[..., Any]]) -> Step:
+    """`step` while what `parts` names does nothing."""
+
+    def shortened() -> None:
+        with ExitStack() as stack:
+            for (owner, name), nothing in (pair for part in parts for pair in part.items()):
+                stack.enter_context(mock.patch.object(owner, name, nothing))
+            for _ in range(8):
+                step()
+
+    return shortened
+
+
+def process_group_only(layers: int) -> Step:
+    """What the process group is called for, and nothing else: buffers, their slices and options are there."""
+    units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))}
+    calls = []
+    for unit in units:
+        for flat in unit.flats:
+            full = flat.shard.new_empty(flat.layout.numel)
+            calls.append((unit.group, full, torch.empty_like(full), full.chunk(unit.group_size)))
+    options = list(map(broadcast_from, range(8)))
+
+    def step() -> None:
+        for group, full, received, slices in calls:
+            for _ in range(2):
+                for work in start_broadcasts(group, slices, options):
+                    work.wait()
+            start_all_to_all(group, received, full).wait()
+
+    return step
+
+
+def where_it_goes(layers: int, rounds: int) -> dict[str, float]:
+    """Microseconds per block by which the sharded step is shorter without each thing, and what is left."""
+    unsharded, sharded = whole_step(layers, False), whole_step(layers, True)
+    steps = {
+        "unsharded": without(unsharded),
+        "sharded": without(sharded),
+        "gathers, reduces and waits": without(sharded, COLLECTIVES),
+        "gradients of parameters": without(sharded, GRADIENTS),
+        "examination of parameters": without(sharded, EXAMINATION),
+        "none of these": without(sharded, COLLECTIVES, GRADIENTS, EXAMINATION),
+        "the process group by itself": without(process_group_only(layers)),
+    }
+    medians = {name: spent / 8 / layers for name, spent in interleaved(steps, rounds, 1, warm_up=True).items()}
+    shorter = {
+        name: medians["sharded"] - spent for name, spent in medians.items() if name not in ("unsharded", "sharded")
+    }
+    return {
+        "added per block": medians["sharded"] - medians["unsharded"],
+        **shorter,
+        "the process group by itself": medians["the process group by itself"],
+        "none of these": medians["none of these"] - medians["unsharded"],
+    }
+
+
+def counted_calls(step: Step) -> tuple[int, int]:
+    """How many functions in Python and in C one step calls from Python: the same on every machine, busy or not."""
+    counts = {"call": 0, "c_call": 0}
+
+    def count(_: Any, event: str, __: Any) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    for _ in range(3):
+        step()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return counts["call"], counts["c_call"]
+
+
+def added_calls(layers: int) -> dict[str, float]:
+    """How many calls a sharded step adds per block, without and with AdamW."""
+    added: dict[str, float] = {}
+    pairs = {
+        "step": (whole_step(layers, False), whole_step(layers, True)),
+        "stock loop": (with_adamw(layers, False), with_adamw(layers, True)),
+        "compile_step": (with_adamw(layers, False), with_adamw(layers, True, fused=True)),
+    }
+    for name, (unsharded, sharded) in pairs.items():
+        before, after = counted_calls(unsharded), counted_calls(sharded)
+        for kind, less, more in zip(("Python", "C"), before, after, strict=True):
+            added[f"{name}, in {kind}"] = (more - less) / layers
+    return added
+
+
+def with_adamw(layers: int, sharded: bool, fused: bool = False) -> Step:
+    """A whole step: forward, backward, update, zero_grad."""
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    model = build(layers, sharded)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if fused:
+        whole = compile_step(model, optimizer)  # type: ignore[arg-type]  # is sharded
+        return lambda: whole(tokens, tokens)
+    compiled = torch.compile(model, fullgraph=True)
+
+    def step() -> None:
+        compiled(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def whole_steps(layers: int, rounds: int) -> dict[str, float]:
+    """Microseconds of whole steps, and what sharding adds per block."""
+    steps = {
+        "unsharded": with_adamw(layers, False),
+        "stock loop": with_adamw(layers, True),
+        "compile_step": with_adamw(layers, True, fused=True),
+    }
+    medians = interleaved(steps, rounds, repeat=8, warm_up=True)
+    added = {
+        f"{n} adds per block": (medians[n] - medians["unsharded"]) / layers for n in ("stock loop", "compile_step")
+    }
+    return {**medians, **added}
 
 
 def main() -> None:
@@ -127,7 +281,16 @@ def main() -> None:
     print(f"{'us of CPU time per step':28}{'unsharded':>12}{'sharded':>12}{'added per block':>18}")
     for name, row in figures.items():
         print(f"{name:28}{row['unsharded']:12.1f}{row['sharded']:12.1f}{row['added per block']:18.2f}")
-    report = {"layers": args.layers, "torch": torch.__version__, "machine": platform.machine(), **figures}
+    tables = {
+        "where it goes, us per block": where_it_goes(args.layers, args.rounds),
+        "AdamW, us": whole_steps(args.layers, args.rounds),
+        "calls added per block": added_calls(args.layers),
+    }
+    for title, table in tables.items():
+        print(f"\n{title}")
+        for name, spent in table.items():
+            print(f"    {name:32}{spent:12.1f}")
+    report = {"layers": args.layers, "torch": torch.__version__, "machine": platform.machine(), **figures, **tables}
     target = pathlib.Path(__file__).parent / "results" / "host_overhead.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(report, indent=1) + "\n")
