@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import os
-import pathlib
 import platform
 import sys
 import time
@@ -108,7 +107,7 @@ def _target() -> str:
 def hash_of_sources() -> str:
     """A digest of all files of this package."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -199,7 +198,7 @@ def load_folder(folder: str) -> None:
 
 def _check_use(folder: str) -> Callable[[Any], None]:
     """What looks, after the first compilation, whether it has found anything."""
-    before: list[int] = [cache_hits()]
+    before = [cache_hits()]
 
     def check(_: Any) -> None:
         if before and cache_hits() == before.pop():
