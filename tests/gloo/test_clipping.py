@@ -175,7 +175,7 @@ def _hybrid(model: nn.Module) -> Iterator[nn.Module]:
     copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     fully_shard(model, process_group=shards[dist.get_rank() // 2])
     for unit in units(model):
-        unit.replicas = copies[dist.get_rank() % 2]
+        unit.set_groups(unit.group, copies[dist.get_rank() % 2], None)
     yield model
     for group in (*shards, *copies):
         if dist.get_rank() in dist.get_process_group_ranks(group):

@@ -149,7 +149,7 @@ def _use_with_copies(rank: int) -> None:
     with _two_by_two() as (group, replicas):
         reference, model = build(MLP), fully_shard(build(MLP), process_group=group)
         for unit in units(model):
-            unit.replicas = replicas
+            unit.set_groups(unit.group, replicas, None)
         model.register_comm_hook(DefaultState(group), reduce_scatter_hook)
         follow(model, reference, MLP)
 

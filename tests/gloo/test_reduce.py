@@ -146,7 +146,7 @@ def _train_hybrid(rank: int) -> None:
     with _two_by_two() as (group, replicas):
         reference, model = build(MLP), fully_shard(build(MLP), process_group=group)
         for unit in units(model):
-            unit.replicas = replicas
+            unit.set_groups(unit.group, replicas, None)
         follow(model, reference, MLP)
 
 
