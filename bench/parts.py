@@ -79,7 +79,7 @@ PARTS = {
     "whole_step": Part(
         "the same, whole steps, with what compiles the optimizer too", "link", "gpt",
         ("unsharded", "fsdp2", "fsdp2_compile", "fsdp2_compile:optimizer", "simple_fsdp", "ours_compiled",
-         "ours_planned", "ours_planned:layers", "ours_step", "ours_step:layers"),
+         "ours_planned", "ours_planned:layers", "ours_step", "ours_step:layers", "ours_step:first"),
         8, ratios=(0.3, 0.6, 0.9), rounds=5,
     ),
     "link_64": Part("the same, 64 ranks", "link", "gpt", PEERS, 64, ratios=(0.6,), looks=("calls",)),

@@ -42,6 +42,8 @@ def _compiled(model: nn.Module, **options: Any) -> Any:
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     if setup.option == "layers":  # the plan says which of them are launched together
         blocks = layers_of(blocks)
+    elif setup.option == "first":  # only the edge of the step is fine
+        blocks = [*layers_of(blocks[:1]), *blocks[1:]]
     policy = CustomPolicy(lambda module: any(module is each for each in blocks))
     ours.shard(model, blocks, setup, reshard_after_forward="auto", auto_wrap_policy=policy)  # and which units stay
     compiled: Any = torch.compile(model, fullgraph=True)

@@ -1,6 +1,6 @@
 """Ours, with the whole step as one call of `compile_step`, planned for the link with its update.
 
-The option `layers` makes each linear layer a unit.
+The option `layers` makes each linear layer of a block a unit, `first` those of the first block alone.
 """
 
 import tempfile
