@@ -154,10 +154,11 @@ def _load(path: str) -> Profile:
         where, graph = f"profile: {path}, {reprlib.repr(name)}", _GRAPH_NAME.fullmatch(name)
         if graph is None:
             raise PlanError(f"{where}: expected the name of a graph, such as 'forward of 10 products', found another")
-        count = int(graph[1]) + 1 if graph[1] else int(graph[2]) + 2
-        if type(seconds) is not list or len(seconds) != count:
-            raise PlanError(f"{where}: expected a list of {count} seconds, one more than products or two more than "
-                            f"units, found {reprlib.repr(seconds)}")  # fmt: skip
+        count, what = int(graph[1] or graph[2]), "one more than products"
+        if graph[2]:
+            count, what = count + 1, "two more than units"
+        if type(seconds) is not list or len(seconds) != count + 1:
+            raise PlanError(f"{where}: expected a list of {count + 1} seconds, {what}, found {reprlib.repr(seconds)}")
         for stretch, each in enumerate(seconds):
             if not is_finite(each) or each > MOST_SECONDS:
                 raise PlanError(f"{where}, number {stretch} of its list: expected seconds from 0 to {MOST_SECONDS:,}, "
