@@ -305,11 +305,13 @@ def _fails_often_compiled(rank: int, how: str, failures: int) -> None:
         with pytest.raises(ArithmeticError):
             squared_error(run, mine(MLP, seed)).backward()
         model.zero_grad()
-        if seed in (3, failures - 1):
+        if seed in (3, 4, 5) or seed >= failures - 3:
             alive.append(_bytes_alive())
             in_registry.append(torch._C._distributed_c10d._get_work_registry_size())
     _armed = False
-    assert alive[1] <= alive[0] and in_registry[1] <= in_registry[0], (alive, in_registry)
+    # The least of three: a collective that is still under way on one of them holds its buffers for a moment.
+    for each in (alive, in_registry):
+        assert min(each[3:]) <= min(each[:3]), (alive, in_registry)
     _assert_equal_steps(model, other, how)
 
 
