@@ -8,7 +8,8 @@ When torch moves:
 - `_init_backend` and `_rank` of DeviceMesh let it be made without a process group;
 - `_allgather_base` is what `dist.all_gather_into_tensor` calls; `_get_backend` gives what its calls end in, with the
   same names and arguments, on torch's own process groups;
-- the store of `_get_process_group_store` must be the group's own.
+- the store of `_get_process_group_store` must be the group's own;
+- `new_group(..., use_local_synchronization=True)` makes a group's name of its ranks and of the size of `pg_names`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import _functional_collectives  # noqa: F401  (registers OPERATORS)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _world
 
 OPERATORS = torch.ops._c10d_functional
 
@@ -28,6 +29,11 @@ OPERATORS = torch.ops._c10d_functional
 def current_backward() -> int:
     """Number of the backward pass that this thread runs; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def groups_joined() -> int:
+    """How many process groups this process is in."""
+    return len(_world.pg_names)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

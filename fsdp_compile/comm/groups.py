@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm._torch import group_named, mesh_without_group, offer_name
+from fsdp_compile.comm._torch import group_named, groups_joined, mesh_without_group, offer_name
 from fsdp_compile.comm.collectives import backends
+from fsdp_compile.comm.comparison import Subject, compare_in_groups
 
+_SECONDS_TO_COME = 600.0  # that ranks wait for each other before they make a group
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -238,8 +240,8 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
     if ("stages", neighbors) not in known:
         index = groups.shard.rank() % neighbors
         first = groups.shard.rank() - index
-        near = _group_of(ranks[first : first + neighbors])
-        known["stages", neighbors] = (_group_of(ranks[index::neighbors]), near)
+        near = _group_within(groups.shard, ranks[first : first + neighbors])
+        known["stages", neighbors] = (_group_within(groups.shard, ranks[index::neighbors]), near)
     return replace(groups, stages=known["stages", neighbors])
 
 
@@ -274,7 +276,7 @@ def separate_group(name: str) -> dist.ProcessGroup:
     group = group_named(name)
     known = _made.setdefault(group, {})
     if ("separate", 0) not in known:
-        second = _group_of(dist.get_process_group_ranks(group))
+        second = _group_within(group, dist.get_process_group_ranks(group))
         known["separate", 0] = (second, second)
     return known["separate", 0][0]
 
@@ -285,7 +287,7 @@ def group_with_limit(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGr
     key = ("seconds", seconds)
     if key not in known:
         ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=seconds)
-        made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+        made = _group_within(group, ranks, timeout=limit, backend="gloo")
         known[key] = (made, made)
     return known[key][0]
 
@@ -302,7 +304,7 @@ def host_group(group: dist.ProcessGroup, may_make: bool) -> dist.ProcessGroup | 
     if ("host", 0) not in known:
         if not may_make or not dist.is_gloo_available():
             return None
-        made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        made = _group_within(group, dist.get_process_group_ranks(group), backend="gloo")
         known["host", 0] = (made, made)
         weakref.finalize(group, _destroy, made).atexit = False
     return known["host", 0][0]
@@ -327,8 +329,26 @@ def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(process_group, device_type if device_type in supported else next(iter(supported)))
 
 
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
-    return dist.new_group(ranks, use_local_synchronization=True)
+_NEW_GROUP = Subject(
+    "new process group",
+    "membership in as many process groups",
+    "no number",
+    "make groups that only some ranks are in later, after fully_shard and compile_step",
+)
+
+
+def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    """A new group of `ranks`, some or all of those in `group`, which all make one of that size at the same time.
+
+    torch names it after its ranks and the number of groups that the process is in. Where ranks differ in that number,
+    each would wait for the others under a name of its own.
+
+    Raises:
+        RuntimeError: on all ranks, if they differ.
+    """
+    joined = f"a new process group\n{groups_joined()} groups"
+    compare_in_groups([(group, joined)], _SECONDS_TO_COME, _NEW_GROUP)
+    return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
 def _node_size(given: int | None) -> int:

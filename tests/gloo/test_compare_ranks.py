@@ -160,3 +160,19 @@ def test_replicas_that_differ(four: Ranks) -> None:
     assert all("rank 2: 0 (Linear" in text and "rank 3: 0 (Linear" in text for text in one), one
     other = four.run(_in_a_hybrid, (0, 0, 1, 1), (4, 4, 4, 4))
     assert all("replicated values" in text for text in other), other
+
+
+def _shard_where_ranks_are_in_other_groups(rank: int) -> None:
+    some = dist.new_group([0, 1])
+    with pytest.raises(RuntimeError, match=r"new process group: expected .* ranks 2, 3: . groups"):
+        fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
+    if rank < 2:
+        dist.destroy_process_group(some)
+    fully_shard(nn.Linear(4, 4), reshard_after_forward=2)(torch.ones(1, 4)).sum().backward()
+
+
+def test_groups_that_only_some_ranks_are_in(four: Ranks) -> None:
+    """Where ranks are in different numbers of process groups, torch would name a new group differently on each: all
+    ranks raise, and none waits.
+    """
+    four.run(_shard_where_ranks_are_in_other_groups)
