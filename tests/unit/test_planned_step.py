@@ -119,7 +119,7 @@ def test_measured_update(tmp_path: Path) -> None:
     path.write_text(json.dumps({"forward of 0 products": [1.0]}))
     assert measured_update(str(path), [10]) is None
     path.write_text(json.dumps({"update of 2 units": [1.0]}))
-    with pytest.raises(PlanError, match="expected a list of 4 seconds, one more than products"):
+    with pytest.raises(PlanError, match="expected a list of 4 seconds, two more than units"):
         measured_update(str(path), [10])
 
 
