@@ -236,8 +236,9 @@ def _fails_often(rank: int, failures: int) -> None:
         with pytest.raises(ArithmeticError):
             squared_error(model, mine(MLP, seed)).backward()
         model.zero_grad()
-        alive.append(_bytes_alive() if seed in (3, failures - 1) else 0)
-    assert alive[-1] <= alive[3], alive  # the unit before was being gathered each time
+        if seed in (3, 4, 5) or seed >= failures - 3:  # the unit before was being gathered each time
+            alive.append(_bytes_alive())
+    assert min(alive[3:]) <= min(alive[:3]), alive
     hook.remove()
     _assert_equal_steps(model, other, "eager")
 
