@@ -82,6 +82,8 @@ def test_ends_of_a_model_are_sent_apart(plans: dict[str, Plan]) -> None:
     assert gathered == ["root", "blocks.0", "blocks.1", "root:2"]
     assert reduced == ["root:2", "blocks.1", "blocks.0", "root"]
     assert [len(unit.flats) for unit in model._fsdp.units] == [2]
+    step = explain_plan(_Tokens, (torch.arange(4),), link=SLOW)  # forward and backward in one graph
+    assert [each.units for each in step.plan.of("reduce")] == [("root:2",), ("blocks.1",), ("blocks.0",), ("root",)]
 
 
 @pytest.mark.parametrize("rows", [(2**13, 1), (1, 2**13)])

@@ -28,7 +28,7 @@ from fsdp_compile.comm.flat import averaging
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD, UnshardSpec
-from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path, tagged
+from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path, source_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
@@ -255,12 +255,25 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.
     dtype = sent.args[1] if sent.target is CAST else None
     concatenated = sent if dtype is None else sent.args[0]
     if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(layout.segments):
+        _view_at_once(sent)
         return sent if divisor == 1 else emit("scale", SCALE, sent, divisor)
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
     for grad, segment in zip(concatenated.args[0], layout.segments, strict=True):
         if segment.parameter is not None and not _is_zeros(grad):
             grads[segment.parameter] = _prepare(grad, dtype, divisor, emit)
     return emit("pack", PACK_GRADS, grads, layout.text)
+
+
+def _view_at_once(gradient: fx.Node) -> None:
+    """Move a gradient that is a view to where its memory is computed.
+
+    It stands where autograd ended with the parameter: for what the model's own unit holds, at the end of backward. From
+    there on a planner would take it to be ready.
+    """
+    source = source_of(gradient)
+    while gradient is not source and len(gradient.all_input_nodes) == 1 and source.op != "placeholder":
+        source.append(gradient)  # the last view first: each of the others comes to stand before it
+        gradient = gradient.args[0]  # type: ignore[assignment]  # fx arguments are untyped
 
 
 def _prepare(grad: fx.Node, dtype: Any, divisor: float, emit: Emit) -> fx.Node:

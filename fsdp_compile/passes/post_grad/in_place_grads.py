@@ -15,7 +15,6 @@ lower_pack_grads.py does the rest in Inductor's IR: the kernel that computes a g
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -75,24 +74,7 @@ def pack_in_place(context: GraphContext) -> None:
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in pack.args[0]])
         if len(pack.users) == 1:
             _let_reader_overwrite(pack)
-    for start in tagged(graph, "reduce"):
-        _view_at_once(with_preparation(start)[0].args[0])
     graph.eliminate_dead_code()
-
-
-def _view_at_once(gradient: Any) -> None:
-    """Move a gradient that is a view to where its memory is computed.
-
-    A gradient that needs no pack is sent as a view, which stands where autograd ended with the parameter: for what the
-    model's own unit holds, at the end of backward. From there on the planner would take it to be ready.
-    """
-    views: list[fx.Node] = []
-    while isinstance(gradient, fx.Node) and is_view(gradient) and len(gradient.all_input_nodes) == 1:
-        views.append(gradient)
-        gradient = gradient.args[0]
-    if isinstance(gradient, fx.Node) and gradient.op != "placeholder":
-        for view in views:  # the last one first: each of the others comes to stand before it
-            gradient.append(view)
 
 
 def _let_reader_overwrite(packed: fx.Node) -> None:
