@@ -44,9 +44,9 @@ from fsdp_compile.wrapper import FullyShardedDataParallel
 #     last reduce R | u | the other updates, beside G | forward         R + max(u + G, U)
 #
 # If some of them ran beside R already, this would be R + u + max(G, U - u - R): something is gained only where updates
-# take longer than one all-gather, and then at most R. With blocks on the emulated link U is 5 ms, and G 7 ms on the
-# fastest link that is measured: nothing. With layers there, where G and R are 2 ms, it is 2 of 380 ms. For this
-# backward's graph would have to return gradients that nobody may read yet, and on gloo rows that are still to be added.
+# take longer than one all-gather, and then at most R. With blocks on the emulated link U is 1.4 ms, and G 6 ms on the
+# fastest link that is measured: nothing. With layers there R is 2 of 390 ms. For this backward's graph would have to
+# return gradients that nobody may read yet, and on gloo rows that are still to be added.
 
 _INDUCTOR = ("inductor", "fsdp_compile")
 _PREFETCHED = 2  # units that are prefetched where no plan says how many
@@ -203,14 +203,13 @@ class CompiledStep:
     def _taking_gradients(self) -> Iterator[None]:
         """Where the norm and the update are all that read gradients, parameters get none: flat ones are read."""
         reads_flat = self._scaler is None and self._update.fuses and self._update.is_elementwise()
-        reductions = [flat.reduction for unit in self._units for flat in unit.flats]
-        for reduction in reductions:
-            reduction.keeps_flat = reads_flat
+        for flat in self._flats:
+            flat.reduction.keeps_flat = reads_flat
         try:
             yield
         finally:
-            for reduction in reductions:
-                reduction.keeps_flat = False
+            for flat in self._flats:
+                flat.reduction.keeps_flat = False
 
     def _backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
         """Forward and backward of one micro-batch, maybe the first one since the update; its loss."""
@@ -244,29 +243,24 @@ class CompiledStep:
             RECORD_TIME(name, stretch, 2 * stretch + ends, self._flats[0].shard.device)
 
     def _clip_and_update(self) -> None:
-        if (limit := self._clip_norm) is None:
-            self._run_updates(self._update.begin())
-            return
-        params = self._clipped_params()
-        if not self._update.fuses:
-            nn.utils.clip_grad_norm_(params, limit)
-            self._run_updates(self._update.begin())
-            return
-
-        norms: list[Tensor] = []
-
-        def clip_others(updates: list[FlatUpdate]) -> None:
-            for flat in set(self._flats).difference(update.flat for update in updates):
-                flat.show_gradient()
-            norms.append(gradient_norm(params, updates))
-            updated = {id(param) for update in updates for segment in update.segments for param in segment.params}
-            nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norms[0])
-
-        updates = self._update.begin(before_others=clip_others)
-        if not norms:
-            clip_others(updates)
-        coefficient = torch.clamp(limit / (norms[0] + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
+        limit = self._clip_norm
+        if limit is not None and not self._update.fuses:
+            nn.utils.clip_grad_norm_(self._clipped_params(), limit)
+            limit = None
+        updates = self._update.begin()
+        coefficient = None if limit is None else self._clip_others(updates, limit)
+        self._update.step_others(updates)
         self._run_updates(updates, coefficient)
+
+    def _clip_others(self, updates: Sequence[FlatUpdate], limit: float) -> Tensor:
+        """Clip the gradients that `updates` do not read; the coefficient by which those multiply theirs."""
+        for flat in set(self._flats).difference(update.flat for update in updates):
+            flat.show_gradient()
+        params = self._clipped_params()
+        norm = gradient_norm(params, updates)
+        updated = {id(param) for update in updates for param in update.params}
+        nn.utils.clip_grads_with_norm_([param for param in params if id(param) not in updated], limit, norm)
+        return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
 
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
         """Update units in the order of the forward, and gather the first ones for the next one behind the others."""
@@ -298,12 +292,11 @@ class CompiledStep:
     def _drop_gradients(self) -> None:
         """After a failure: forget what was accumulated and reduced in this step, on this rank."""
         self.optimizer.zero_grad()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.reduction.flat_gradient = None
-                for param in flat.params:
-                    param.grad = None
-                drop_cleared(flat)
+        for flat in self._flats:
+            flat.reduction.flat_gradient = None
+            for param in flat.params:
+                param.grad = None
+            drop_cleared(flat)
 
 
 class _Scaled:

@@ -40,7 +40,9 @@ class _Copies:
 
     def start(self, copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
         """Begin to fill `copy`, behind what the device's current stream has been given."""
-        stream = self.streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             copy.copy_(source, non_blocking=True)

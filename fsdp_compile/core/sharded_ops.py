@@ -239,7 +239,8 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_sharded(args[0]):
         return _view(func, args, kwargs)
     same = ShardedTensor(args[0].local, args[0].spec)
-    vars(same).update((name, value) for name, value in vars(args[0]).items() if name == "_flat")
+    if (flat := vars(args[0]).get("_flat")) is not None:  # still a segment of that
+        vars(same)["_flat"] = flat
     return same
 
 

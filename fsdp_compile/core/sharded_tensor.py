@@ -280,13 +280,13 @@ class FlatGradient:
 
     def __init__(self, grad: Tensor, specs: Sequence[ShardSpec], split: Callable[[Tensor], list[Tensor]]) -> None:
         self.grad, self.specs, self._split = grad, specs, split
-        self._segments: list[Tensor] = []
+        self._segments: dict[int, Tensor] = {}  # by the id of a parameter's spec
 
     def segment_of(self, spec: ShardSpec) -> Tensor:
         """The segment of the parameter that is sharded as `spec`, one of `specs`, says."""
         if not self._segments:
-            self._segments = self._split(self.grad)
-        return next(segment for segment, each in zip(self._segments, self.specs, strict=True) if each is spec)
+            self._segments = dict(zip(map(id, self.specs), self._split(self.grad), strict=True))
+        return self._segments[id(spec)]
 
     @staticmethod
     def of(params: Sequence[nn.Parameter]) -> "FlatGradient | None":

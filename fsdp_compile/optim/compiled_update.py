@@ -1,8 +1,9 @@
 """The update of a whole model by an elementwise optimizer: one kernel for each flat shard, compiled once.
 
     update = CompiledUpdate(optimizer, fuses=True)
-    updates = update.begin()       what steps as it is has stepped; for each flat parameter what remains
-    updates[0].run()               one call of a compiled function, which changes the shard and the state in place
+    updates = update.begin()       for each flat parameter what a compiled function will do to it in this step
+    update.step_others(updates)    all other parameters step as they are
+    updates[0].run()               one call of that function, which changes the shard and the state in place
 
 What each element undergoes is recorded from the optimizer itself at every step (program.py). Only the operators are
 compiled; learning rates, weight decays and bias corrections are inputs, so that no schedule compiles anything again.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_compile.core.flat_param import FlatParam
@@ -105,17 +106,23 @@ class _Segment(Segment):
 
 
 class FlatUpdate:
-    """The update of one flat parameter that is still to run in this step."""
+    """The update of one flat parameter that is still to run in this step.
+
+    Attributes:
+        params: whatever it changes.
+    """
 
     def __init__(self, owner: "CompiledUpdate", flat: FlatParam) -> None:
         self.flat, self._owner = flat, owner
         self.segments: list[_Segment] = []
+        self.params: list[nn.Parameter] = []
         self.gradients: list[Tensor] = []
         self.recorded: list[Recorded] = []
 
     def add(self, segment: _Segment, gradient: Tensor, recorded: Recorded) -> None:
         """A segment of it, the gradient of that and what is to be done."""
         self.segments.append(segment)
+        self.params += segment.params
         self.gradients.append(gradient)
         self.recorded.append(recorded)
 
@@ -133,9 +140,9 @@ class FlatUpdate:
                 self._run_eagerly(segment, recorded)
         for segment, recorded in zip(self.segments, self.recorded, strict=True):
             segment.write_scalars(recorded.state)
-            torch.autograd.graph.increment_version(segment.params)
-            for param in segment.params:
-                param.grad = None
+        torch.autograd.graph.increment_version(self.params)
+        for param in self.params:
+            param.grad = None
         self.flat.reduction.flat_gradient = None
         self.gradients.clear()
         torch.autograd.graph.increment_version(self.flat.shard)
@@ -174,22 +181,14 @@ class CompiledUpdate:
         self._scalars: dict[int, tuple[Recorded, Sequence[Tensor]]] = {}  # of the step that began last, by id
 
     @torch.no_grad()
-    def begin(self, before_others: Callable[[list[FlatUpdate]], None] | None = None) -> list[FlatUpdate]:
-        """Let parameters step that step as they are; what remains, in the order of the optimizer's parameters.
-
-        Args:
-            before_others: called with the latter, if there are any of the former, before these step.
-        """
+    def begin(self) -> list[FlatUpdate]:
+        """What compiled functions will do, in the order of the optimizer's parameters; `step_others` does the rest."""
         if not self.is_elementwise():
-            if before_others is not None:
-                before_others([])
-            self.optimizer.step()
             return []
         announce_step(self.optimizer)
         self._segments.update()
         self._scalars.clear()
         updates: dict[FlatParam, FlatUpdate] = {}
-        covered: set[int] = set()
         recorded: dict[Any, Recorded | None] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for segment in self._segments.of_groups[index]:
@@ -197,13 +196,30 @@ class CompiledUpdate:
                 step = None if gradient is None else self._recorded(index, group, segment, recorded)
                 if gradient is not None and step is not None:
                     updates.setdefault(segment.flat, FlatUpdate(self, segment.flat)).add(segment, gradient, step)
-                    covered.update(map(id, segment.params))
         for flat in {segment.flat for segments in self._segments.of_groups for segment in segments}:
-            if not covered.issuperset(map(id, flat.params)):
+            if flat not in updates or len(updates[flat].params) < len(flat.params):
                 flat.show_gradient()
-        remaining = list(updates.values())
-        self._step_others(covered, before_others and (lambda: before_others(remaining)))
-        return remaining
+        return list(updates.values())
+
+    @torch.no_grad()
+    def step_others(self, updates: Sequence[FlatUpdate]) -> None:
+        """Let the parameters that none of `updates` changes step as they are."""
+        if not self.is_elementwise():
+            self.optimizer.step()
+            return
+        updated = {id(param) for update in updates for param in update.params}
+        groups = self.optimizer.param_groups
+        params = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [param for param in group["params"] if id(param) not in updated]
+            if any(param.grad is not None for group in groups for param in group["params"]):
+                self.optimizer.step()
+            else:
+                note_step(self.optimizer)
+        finally:
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
 
     def is_elementwise(self) -> bool:
         """Whether recorded programs say what the optimizer does."""
@@ -242,23 +258,6 @@ class CompiledUpdate:
         except NotRecordable:
             return None
         return recorded
-
-    def _step_others(self, covered: set[int], before: Callable[[], None] | None) -> None:
-        groups = self.optimizer.param_groups
-        params = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [param for param in group["params"] if id(param) not in covered]
-            others = [param for group in groups for param in group["params"] if param.grad is not None]
-            if others:
-                if before is not None:
-                    before()
-                self.optimizer.step()
-            else:
-                note_step(self.optimizer)
-        finally:
-            for group, own in zip(groups, params, strict=True):
-                group["params"] = own
 
     def run_fused(
         self,

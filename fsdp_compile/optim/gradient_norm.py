@@ -47,9 +47,9 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate])
         if any(spec.tensor_parallel for spec in update.flat.specs):
             update.flat.show_gradient()  # its parameters are reduced over groups of their own
             continue
-        for segment, gradient in zip(update.segments, update.gradients, strict=True):
+        for gradient in update.gradients:
             add(gradient, update.flat.specs[0])
-            covered.update(map(id, segment.params))
+        covered.update(map(id, update.params))
     for param in params:
         grad: Any = None if id(param) in covered else param.grad
         if type(grad) is ShardedTensor:

@@ -351,6 +351,7 @@ def _optimizers(rank: int, names: list[str], fuses: bool) -> None:
             if number == 4:
                 next(models[0].parameters()).grad = next(models[1].parameters()).grad = None
             updates = update.begin()
+            update.step_others(updates)
             for each in updates:
                 each.run()
             optimizers[1].step()

@@ -27,7 +27,7 @@ that says how much is needed, and the graph does not run.
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
@@ -39,7 +39,7 @@ from fsdp_compile.passes.graph.node_costs import Lifetime, inlined, last_uses_of
 from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
 from fsdp_compile.passes.graph.reading import Costs, Reading, read
 from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
-from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals
+from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals, set_policy
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Copy, Repeat, Way, choose, planned
 from fsdp_compile.passes.post_grad.plan_pass import costs_of, update_cost
@@ -109,11 +109,11 @@ class Blocks:
         """Tell the partitioner what to compute again. See Note [What is computed again]."""
         chosen = [ways[name] for ways, name in zip(self.blocks.values(), mix, strict=True) if name is not None]
         for again in chosen:
-            _set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
+            set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
             repeated = copy_to_host(self.graph, again, _positions(self.reading), self.split) if again.copied else ()
-            _set_policy([node for node in again.nodes if node not in repeated], CheckpointPolicy.MUST_RECOMPUTE)
+            set_policy([node for node in again.nodes if node not in repeated], CheckpointPolicy.MUST_RECOMPUTE)
         if chosen:
-            _set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
+            set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
 
     def choices(self, config: CompileConfig) -> Choices:
         """All that as numbers, for the planner."""
@@ -140,11 +140,6 @@ class Blocks:
 def _positions(reading: Reading) -> dict[fx.Node, int]:
     """Where each node computes."""
     return {node: index for index, node in enumerate(chain.from_iterable(reading.tasks))}
-
-
-def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
-    for node in nodes:
-        node.meta["recompute"] = policy
 
 
 def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
@@ -244,9 +239,8 @@ class _Ways:
             if each is not None and each.last >= self.split:
                 changes += [(max(each.begin, self.last_in_forward[node]) + 1, -each.size), (back, each.size)]
                 returns += each.size
-        for source in (
-            {source_of(each) for node in again.nodes for each in node.all_input_nodes} - nodes - {*again.copied}
-        ):
+        sources = {source_of(each) for node in again.nodes for each in node.all_input_nodes}
+        for source in sources - nodes - {*again.copied}:
             each = self.alive.get(source)
             if each is not None and each.last < back:  # it stays until the block has been computed again
                 changes += [(each.last + 1, each.size), (back, -each.size)]

@@ -108,13 +108,14 @@ def reshard(context: GraphContext) -> None:
     for node in tagged(context.graph, "local", "gather", "wait", "view"):
         tag = tag_of(node)
         if tag.reshard:
-            _set_policy((node, *derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
+            set_policy((node, *derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
         elif tag.kind in ("gather", "wait"):
-            _set_policy((node,), CheckpointPolicy.MUST_SAVE)
-    _set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
+            set_policy((node,), CheckpointPolicy.MUST_SAVE)
+    set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
 
 
-def _set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
+def set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
+    """Tell the partitioner whether to save `nodes` or to compute them again in backward."""
     for node in nodes:
         node.meta.pop("ac_graph_id", None)
         node.meta["recompute"] = policy

@@ -256,10 +256,8 @@ def mixes(choices: Choices) -> list[Mix]:
     keep: Mix = (None,) * len(blocks)
     result: dict[Mix, None] = {keep: None}
     for name in dict.fromkeys(way.name for block in blocks for way in block.ways):
-        mix, named = (
-            list(keep),
-            [(at, way) for at, block in enumerate(blocks) for way in block.ways if way.name == name],
-        )
+        mix = list(keep)
+        named = [(at, way) for at, block in enumerate(blocks) for way in block.ways if way.name == name]
         for at, way in sorted(named, key=lambda each: (-_worth(choices, each[1]), each[0])):
             mix[at] = way
             result[tuple(mix)] = None
