@@ -164,7 +164,7 @@ def test_replicas_that_differ(four: Ranks) -> None:
 
 def _shard_where_ranks_are_in_other_groups(rank: int) -> None:
     some = dist.new_group([0, 1])
-    with pytest.raises(RuntimeError, match=r"new process group: expected .* ranks 2, 3: . groups"):
+    with pytest.raises(RuntimeError, match=r"new process group: expected .* ranks 2, 3: \d+ groups"):
         fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
     if rank < 2:
         dist.destroy_process_group(some)
