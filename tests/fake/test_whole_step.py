@@ -79,8 +79,7 @@ def test_the_norm_stays_on_the_device() -> None:
         grads = [ShardedTensor(torch.empty(param.spec.numel, device="cuda"), param.spec) for param in params]
         stand_ins: Any = [SimpleNamespace(grad=grad) for grad in grads]
         flat = SimpleNamespace(specs=[param.spec for param in params[1:]])
-        segment = SimpleNamespace(params=stand_ins[1:])
-        update: Any = SimpleNamespace(flat=flat, segments=[segment], gradients=[torch.empty(64, device="cuda")])
+        update: Any = SimpleNamespace(flat=flat, params=stand_ins[1:], gradients=[torch.empty(64, device="cuda")])
         norm = gradient_norm(stand_ins, [update])
         assert norm is not None and norm.shape == () and norm.device.type == "cuda"
         assert reduced == [()]
