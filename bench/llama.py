@@ -6,8 +6,14 @@ Embedding, each block and head are units, and one task per direction each.
 
 from dataclasses import dataclass
 
-from fsdp_compile.passes.cost.hardware import Hardware, Link, attention_seconds, chain_seconds, product_seconds
-from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.hardware import Hardware, Link
+from fsdp_compile.passes.cost.roofline import (
+    attention_seconds,
+    chain_seconds,
+    launch_seconds,
+    product_seconds,
+    transfer_seconds,
+)
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 SEQUENCE = 8192

@@ -11,13 +11,20 @@ from fsdp_compile.core.text_files import read_text
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
 
+def update_moves(states: float) -> float:
+    """How often an update with so many states for each parameter reads or writes the bytes of a flat shard.
+
+    Parameters, gradients and states are read, and all but the gradients are written.
+    """
+    return 3.0 + 2.0 * states
+
+
 @dataclass(frozen=True)
 class StepUpdate:
     """What `compile_step` does between a backward and the next forward, for the planner.
 
     Attributes:
-        moves: how often the bytes of a flat shard are read or written to update it: those of the parameters, their
-            gradients and the optimizer's state. AdamW: 7.
+        moves: how often the bytes of a flat shard are read or written to update it (`update_moves`); AdamW: 7.
         clips: whether gradients are clipped, so that no update runs before the norm of all of them is known.
         prefetch: of how many units at most the next forward's all-gathers start behind updates; "auto": of as many as
             make the step shorter.

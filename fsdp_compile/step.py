@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compile.config import CompileConfig, StepUpdate
+from fsdp_compile.config import CompileConfig, StepUpdate, update_moves
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
@@ -104,7 +104,7 @@ def compile_step(
         raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: expected a number of micro-batches, at least 1, found {accumulate!r}")
-    planned = StepUpdate(_moves(optimizer), clip_norm is not None, prefetch)
+    planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch)
     run: Any = model
     records = False
     if called is model and model._compiled_call_impl is None:
@@ -120,12 +120,11 @@ def compile_step(
     return CompiledStep(sharded, units, run, update, loss_fn, clip_norm, accumulate, scaler, first, records)
 
 
-def _moves(optimizer: Optimizer) -> float:
-    """How often an update reads or writes the bytes of a shard: of what is elementwise; others are taken for Adam."""
+def _states(optimizer: Optimizer) -> int:
+    """How many states of its shape a parameter has, if the optimizer is elementwise; others are taken for Adam."""
     group = optimizer.param_groups[0]
     states = {torch.optim.SGD: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}.get(type(optimizer), 2)
-    states += sum(bool(group.get(option)) for option in ("momentum", "centered", "amsgrad"))
-    return 3.0 + 2.0 * states
+    return states + sum(bool(group.get(option)) for option in ("momentum", "centered", "amsgrad"))
 
 
 class CompiledStep:

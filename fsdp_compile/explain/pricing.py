@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
+from fsdp_compile.config import update_moves
 from fsdp_compile.explain.graphs import UPDATE, GraphStep, as_graph
 from fsdp_compile.explain.prediction import (
     CollectiveKind,
@@ -29,16 +30,17 @@ from fsdp_compile.explain.prediction import (
 )
 from fsdp_compile.explain.work import StepWork, UnitWork, seconds_of
 from fsdp_compile.passes.cost.cluster import Group
-from fsdp_compile.passes.cost.hardware import Hardware, update_seconds
+from fsdp_compile.passes.cost.hardware import Hardware
+from fsdp_compile.passes.cost.roofline import update_seconds
 from fsdp_compile.passes.plan.plan import Plan, Span, Timeline, simulate
 from fsdp_compile.passes.plan.search import prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 MOST_TOP = 10  # single collectives that a prediction lists
 _STATES = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0, "none": 0}
-# Bytes that an update reads and writes for each parameter: parameter, gradient and states in float32, read, and written
-# but for the gradient. Eager optimizers without fused kernels pass over them several times.
-UPDATE_MOVES = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12, "none": 0}
+# Bytes that an update reads and writes for each parameter, in float32. Eager optimizers without fused kernels pass over
+# them several times.
+UPDATE_MOVES = {name: 4 * update_moves(states / 4) if name != "none" else 0 for name, states in _STATES.items()}
 _UPDATE_PASSES = 3  # of an update that is not fused
 _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 

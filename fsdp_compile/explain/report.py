@@ -24,6 +24,7 @@ from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.explain.pricing import UPDATE_MOVES
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
+from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.joint.choose_memory import choose_mix, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
@@ -32,7 +33,6 @@ from fsdp_compile.passes.plan.memory import KEEP, Choices, Chosen
 from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, verify
 from fsdp_compile.passes.plan.update import end_of_backward, prefetched
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.plan_pass import costs_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from fsdp_compile.passes.cost.hardware import Hardware, attention_seconds, chain_seconds, product_seconds
+from fsdp_compile.passes.cost.hardware import Hardware
+from fsdp_compile.passes.cost.roofline import attention_seconds, chain_seconds, product_seconds
 
 
 @dataclass(frozen=True)

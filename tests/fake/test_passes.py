@@ -21,7 +21,7 @@ from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import saved_for_backward
-from fsdp_compile.passes.graph.node_costs import lifetimes, live_bytes
+from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tagged
 from fsdp_compile.passes.inductor import (
     AfterFusion,

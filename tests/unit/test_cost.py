@@ -12,17 +12,21 @@ from fsdp_compile.passes.cost.cluster import Group
 from fsdp_compile.passes.cost.hardware import (
     Hardware,
     Link,
-    attention_seconds,
     device,
     devices,
     link,
     links,
-    product_seconds,
     read_hardware,
     reported_device,
     to_json,
 )
-from fsdp_compile.passes.cost.roofline import all_reduce_seconds, launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.roofline import (
+    all_reduce_seconds,
+    attention_seconds,
+    launch_seconds,
+    product_seconds,
+    transfer_seconds,
+)
 from fsdp_compile.passes.graph.node_costs import Work, node_work
 
 RING = Link("ring", latency=10.0, bandwidth=4.0, source="this test", hop=1.0)

@@ -1,15 +1,8 @@
-"""What computes and what connects it: hardware files, and seconds of single operations on that hardware.
+"""What computes and what connects it: the figures of hardware files.
 
 A hardware file is JSON. The package has one for each of some GPUs in `data/`, and `data/links.json` for what connects
 them; `fsdp-compile calibrate` writes one for a machine that is at hand. Each number has its origin ("measured",
 "fitted", "assumed", "data sheet") and its source. Planner, `reshard="auto"` and predictions read the same files.
-
-Note [How operations are priced]
-    product      2 m k n / (peak x efficiency), times (1 + ramp / k) for the beginning and end of each tile's loop, or
-                 the bytes of its matrices over the bandwidth, if that is longer
-    attention    its operations, half of them where it is causal, / (peak x efficiency), times (1 + ramp / length)
-    chain        bytes read and written / (bandwidth x efficiency): a fused kernel, or an eager one, less efficient
-    kernel       none takes less than `kernel_seconds`; a block takes `layer_seconds` more in each direction
 """
 
 import json
@@ -366,41 +359,3 @@ def to_json(hardware: Hardware) -> str:
 def with_figures(hardware: Hardware, source: Source, **figures: Any) -> Hardware:
     """`hardware` with other numbers, all from one source."""
     return replace(hardware, **figures, sources={**hardware.sources, **dict.fromkeys(figures, source)})
-
-
-# --- seconds of single operations: see Note [How operations are priced] ----------------------------------------------
-
-
-def peak_of(dtype: str, hardware: Hardware) -> float:
-    """Operations per second that large products in `dtype` reach. ValueError if the table has no figure for it."""
-    if dtype not in hardware.peak:
-        known = ", ".join(hardware.peak)
-        raise ValueError(f"dtype: expected one that device {hardware.name} has a figure for ({known}), found {dtype}")
-    efficiency = hardware.product_efficiency * (hardware.float8_efficiency if dtype == "float8" else 1.0)
-    return hardware.peak[dtype] * efficiency
-
-
-def product_seconds(flops: float, moved_bytes: float, inner: float, dtype: str, hardware: Hardware) -> float:
-    """Seconds of one matrix product in `dtype` that sums over `inner` elements."""
-    computing = flops / peak_of(dtype, hardware) * (1 + hardware.product_ramp / max(inner, 1))
-    return max(computing, moved_bytes / hardware.bandwidth, hardware.kernel_seconds)
-
-
-def attention_seconds(flops: float, length: float, backward: bool, dtype: str, hardware: Hardware) -> float:
-    """Seconds of attention over `length` keys that computes `flops`, which are half of all where it is causal."""
-    if dtype not in hardware.peak:
-        peak_of(dtype, hardware)
-    efficiency = hardware.attention_efficiency / (hardware.attention_backward if backward else 1.0)
-    computing = flops / (hardware.peak[dtype] * efficiency) * (1 + hardware.attention_ramp / max(length, 1))
-    return max(computing, hardware.kernel_seconds)
-
-
-def chain_seconds(moved_bytes: float, fused: bool, hardware: Hardware) -> float:
-    """Seconds of one kernel that computes no products: a fused chain, or an eager operator."""
-    efficiency = hardware.chain_efficiency if fused else hardware.eager_efficiency
-    return max(moved_bytes / (hardware.bandwidth * efficiency), hardware.kernel_seconds)
-
-
-def update_seconds(moved_bytes: float, hardware: Hardware) -> float:
-    """Seconds of the optimizer's update that reads and writes so many bytes."""
-    return moved_bytes / (hardware.bandwidth * hardware.update_efficiency)

@@ -1,34 +1,27 @@
-"""What a graph costs: operations and bytes of each node, and the bytes that are alive beside it.
+"""What a node costs: operations and bytes, and seconds on a device.
 
 What passes between loops that Inductor fuses counts no bytes, see Note [What Inductor fuses]. What a chain of loops
 takes from elsewhere is read once, what others take from it is written. Symbolic sizes count as their hints.
 """
 
 import math
-import operator
-from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fsdp_compile.passes._torch import inductor_config, is_caller_owned, size_hint, tree_leaves
-from fsdp_compile.passes.cost.hardware import Hardware, attention_seconds, product_seconds
+from fsdp_compile.passes._torch import size_hint, tree_leaves
+from fsdp_compile.passes.cost.hardware import Hardware
+from fsdp_compile.passes.cost.roofline import attention_seconds, product_seconds
 from fsdp_compile.passes.graph.nodes import (
     aten,
     flop_formula,
-    get_tag,
     is_loop,
     is_passed_on,
     is_scalar,
-    is_view,
-    may_be_inlined,
     packet_of,
-    reads,
     stays_in_loops,
     value_readers,
 )
@@ -144,131 +137,7 @@ def _numel(tensor: torch.Tensor) -> int:
     return prod(size_hint(size) for size, stride in sizes if not (isinstance(stride, int) and stride == 0))
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-# Gathered and packed buffers are not counted: those are part of the plan. A buffer is alive from the node that computes
-# it to the last one that reads it or a view of it. Inputs are alive throughout in a forward graph, whose caller holds
-# them; in backward what was saved is freed after its last reader. What Inductor may compute in its readers (Note [What
-# Inductor fuses]) keeps alive what it is computed from as long as they run. With one such reader, and if it is a
-# constant, it has no memory itself. With several it is stored if it reads many buffers; otherwise Inductor decides, and
-# both count, so that the sum is an upper bound.
-
-
 def size_of(node: fx.Node) -> int:
     """Bytes of what `node` computes; of sizes that are symbolic, their hints. 0 if it is no tensor."""
     value = node.meta.get("val")
     return size_hint(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
-
-
-@dataclass(frozen=True)
-class Lifetime:
-    """When something is alive: from position `begin` to position `last`; `node` computes it, or None."""
-
-    node: fx.Node | None
-    begin: int
-    last: int
-    size: int
-
-
-def lifetimes(
-    graph: fx.Graph,
-    position: Mapping[fx.Node, int],
-    packed: Mapping[fx.Node, int],
-    added: Iterable[tuple[int, int]],
-    joint: bool = False,
-    stored: Set[fx.Node] = frozenset(),
-    late: Mapping[fx.Node, int] = MappingProxyType({}),
-) -> list[Lifetime]:
-    """What is alive at which positions.
-
-    Args:
-        graph: the graph.
-        position: positions of the nodes that compute; all others are counted by somebody else.
-        packed: nodes that write into memory that is counted elsewhere, and by which position they have run: nothing
-            else holds a matrix product in its place, so what it reads may be alive until then.
-        added: `(position, bytes)` that are alive from there to the end.
-        joint: whether the graph is still to be split into forward and backward, so that it is open what backward
-            computes again.
-        stored: nodes that have memory, whoever reads them.
-        late: nodes that may yet become packed, and by which position they have run then.
-    """
-    end = len(position)
-    in_readers = inlined(graph, joint) - stored
-    last_uses = last_uses_of(graph, {**position, **late, **packed}, in_readers)
-    result = []
-    for node in graph.nodes:
-        size = 0 if node in packed else _own_size(node, position, in_readers)
-        if size:
-            producer = node.args[0] if node.target is operator.getitem else node  # elements come with their tuple
-            begin = position.get(producer, 0)
-            owned = node.op == "placeholder" and is_caller_owned(node)
-            last = end - 1 if owned else min(end - 1, max(begin, last_uses[node]))
-            result.append(Lifetime(node, begin, last, size))
-    return [*result, *(Lifetime(None, begin, end - 1, size) for begin, size in added if begin < end)]
-
-
-def live_bytes(alive: Iterable[Lifetime], end: int) -> list[int]:
-    """Bytes that are alive at each of `end` positions."""
-    changes = [0] * (end + 1)
-    for each in alive:
-        changes[each.begin] += each.size
-        changes[each.last + 1] -= each.size
-    return list(accumulate(changes[:end]))
-
-
-def last_uses_of(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> dict[fx.Node, int]:
-    """Position of the last node that reads what a node computes, also through what has no memory of its own.
-
-    Args:
-        graph: the graph, whose nodes stand before their users.
-        latest: the last position at which a node may run.
-        inlined: nodes that their readers may compute for themselves.
-    """
-    last_uses: dict[fx.Node, int] = {}
-    for node in reversed(graph.nodes):
-        last = 0
-        for user in node.users:
-            if user.op == "output":
-                last = len(latest) - 1
-                break
-            if user in latest:
-                passes_on = is_view(user) or user in inlined
-                last = max(last, latest[user], last_uses[user] if passes_on else 0)
-        last_uses[node] = last
-    return last_uses
-
-
-def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> int:
-    """Bytes that `node` allocates on the device, or that an input brings."""
-    if (tag := get_tag(node)) is not None and tag.kind == "host":
-        return 0
-    if node.op == "placeholder":
-        return size_of(node)
-    schema = getattr(node.target, "_schema", None)
-    writes_into_input = schema is not None and schema.is_mutable
-    if node not in position or is_view(node) or writes_into_input:
-        return 0
-    if node in inlined and (not node.all_input_nodes or len(list(reads(node))) == 1):
-        return 0
-    return size_of(node)
-
-
-def inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
-    """The nodes that loops which read them may compute for themselves.
-
-    Inductor stores what several read if that takes more than `realize_reads_threshold` buffers to compute. In a joint
-    graph those may yet become readers in backward that compute it again.
-    """
-    result: set[fx.Node] = set()
-    buffers: dict[fx.Node, frozenset[fx.Node]] = {}  # which ones a loop reads that computes a node
-    for node in graph.nodes:
-        if is_view(node):
-            buffers[node] = buffers[node.args[0]]
-            continue
-        sources = frozenset[fx.Node]().union(*(buffers[each] for each in node.all_input_nodes))
-        several = len(set(reads(node))) > 1
-        is_stored = not joint and several and len(sources) > inductor_config.realize_reads_threshold
-        if may_be_inlined(node) and not is_stored:
-            result.add(node)
-        buffers[node] = sources if node in result else frozenset((node,))
-    return result

@@ -277,7 +277,7 @@ def is_product(node: fx.Node) -> bool:
 
 # Note [What Inductor fuses]
 # Inductor computes pointwise operations, reductions and constants in loops, and fuses loops that read each other into
-# one kernel. Three consequences, which planned seconds and planned memory (node_costs.py) share:
+# one kernel. Three consequences, which planned seconds and planned memory (lifetimes.py) share:
 #   1. A value that only loops read passes between them in registers (`stays_in_loops`): neither the write nor the
 #      reads cost time, and what a chain of loops takes from elsewhere is read once.
 #   2. A pointwise value or a constant that only loops read may have no memory at all: each of its readers computes it,

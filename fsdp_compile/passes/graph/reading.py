@@ -9,7 +9,7 @@ in the order in which they stand in the graph. That order is cut into tasks wher
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,9 @@ from torch import fx
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.node_costs import Lifetime, lifetimes, live_bytes, size_of
+from fsdp_compile.passes.graph.costs import Costs
+from fsdp_compile.passes.graph.lifetimes import Lifetime, alive_beside_plan, live_bytes
+from fsdp_compile.passes.graph.node_costs import size_of
 from fsdp_compile.passes.graph.nodes import (
     CAST,
     get_tag,
@@ -26,7 +28,6 @@ from fsdp_compile.passes.graph.nodes import (
     is_view,
     module_path,
     readers,
-    source_of,
     tag_of,
     tagged,
 )
@@ -67,34 +68,6 @@ class Reduce:
     start: list[fx.Node]
     wait: list[fx.Node]
     end: list[fx.Node]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What things cost.
-
-    Attributes:
-        node: seconds that a node computes.
-        collective: seconds that a link needs for what this node starts, without latency.
-        latency: seconds that each launch takes beside that.
-        memory: whether bytes are counted too.
-        moving: seconds that the device takes to read or write so many bytes, in one kernel of an optimizer.
-        norm: seconds of the all-reduce of a number.
-        step: seconds from the last update to the next forward.
-        compare: seconds of the message by which ranks compare what they know of prefetched gathers; 0: it does not go
-            over the link.
-        host_bandwidth: bytes per second between the device and the memory of its host; None: there is no such copy.
-    """
-
-    node: Callable[[fx.Node], float]
-    collective: Callable[[fx.Node], float]
-    latency: float = 0.0
-    memory: bool = True
-    moving: Callable[[float], float] = lambda moved: 0.0
-    norm: float = 0.0
-    step: float = 0.0
-    compare: float = 0.0
-    host_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,8 +122,9 @@ def read(
     units = list(dict.fromkeys([*gathers, *reduces]))
     first = next((name for name, gather in gathers.items() if _reads(gather, prologue)), None)
     ready = [spans[-1][1] for spans in writes.values()]
-    counts_memory = costs is not None and costs.memory
-    alive = _alive(graph, computing, reduces, ready, gathers.keys(), joint, stored) if counts_memory else []
+    alive: list[Lifetime] = []
+    if costs is not None and costs.memory:
+        alive = alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored)
     memory = live_bytes(alive, len(computing))
     workload = Workload(
         tasks=tuple(
@@ -365,37 +339,6 @@ def _task_name(nodes: list[fx.Node]) -> str:
     paths = [path for node in nodes if (path := module_path(node))]
     product = [node.name for node in nodes if is_product(node)]
     return " ".join([*paths[:1], *product[:1]]) or nodes[0].name
-
-
-def _alive(
-    graph: fx.Graph,
-    computing: list[fx.Node],
-    reduces: Mapping[str, Reduce],
-    ready: Sequence[int],
-    gathered: Set[str],
-    joint: bool,
-    stored: Set[fx.Node],
-) -> list[Lifetime]:
-    """What is alive at which positions, except gathered and packed buffers: those are part of the plan.
-
-    A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard is alive then, and its full
-    buffer, of which only what backward reads is an input of the graph. In a joint graph, what views are packed of will
-    be packed itself, see `pack_in_place`.
-    """
-    packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
-    results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
-    unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
-    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
-    position = {node: index for index, node in enumerate(computing)}
-    late = {source_of(node): at for node, at in packed.items()} if joint else {}
-    added = [*unseen, *zip(ready, results, strict=True)]
-    return lifetimes(graph, position, packed, added, joint, stored, late)
-
-
-def _beside_matrices(reduce: Reduce) -> int:
-    """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
-    matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
-    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
 
 
 def _unit(

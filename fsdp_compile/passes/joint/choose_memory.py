@@ -35,14 +35,14 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.graph.node_costs import Lifetime, inlined, last_uses_of, live_bytes
+from fsdp_compile.passes.graph.costs import Costs, costs_of
+from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
-from fsdp_compile.passes.graph.reading import Costs, Reading, read
+from fsdp_compile.passes.graph.reading import Reading, read
 from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
-from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals, set_policy
+from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Copy, Repeat, Way, choose, planned
-from fsdp_compile.passes.post_grad.plan_pass import costs_of, update_cost
 
 RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # ways to treat a block
 

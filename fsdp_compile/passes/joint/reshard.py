@@ -11,9 +11,12 @@ from dataclasses import replace
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
-from fsdp_compile.passes.cost.roofline import step_with_profile
+from fsdp_compile.passes.cost.roofline import measured_update, step_with_profile
+from fsdp_compile.passes.graph.costs import Costs, costs_of
+from fsdp_compile.passes.graph.node_costs import size_of
 from fsdp_compile.passes.graph.nodes import (
     derived,
     get_tag,
@@ -26,13 +29,12 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.reading import Reading, read, stretches_of
+from fsdp_compile.passes.graph.reading import Reading, read, stored_shard, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.update import arrivals_in_forward, with_update
+from fsdp_compile.passes.plan.update import UpdateCost, arrivals_in_forward, with_update
 from fsdp_compile.passes.plan.workload import Workload
-from fsdp_compile.passes.post_grad.plan_pass import costs_of, update_cost
 
 
 def choose_reshard(context: GraphContext) -> None:
@@ -85,6 +87,42 @@ def keep_unsharded(graph: fx.Graph, reading: Reading, names: Iterable[str]) -> N
         tag = get_tag(node)
         if tag is not None and tag.reshard is None:
             set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
+
+
+def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
+    """What `config.update` says follows the backward of `reading`, a joint graph; None if nothing is known of it.
+
+    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
+    update right before it.
+
+    Raises:
+        PlanError: `config.profile` is no profile.
+    """
+    update, step = config.update, reading.workload
+    if costs is None or update is None or step.backward == len(step.tasks):
+        return None
+    sizes = [_shard_bytes(reading, unit.name) for unit in step.units]
+    estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
+    measured = measured_update(config.profile, sizes) if config.profile is not None else None
+    before, *seconds, after = measured or [*estimated, costs.step]
+    return UpdateCost(
+        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
+        tuple(sizes),
+        before,
+        after,
+        norm=costs.norm if update.clips else None,
+        prefetch=None if update.prefetch == "auto" else update.prefetch,
+        compare=costs.compare if update.prefetch != 0 else 0.0,
+    )
+
+
+def _shard_bytes(reading: Reading, name: str) -> int:
+    """Bytes of a unit's shard that are updated: as many as it has gradients."""
+    if reading.reduces:
+        reduce = reading.reduces.get(name)
+        return size_of((reduce.wait + reduce.end)[-1]) if reduce is not None else 0
+    shard = stored_shard(reading.gathers[name])
+    return size_of(shard) if shard is not None else 0
 
 
 # Note [Why gathers are tagged for recomputation]

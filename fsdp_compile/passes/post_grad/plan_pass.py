@@ -22,29 +22,19 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import fx
 
-from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.text_files import read_text
-from fsdp_compile.passes.cost.hardware import Hardware, device, link, reported_device, update_seconds
 from fsdp_compile.passes.cost.roofline import (
-    all_reduce_seconds,
     graph_name,
-    launch_seconds,
-    measured_update,
-    transfer_seconds,
     with_profile,
 )
-from fsdp_compile.passes.graph.node_costs import node_seconds, node_work, size_of
+from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.graph.reading import Costs, Reading, read, stored_shard, stretches_of
+from fsdp_compile.passes.graph.reading import Reading, read, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
-from fsdp_compile.passes.plan.update import UpdateCost
 from fsdp_compile.passes.plan.workload import Workload
 
 plan_log = logging.getLogger("fsdp_compile.plans")
@@ -123,111 +113,6 @@ def plan_in_file(path: str, heading: str) -> Plan:
 def verify_plan(context: GraphContext) -> None:
     """Raise PlanError if the plan breaks a rule of plans, or needs more bytes than the budget."""
     verify(context.workload, context.plan, context.config.budget)
-
-
-# --- costs of one graph -----------------------------------------------------------------------------------------------
-
-_FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
-"""How much a device computes while it moves a byte (passes/cost): the CPU in float32, an H100 in bfloat16."""
-
-
-def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
-    """Costs of nodes and collectives by `config.link` and `config.device`; None without a link.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    starts = tagged(graph, "gather", "reduce")
-    if config.link is None or not starts:
-        return None
-    wire = link(config.link)
-    computer = device(config.device) if config.device else _device_of(starts[0].meta["val"].device)
-
-    def of_node(node: fx.Node) -> float:
-        return node_seconds(node, computer)
-
-    def of_collective(start: fx.Node) -> float:
-        if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
-            return all_reduce_seconds(size_of(start), _world_size(start), wire) - wire.latency
-        full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
-        return transfer_seconds(full, _world_size(start), wire)
-
-    def moving(moved: float) -> float:
-        return max(update_seconds(moved, computer), computer.kernel_seconds)
-
-    world = max(map(_world_size, starts))
-    norm = all_reduce_seconds(4, world, wire)
-    # Ranks compare what they know by a message on the host, where a GPU's link is another one.
-    on_cpu = starts[0].meta["val"].device.type == "cpu" and config.device in (None, "cpu")
-    return Costs(
-        of_node,
-        of_collective,
-        launch_seconds(world, wire),
-        moving=moving,
-        norm=norm,
-        step=computer.step_seconds,
-        compare=norm if on_cpu else 0.0,
-        host_bandwidth=computer.host_bandwidth,
-    )
-
-
-def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
-    """What `config.update` says follows the backward of `reading`, a joint graph; None if nothing is known of it.
-
-    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
-    update right before it.
-
-    Raises:
-        PlanError: `config.profile` is no profile.
-    """
-    update, step = config.update, reading.workload
-    if costs is None or update is None or step.backward == len(step.tasks):
-        return None
-    sizes = [_shard_bytes(reading, unit.name) for unit in step.units]
-    estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
-    measured = measured_update(config.profile, sizes) if config.profile is not None else None
-    before, *seconds, after = measured or [*estimated, costs.step]
-    return UpdateCost(
-        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
-        tuple(sizes),
-        before,
-        after,
-        norm=costs.norm if update.clips else None,
-        prefetch=None if update.prefetch == "auto" else update.prefetch,
-        compare=costs.compare if update.prefetch != 0 else 0.0,
-    )
-
-
-def _shard_bytes(reading: Reading, name: str) -> int:
-    """Bytes of a unit's shard that are updated: as many as it has gradients."""
-    if reading.reduces:
-        reduce = reading.reduces.get(name)
-        return size_of((reduce.wait + reduce.end)[-1]) if reduce is not None else 0
-    shard = stored_shard(reading.gathers[name])
-    return size_of(shard) if shard is not None else 0
-
-
-def relative_costs(graph: fx.Graph) -> Costs:
-    """Costs where no link is named: how long a task takes relative to others, in no unit, on this kind of device."""
-    starts = tagged(graph, "gather", "reduce")
-    kind = starts[0].meta["val"].device.type if starts else "cpu"
-    flops_per_byte = _FLOPS_PER_BYTE.get(kind, _FLOPS_PER_BYTE["cuda"])
-
-    def of_node(node: fx.Node) -> float:
-        work = node_work(node)
-        return work.flops + flops_per_byte * (work.read_bytes + work.written_bytes)
-
-    return Costs(of_node, lambda start: 0.0, memory=False)
-
-
-def _world_size(start: fx.Node) -> int:
-    return group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx arguments are untyped
-
-
-def _device_of(where: torch.device) -> Hardware:
-    if where.type == "cpu":
-        return device("cpu")
-    return reported_device(torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory)
 
 
 # --- measured seconds -------------------------------------------------------------------------------------------------
