@@ -12,16 +12,19 @@ from fsdp_compile.explain.settings import hardware_of
 from fsdp_compile.passes.cost.hardware import (
     Hardware,
     Source,
-    attention_seconds,
-    chain_seconds,
     device,
-    product_seconds,
     read_hardware,
     to_json,
-    update_seconds,
     with_figures,
 )
-from fsdp_compile.passes.cost.roofline import launch_seconds, transfer_seconds
+from fsdp_compile.passes.cost.roofline import (
+    attention_seconds,
+    chain_seconds,
+    launch_seconds,
+    product_seconds,
+    transfer_seconds,
+    update_seconds,
+)
 
 CPU = torch.device("cpu")
 
