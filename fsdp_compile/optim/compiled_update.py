@@ -178,6 +178,7 @@ class CompiledUpdate:
         self.optimizer, self.fuses = optimizer, fuses
         self._segments = SegmentTable(optimizer, _Segment)
         self._compiled: dict[_Signature, Callable[..., Any]] = {}
+        self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
         self._scalars: dict[int, tuple[Recorded, Sequence[Tensor]]] = {}  # of the step that began last, by id
 
     @torch.no_grad()
@@ -257,7 +258,8 @@ class CompiledUpdate:
                 check_fusible(recorded.program)
         except NotRecordable:
             return None
-        return recorded
+        program = recorded.program
+        return recorded._replace(program=self._programs.setdefault((program.names, program.operations), program))
 
     def run_fused(
         self,

@@ -8,8 +8,9 @@
     run_eagerly(recorded, tensors)    the kernels that `step` would call, in place
     fused(programs, clips)            a function that Inductor compiles, of the same tensors, with scalars as tensors
 
-The stand-in lies on the meta device: recording computes the scalars, in Python's floats as `step` does, and nothing
-else. It costs the host what the step of one parameter costs, however many parameters share the scalars.
+The stand-in has two elements on the CPU, of which nothing but the scalars is taken, in Python's floats as `step`
+computes them. Recording costs the host what the step of one parameter costs, however many share the scalars; on the
+meta device it would cost several times that, because torch computes shapes there in Python.
 """
 
 import operator
@@ -47,9 +48,9 @@ class Operation(NamedTuple):
     result: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """The operators of one step.
+    """The operators of one step. Programs are told apart by identity, which costs nothing at every step.
 
     Attributes:
         names: of the state that has the parameter's shape: `Value(2)` and following.
@@ -73,7 +74,7 @@ class NotRecordable(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operator with a tensor on the meta device among its arguments, and lets all run."""
+    """Notes every operator with one of `tensors`, or what came of them, among its arguments, and lets all run."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -84,20 +85,27 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not any(map(self._is_noted, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)  # the profiler's, or arithmetic with step counts
         result = func(*args, **kwargs)
-        if not isinstance(result, Tensor) or not result.is_meta:
-            return result  # the profiler's, or arithmetic with step counts
-        noted = tuple(map(self._argument, args)), tuple((name, self._argument(each)) for name, each in kwargs.items())
-        if func.is_view or not any(isinstance(each, Value) for each in (*noted[0], *dict(noted[1]).values())):
+        if func.is_view or not isinstance(result, Tensor):  # such as `item`, whose value would mean nothing
             raise NotRecordable(f"{func} in the step")
+        noted = tuple(map(self._argument, args)), tuple((name, self._argument(each)) for name, each in kwargs.items())
         if id(result) not in self.positions:
             self.positions[id(result)] = len(self.tensors)
             self.tensors.append(result)
         self.operations.append(Operation(func, *noted, self.positions[id(result)]))
         return result
 
+    def _is_noted(self, argument: Any) -> bool:
+        return (
+            any(map(self._is_noted, argument))
+            if isinstance(argument, (list, tuple))
+            else id(argument) in self.positions
+        )
+
     def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, Tensor) and argument.is_meta and id(argument) in self.positions:
+        if id(argument) in self.positions:
             return Value(self.positions[id(argument)])
         if isinstance(argument, Tensor):
             if argument.dim() or argument.device.type != "cpu":  # a learning rate may be a tensor
@@ -148,7 +156,7 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
 
 
 def _stand_in(dtype: torch.dtype) -> Tensor:
-    return torch.empty(_NUMEL, dtype=dtype, device="meta")
+    return torch.zeros(_NUMEL, dtype=dtype)
 
 
 def run_eagerly(recorded: Recorded, tensors: Sequence[Tensor]) -> None:
