@@ -46,8 +46,8 @@ def offer_name(name: str, group: dist.ProcessGroup) -> bool:
     try:
         return group_named(name) is group
     except RuntimeError:  # there is none, or it is gone
-        _unregister_process_group(name)  # type: ignore[arg-type]  # likewise
-        _register_process_group(name, group)  # type: ignore[arg-type]
+        _unregister_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
+        _register_process_group(name, group)  # type: ignore[arg-type]  # likewise
         return True
 
 

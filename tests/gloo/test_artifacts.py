@@ -61,7 +61,7 @@ def train(rank: int, folder: str, world_size: int, backend: str, how: str, own: 
 
     warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]  # a handler that only remembers
     logging.getLogger("fsdp_compile").addHandler(handler)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)

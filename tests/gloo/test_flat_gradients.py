@@ -66,7 +66,10 @@ def test_gradients_pass_autograd_by(two: Ranks) -> None:
 def _freed_with_updates(rank: int, clip_norm: float | None) -> float:
     models = [_model() for _ in range(2)]
     optimizers = [torch.optim.AdamW(model[:4].parameters(), lr=0.01, weight_decay=0.1) for model in models]
-    loss_fn = lambda output: output.square().mean()  # noqa: E731
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
     step = compile_step(torch.compile(models[0], backend="eager"), optimizers[0], loss_fn, clip_norm)
     storages: list[tuple[weakref.ref[Any], StorageWeakRef]] = []
     run, shown = FlatUpdate.run, []

@@ -107,7 +107,7 @@ def recorded() -> Iterator[Gathers]:
     try:
         yield gathers
     finally:
-        next_forward.PrefetchedGather = PrefetchedGather  # type: ignore[misc]
+        next_forward.PrefetchedGather = PrefetchedGather  # type: ignore[misc]  # put back
 
 
 def _trained(
@@ -263,7 +263,7 @@ def _freed(rank: int) -> None:
         gradients[-1].append(any(param.grad is not None for param in unit.params))
         start(unit)
 
-    step._next_forward.start = recording  # type: ignore[method-assign]
+    step._next_forward.start = recording  # type: ignore[method-assign]  # records, then starts
     for _ in range(3):
         gradients.append([])
         step(inputs, target=target)

@@ -127,7 +127,7 @@ def test_bad_input(
     try:
         status = main(["explain", *given])
     except SystemExit as error:  # as argparse ends the program
-        status = error.code  # type: ignore[assignment]
+        status = error.code  # type: ignore[assignment]  # a number here
     printed = capsys.readouterr()
     assert status == 2 and message in printed.err.splitlines()[-1] and not printed.out
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}

@@ -248,7 +248,7 @@ class _Ways:
         copies = tuple(self._copy(node, again.next, at) for node in again.copied) if again.next is not None else ()
         for node, copy in zip(again.copied, copies, strict=True):
             left = max(self.position[again.next.last], self.last_in_forward[node])  # type: ignore[union-attr]  # copied
-            changes += [(left + 1, -copy.size), (self.position[again.next.first], copy.size)]  # type: ignore[union-attr]
+            changes += [(left + 1, -copy.size), (self.position[again.next.first], copy.size)]  # type: ignore[union-attr]  # likewise
         if not returns or any(copy.back >= at for copy in copies) or (name == OFFLOAD and not copies):
             return None
         return Way(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns, copies)
