@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fsdp_compile.comm.groups import RESHARDING
+from fsdp_compile.construct._torch import DataParallelMeshDims
 from fsdp_compile.core.environment import warn_caller
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -99,16 +100,16 @@ def ignored_of(ignored_states: Iterable[Any] | None, ignored_params: Iterable[nn
     return ignored_states if ignored_params is None else ignored_params
 
 
-def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh | None:
+def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | None) -> DeviceMesh | None:
     """The dimensions of `mesh` that parameters are sharded over, or replicated and sharded.
 
     Args:
         mesh: the mesh that was given, or None.
-        dp_mesh_dims: torch's `DataParallelMeshDims` (torch 2.13): names of dimensions of `mesh`; several names for one
-            role are flattened into one dimension.
+        dp_mesh_dims: names of dimensions of `mesh`; several names for one role are flattened into one dimension.
     """
     if dp_mesh_dims is None:
         return mesh
+    check_type("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
     check_type("mesh", mesh, DeviceMesh)
     roles = [names for names in (dp_mesh_dims.replicate_names, dp_mesh_dims.shard_names) if names]
     if not dp_mesh_dims.shard_names:

@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RANK, WORLD_SIZE
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from fsdp_compile import DataParallelMeshDims, fully_shard
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import sendable
 from fsdp_compile.comm.groups import Groups, Placement, divide, place, resolve_groups, shared_name
+from fsdp_compile.construct.arguments import mesh_to_shard
 
 FULL, KEEP, COPY = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID, HYBRID_KEEP = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -91,6 +94,26 @@ def test_hybrid_meshes_of_other_dimensions(shape: tuple[int, ...], found: int) -
         HYBRID,
         init_device_mesh("cpu", shape),
     )
+
+
+def test_dimensions_of_a_mesh_by_name() -> None:
+    """`dp_mesh_dims` names them, several for one role; what is no such object, or shards over none, is refused."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pods", "nodes", "ranks"))
+    for shard, replicate, expected in (
+        ("ranks", None, [[0, 1]]),
+        (("nodes", "ranks"), "pods", [[0, 1], [1, 3]]),
+        (("pods", "ranks"), None, [[0, 1, 2, 3]]),
+    ):
+        found = mesh_to_shard(mesh, DataParallelMeshDims(shard=shard, replicate=replicate))
+        groups = resolve(FULL if replicate is None else HYBRID, found)
+        assert [ranks(group) for group in (groups.shard, groups.replicate) if group is not None] == expected
+    assert mesh_to_shard(mesh, None) is mesh
+    with pytest.raises(TypeError, match="dp_mesh_dims: expected a DataParallelMeshDims, found str"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="pods")
+    with pytest.raises(ValueError, match="dp_mesh_dims: expected a dimension to shard over"):
+        mesh_to_shard(mesh, DataParallelMeshDims(replicate="pods"))
+    with pytest.raises(ValueError, match="shard"):
+        DataParallelMeshDims()
 
 
 @pytest.mark.parametrize("strategy", BOTH_HYBRID)

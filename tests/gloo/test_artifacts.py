@@ -9,10 +9,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 from .ranks import Ranks
 
 LATE = pytest.mark.nightly
+
+# CPU seconds at most in which a process asks the compiler for its version, and tries what the processor can do, for
+# which torch 2.11 imports itself anew three times. To compile takes it 13 s and more.
+PROBES = 0.5 if torch.__version__ >= "2.13" else 6.0
 
 
 class Report(NamedTuple):
@@ -21,7 +26,7 @@ class Report(NamedTuple):
     losses: list[float]
     hits: int  # graphs that were found in the compiler's caches
     misses: int
-    compilers: float  # CPU seconds of the C++ compiler
+    compilers: float  # CPU seconds of the C++ compiler, and of what tries the processor
     code: set[str]  # digests of the generated modules in the rank's cache folder
     warnings: list[str]
 
@@ -127,11 +132,8 @@ def start(
             process.kill()
 
 
-def check_loaded(reports: list[Report], probes: float) -> None:
-    """Every rank but the first has found both graphs and all libraries, the same code as the first has.
-
-    `probes`: CPU seconds at most in which the compiler is asked for its version, and what the processor can do.
-    """
+def check_loaded(reports: list[Report], probes: float = PROBES) -> None:
+    """Every rank but the first has found both graphs and all libraries, the same code as the first has."""
     first, *others = reports
     for other in others:
         assert (other.hits, other.misses) == (2, 0)
@@ -153,8 +155,8 @@ def check_loaded(reports: list[Report], probes: float) -> None:
 def test_first_rank_compiles_for_all(tmp_path: Path, backend: str, world_size: int, how: str) -> None:
     """With empty caches one rank compiles, and no other rank starts a compiler."""
     reports = start(tmp_path, world_size, backend, how=how)
-    assert reports[0].misses == 2 and reports[0].compilers > 1
-    check_loaded(reports, probes=0.5)
+    assert reports[0].misses == 2 and reports[0].compilers > PROBES + 0.5
+    check_loaded(reports)
 
 
 @pytest.mark.nightly
@@ -164,7 +166,7 @@ def test_tensor_parallel_ranks_build_no_kernels(tmp_path: Path) -> None:
     """
     first, *others = start(tmp_path, world_size=4, how="tensor")
     for other in others:
-        assert other.code == first.code != set() and other.compilers < 0.5 and other.warnings == []
+        assert other.code == first.code != set() and other.compilers < PROBES and other.warnings == []
 
 
 @pytest.mark.nightly
@@ -183,7 +185,7 @@ def test_some_caches_are_gone(tmp_path: Path, how: str, ranks: int, removed: tup
         shutil.rmtree(tmp_path / f"rank{rank}")
     reports = start(tmp_path, ranks, how=how)
     assert reports[0].misses == (2 if 0 in removed else 0)
-    check_loaded(reports, probes=2.0)
+    check_loaded(reports, probes=PROBES + 1.5)
     assert [report.losses for report in reports] == [report.losses for report in before]
 
 

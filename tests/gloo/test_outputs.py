@@ -75,7 +75,8 @@ def _left(out: Any) -> Tensor:
         assert list(out) == ["left", "deep"] and out["deep"][1:] == [None, 3, "text"]
         return out["left"]
     if isinstance(out, list):
-        assert [type(each) for each in out] == [type(out[0])] * 2 and isinstance(out[0], (_Record, _Object))
+        assert len(out) == 2 and all(type(each) is type(out[0]) for each in out)
+        assert isinstance(out[0], (_Record, _Object))
         return out[0].x
     assert type(out) in (Pair, tuple)
     return out[0]
