@@ -151,7 +151,7 @@ class CompiledStep:
         self.model, self.optimizer = model, update.optimizer
         self._run, self._update, self._loss_fn = run, update, loss_fn
         self._clip_norm, self._accumulate, self._scaler = clip_norm, accumulate, scaler
-        self._units, self._next_forward, self._records = units, NextForward(units if first else (), first), records
+        self._units, self._next_forward, self._records = units, NextForward(units, first), records
         self._flats = [flat for unit in units for flat in unit.flats]
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -266,7 +266,7 @@ class CompiledStep:
         pending = {update.flat: update for update in updates}
         self._record(0, ends=True)
         stretch = 0
-        for unit in self._units:
+        for unit in self._next_forward.units:
             for flat in unit.flats:
                 stretch += 1
                 self._record(stretch, ends=False)

@@ -64,21 +64,25 @@ class _Started(NamedTuple):
 
 
 class NextForward:
-    """What is in flight for the next forward of `units`, in the order in which it gathers them.
+    """What is in flight for the next forward of `units`.
 
     What is started is what the last forward has gathered of a unit: its shard in the same dtype, through the same
     groups. A forward that gathers something else, such as scaled values, has nothing started for it.
 
     Args:
-        units: those that may be prefetched, on all ranks the same.
-        first: how many of them are, after a forward without a plan of its own.
+        units: those of the model, on all ranks the same.
+        first: how many of them are prefetched after a forward without a plan of its own. 0: none is after any forward.
+
+    Attributes:
+        units: in the order in which the last forward gathered them; behind them those that it did not gather.
     """
 
     def __init__(self, units: Sequence[Unit], first: int) -> None:
         self.units, self._first = tuple(units), first
         for unit in self.units:
-            if unit.is_sharded:
+            if first and unit.is_sharded:
                 host_group(unit.group, may_make=True)
+        self._asked: list[prefetched.Key] = []  # what the last forward gathered, in its order
         self._gathered: dict[FlatParam, torch.dtype] = {}  # by the last forward, in which dtype
         self._started: list[_Started] = []
 
@@ -124,20 +128,40 @@ class NextForward:
     def _note(self, offer: prefetched.Offer) -> None:
         """What the next forward will gather, if it is like the one that has ended."""
         self._gathered.clear()
+        self._sort(list(offer.asked))
+        if not self._first:
+            return
         planned = offer.planned
         for unit in self.units[: self._first] if planned is None else self.units:
             if planned is not None and len(self._gathered) == len(planned):
                 return
             for flat in unit.flats:
-                dtype = offer.asked.get(prefetched.key_of(flat.shard, unit.stages[0].name))
+                dtype = offer.asked.get(_key_of(unit, flat))
                 if dtype is not None and flat.shard.numel() and (planned is None or flat.shard.data_ptr() in planned):
                     self._gathered[flat] = dtype
+
+    def _sort(self, asked: list[prefetched.Key]) -> None:
+        """Put units into the order in which `asked` has the first of their shards."""
+        if asked == self._asked:
+            return
+        self._asked = asked
+        positions = {key: position for position, key in enumerate(asked)}
+
+        def first_of(unit: Unit) -> int:
+            return min((positions.get(_key_of(unit, flat), len(asked)) for flat in unit.flats), default=len(asked))
+
+        self.units = tuple(sorted(self.units, key=first_of))
 
     def drop(self) -> None:
         """Forget what was started, after a step that failed."""
         started, self._started = self._started, []
         for each in started:
             each.drop()
+
+
+def _key_of(unit: Unit, flat: FlatParam) -> prefetched.Key:
+    """What the first all-gather of `flat`, a flat parameter of `unit`, is looked up by."""
+    return prefetched.key_of(flat.shard, unit.stages[0].name)
 
 
 @torch.library.impl("fsdp_flat::prefetch_next", "default")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from weights import Block, D, Float8Block
 
-from fsdp_compile import compile_step, fully_shard, summon_full_params
+from fsdp_compile import ModuleWrapPolicy, compile_step, fully_shard, summon_full_params
 from fsdp_compile.comm import collectives, groups
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import start_asking_ranks
@@ -250,6 +250,44 @@ def _smallest(rank: int) -> None:
 def test_smaller_gathers(two: Ranks) -> None:
     """Weights that autocast casts are prefetched cast; those that a forward scales on the shard are not prefetched."""
     two.run(_smallest)
+
+
+class Reversed(nn.Module):
+    """Three layers, of which the last one to run is the first one of `modules()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def _in_order(rank: int, compiled: bool, prefetch: int) -> None:
+    model = fully_shard(Reversed(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    step = compile_step(model, adamw(model), loss_of, backend="aot_eager", prefetch=prefetch)
+    step._run = step._run if compiled else model
+    expected = [layer._fsdp.units[0] for layer in reversed(model.layers)]
+    updated: list[Unit] = []
+    start = step._next_forward.start
+    step._next_forward.start = lambda unit: [updated.append(unit), start(unit)]  # type: ignore[method-assign]
+    with recorded() as gathers:
+        for _ in range(2):
+            updated.clear()
+            step(torch.ones(4, D), target=torch.ones(4, D))
+            assert updated == expected
+            assert [each.unit for each in step._next_forward._started] == expected[:prefetch]
+    assert [each.is_taken for each in gathers.made] == [True] * prefetch + [False] * prefetch
+
+
+@pytest.mark.parametrize("prefetch", [2, 0])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_in_the_order_of_the_forward(two: Ranks, compiled: bool, prefetch: int) -> None:
+    """Units are updated in the order in which the forward gathers them, whatever that of `modules()` is; without a plan
+    the first two of them are gathered for the next forward, which takes both."""
+    two.run(_in_order, compiled, prefetch)
 
 
 def _freed(rank: int) -> None:
