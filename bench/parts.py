@@ -93,6 +93,10 @@ PARTS = {
         "GPT on 8 tokens, 64 ranks: parameters and gradients are all the memory there is", "link", "gpt_few_tokens",
         ("fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled"), 64, rounds=0, looks=("memory",),
     ),
+    "memory_step": Part(
+        "the same, 8 ranks: the loop's forward and backward, and whole steps with the optimizer", "link",
+        "gpt_few_tokens", ("ours_compiled", "ours_step", "ours_step:in_backward"), 8, rounds=0, looks=("memory",),
+    ),
     "host": Part(
         "GPT of width 16, collectives that do nothing: host time", "fake", "tiny_gpt", PEERS, 8, rounds=0,
         looks=("host", "warm"),

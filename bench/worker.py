@@ -202,7 +202,12 @@ class Worker:
         return found
 
     def memory(self) -> dict[str, Any]:
-        """Bytes resident between steps, the most beside them in a forward and backward, its curve, the RSS."""
+        """Bytes resident between steps, the most beside them in a forward and backward, its curve, the RSS.
+
+        Of a system that has one call for a whole step: in that, once it has taken over the optimizer's state.
+        """
+        if self.whole_step is not None:
+            self.step()
         states = [
             value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
         ]
@@ -210,7 +215,7 @@ class Worker:
         there = resident([*model.parameters(), *model.buffers(), *states])
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        points = curve(self.accumulate, self.device)
+        points = curve(self.accumulate if self.whole_step is None else self.step, self.device)
         release(self.trained)
         return {
             "resident": there,

@@ -26,6 +26,7 @@ class StepUpdate:
     Attributes:
         moves: how often the bytes of a flat shard are read or written to update it (`update_moves`); AdamW: 7.
         clips: whether gradients are clipped, so that no update runs before the norm of all of them is known.
+        in_backward: whether each unit is updated in backward, behind its reduce, and no update follows.
         prefetch: of how many units at most the next forward's all-gathers start behind updates; "auto": of as many as
             make the step shorter.
 
@@ -36,6 +37,7 @@ class StepUpdate:
     moves: float
     clips: bool = False
     prefetch: int | Literal["auto"] = "auto"
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         if not self.moves >= 0:

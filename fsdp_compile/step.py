@@ -28,12 +28,13 @@ from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.core.unit_state import VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.optim.compiled_update import CompiledUpdate, FlatUpdate
 from fsdp_compile.optim.gradient_norm import gradient_norm
+from fsdp_compile.optim.update_in_backward import UpdateInBackward, describe_partial
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]
@@ -47,6 +48,11 @@ from fsdp_compile.wrapper import FullyShardedDataParallel
 # take longer than one all-gather, and then at most R. With blocks on the emulated link U is 1.4 ms, and G 6 ms on the
 # fastest link that is measured: nothing. With layers there R is 2 of 390 ms. For this backward's graph would have to
 # return gradients that nobody may read yet, and on gloo rows that are still to be added.
+#
+# What it costs is memory: gradients of all units live when backward ends. With `update_in_backward` an operator in the
+# graph updates a unit right behind its reduce (optim/update_in_backward.py), so that about one of them lives. The graph
+# returns none of these. Backward then takes what updates took; no other collectives begin in an update than those that
+# are under way.
 
 _INDUCTOR = ("inductor", "fsdp_compile")
 _PREFETCHED = 2  # units that are prefetched where no plan says how many
@@ -61,6 +67,7 @@ def compile_step(
     *,
     scaler: torch.amp.GradScaler | None = None,
     prefetch: int | Literal["auto"] = "auto",
+    update_in_backward: bool = False,
     backend: str = "fsdp_compile",
     options: dict[str, Any] | None = None,
 ) -> "CompiledStep":
@@ -84,6 +91,10 @@ def compile_step(
         prefetch: how many units are gathered for the next step's forward as soon as their update has ended, the first
             ones in its order; fewer, if a plan that knows of the update finds that more bring nothing. Their memory
             lives until that forward. "auto": as many as the plan wants; two where there is none, as without a link.
+        update_in_backward: whether each unit is updated within backward as soon as its gradient is reduced, which is
+            freed then: the gradients of about one unit live at a time, instead of all. The step may take
+            longer. An error in backward may come after some updates: see `CompiledStep.__call__`. docs/whole_step.md
+            says what is updated after backward all the same.
         backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" the plan knows of the
             update. That is fused with this one and "inductor", and run by the optimizer's own kernels with others.
         options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, in place of what the
@@ -91,7 +102,9 @@ def compile_step(
 
     Raises:
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
-        ValueError: `clip_norm` is not above 0, `accumulate` is below 1, or `prefetch` is below 0.
+        ValueError: `clip_norm` is not above 0, `accumulate` is below 1, or `prefetch` is below 0; or
+            `update_in_backward` beside one of `clip_norm`, `accumulate` and `scaler`, which need the gradients of all
+            units, or with an optimizer that is not elementwise.
     """
     called: Any = getattr(model, "_orig_mod", model)
     sharded = called.module if isinstance(called, FullyShardedDataParallel) else called
@@ -104,7 +117,19 @@ def compile_step(
         raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: expected a number of micro-batches, at least 1, found {accumulate!r}")
-    planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch)
+    if update_in_backward and (clip_norm is not None or accumulate > 1 or scaler is not None):
+        given = f"clip_norm={clip_norm}, accumulate={accumulate}, scaler={scaler and type(scaler).__name__}"
+        raise ValueError(
+            f"update_in_backward: expected no clip_norm, no accumulate and no scaler beside it, as these need the "
+            f"gradients of all units before an update, found {given}; leave one out"
+        )
+    update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
+    units = units_gathered_below(sharded)
+    flats = [flat for unit in units for flat in unit.flats]
+    in_backward = UpdateInBackward(update, flats) if update_in_backward else None
+    for unit in units:
+        unit.set_may_update(update_in_backward)
+    planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch, update_in_backward)
     run: Any = model
     records = False
     if called is model and model._compiled_call_impl is None:
@@ -114,10 +139,10 @@ def compile_step(
             options = {**chosen, "update": planned, **(options or {})}
             records = options["record_profile"]
         run = torch.compile(model, backend=backend, options=options)
-    update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
-    units = units_gathered_below(sharded)
     first = _PREFETCHED if prefetch == "auto" else prefetch
-    return CompiledStep(sharded, units, run, update, loss_fn, clip_norm, accumulate, scaler, first, records)
+    return CompiledStep(
+        sharded, units, run, update, in_backward, loss_fn, clip_norm, accumulate, scaler, first, records
+    )
 
 
 def _states(optimizer: Optimizer) -> int:
@@ -141,6 +166,7 @@ class CompiledStep:
         units: Sequence[Unit],
         run: Callable[..., Any],
         update: CompiledUpdate,
+        in_backward: UpdateInBackward | None,
         loss_fn: Callable[..., Tensor] | None,
         clip_norm: float | None,
         accumulate: int,
@@ -153,6 +179,8 @@ class CompiledStep:
         self._clip_norm, self._accumulate, self._scaler = clip_norm, accumulate, scaler
         self._units, self._next_forward, self._records = units, NextForward(units, first), records
         self._flats = [flat for unit in units for flat in unit.flats]
+        self._in_backward = in_backward
+        self._broken: dict[Unit, VersionCounters] = {}  # after an error that has left some units updated
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """One step of training on this rank's batch.
@@ -168,7 +196,9 @@ class CompiledStep:
             The loss on this rank, without a graph, shape `()`; the mean over micro-batches.
 
         Raises:
-            RuntimeError: gradients are not synchronized: this is called within `no_sync`.
+            RuntimeError: gradients are not synchronized: this is called within `no_sync`. With `update_in_backward`: an
+                error has come after some updates, and is the cause; or it did in an earlier call, and not all trained
+                units have been loaded from a checkpoint since then.
             ValueError: a forward or backward of the model is under way; or a tensor cannot be divided.
             Exception: what the model or the loss function raises. Gradients of this step are dropped, parameters are
                 those before it, and the next call is an ordinary step.
@@ -182,15 +212,31 @@ class CompiledStep:
                 with self._taking_gradients() if last else self.model.no_sync():
                     losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
             self._step()
-        except BaseException:
+        except BaseException as error:
             self._drop_gradients()
             self._next_forward.drop()
+            if self._in_backward is not None and self._in_backward.updated:
+                self._broken = {unit: unit.version_counters() for unit in self._units if unit.trains}
+                if isinstance(error, Exception):
+                    raise RuntimeError(
+                        f"step: expected backward to end, found an error after some updates: {self._advice()}"
+                    ) from error
             raise
         self.optimizer.zero_grad()
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
+    def _advice(self) -> str:
+        assert self._in_backward is not None
+        left = describe_partial(self._in_backward.updated, self._flats)
+        return f"{left}; load a checkpoint of model and optimizer before the next step"
+
     def _check(self) -> None:
         check_idle(self._units, "step")
+        if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
+            raise RuntimeError(f"step: expected parameters of one step, found an earlier call failed: {self._advice()}")
+        self._broken.clear()
+        if self._in_backward is not None:
+            self._in_backward.updated.clear()
         for unit in self._units:
             if not unit.syncs:
                 raise RuntimeError(
@@ -221,7 +267,8 @@ class CompiledStep:
             if self._loss_fn is not None:
                 loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
             shared = loss if self._accumulate == 1 else loss / self._accumulate
-            (shared if self._scaler is None else self._scaler.scale(shared)).backward()
+            with nullcontext() if self._in_backward is None else self._in_backward.running(loss):
+                (shared if self._scaler is None else self._scaler.scale(shared)).backward()
         return loss.detach()
 
     def _step(self) -> None:

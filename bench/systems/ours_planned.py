@@ -45,6 +45,9 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     elif setup.option == "first":  # only the edge of the step is fine
         blocks = [*layers_of(blocks[:1]), *blocks[1:]]
     policy = CustomPolicy(lambda module: any(module is each for each in blocks))
-    ours.shard(model, blocks, setup, reshard_after_forward="auto", auto_wrap_policy=policy)  # and which units stay
+    reshard: Any = (
+        True if setup.option == "in_backward" else "auto"
+    )  # the plan says too which units stay, unless memory
+    ours.shard(model, blocks, setup, reshard_after_forward=reshard, auto_wrap_policy=policy)  # is all that counts
     compiled: Any = torch.compile(model, fullgraph=True)
     return Planned(model, compiled)

@@ -1,10 +1,12 @@
 """Ours, with the whole step as one call of `compile_step`, planned for the link with its update.
 
-The option `layers` makes each linear layer of a block a unit, `first` those of the first block alone.
+The option `layers` makes each linear layer of a block a unit, `first` those of the first block alone; `in_backward`
+updates units within backward, and frees them all after forward.
 """
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +17,11 @@ from fsdp_compile import compile_step
 from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
 
 
+@dataclass
 class Stepped(Prepared):
     """A new step for each link: once to record a profile of its tasks and updates, once by the plan for that."""
+
+    in_backward: bool = False
 
     def whole_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
         self.optimizer = optimizer
@@ -43,9 +48,9 @@ class Stepped(Prepared):
 
     def _compiled(self, **options: Any) -> Callable[..., Tensor]:
         torch._dynamo.reset()
-        return compile_step(self.model, self.optimizer, options=options)
+        return compile_step(self.model, self.optimizer, update_in_backward=self.in_backward, options=options)
 
 
 def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     planned = ours_planned.prepare(model, blocks, setup)
-    return Stepped(planned.model, planned.forward)
+    return Stepped(planned.model, planned.forward, in_backward=setup.option == "in_backward")

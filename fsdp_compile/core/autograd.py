@@ -121,6 +121,8 @@ class GradientReduction:
         keeps_flat: whether `flat_gradient` takes what would become gradients of the parameters, which stay None: who
             sets this updates them next (step.py).
         flat_gradient: 1-D `[shard_numel]`, or None.
+        update: updates the parameters by their reduced gradient, 1-D `[shard_numel]`, which does not reach autograd
+            then; None: they are not updated in backward. Who sets it resets it after the pass.
     """
 
     def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
@@ -133,6 +135,7 @@ class GradientReduction:
         self.results: list[tuple[int, Tensor]] = []
         self.awaits_reduce = self.keeps_flat = False
         self.flat_gradient: Tensor | None = None
+        self.update: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
 
     def begin_in_backward(self) -> bool:
@@ -290,6 +293,13 @@ class ShardBinding:
         """Whether any parameter has a gradient to add to."""
         return self._any(_GRAD)
 
+    def only_trains(self) -> bool:
+        """Whether all parameters train, and nothing but the optimizer would see their next gradients."""
+        with without_torch_function():
+            trains = all(map(_REQUIRES_GRAD, self.params))
+        sees = self.has_gradients() or self._have_hooks() or carry_optimizers(self.params)
+        return self.is_sharded and trains and not sees and self.reduction.grad_dtype is None
+
     def _have_hooks(self) -> bool:
         return any(map(self._any, _HOOKS)) and any(map(has_hooks, self.params))
 
@@ -356,11 +366,16 @@ class DeferredGradient(torch.autograd.Function):
     @staticmethod
     @never_compile  # Note [Backward passes within a compiled function]
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        """The reduced gradient of the flat shard, `[shard_numel]`, or None."""
+        """The reduced gradient of the flat shard, `[shard_numel]`, or None, also if it is used in an update here."""
         if grad is None:
             return None, None
         check_first_order(ctx.binding.names[0], grad)
-        return ctx.binding.reduction.take_results(), None
+        reduction: GradientReduction = ctx.binding.reduction
+        reduced = reduction.take_results()
+        if reduced is None or reduction.update is None:
+            return reduced, None
+        reduction.update(reduced)
+        return None, None
 
 
 def check_first_order(name: str, grad: Tensor) -> None:

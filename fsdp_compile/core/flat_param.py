@@ -171,6 +171,10 @@ class FlatParam:
         """Let a gradient that `reduction` has kept become those of the parameters."""
         self._binding.show_flat_gradient()
 
+    def only_trains(self) -> bool:
+        """Whether all parameters train, and nothing but the optimizer would see their next gradients."""
+        return self.accumulated is None and not self.reduction.awaits_reduce and self._binding.only_trains()
+
     def use_unsharded(self, full: Sequence[Tensor]) -> None:
         """Let the parameters be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
 

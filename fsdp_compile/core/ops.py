@@ -8,6 +8,8 @@
                                accumulated under no_sync                   was ever under no_sync
     defer_reduce(packed)       a scalar without a meaning                  backward, instead of a reduce: the eager
                                                                            runtime accumulates, or a hook reduces
+    update_shard(grad)         a scalar without a meaning                  backward, behind a reduce: the optimizer
+                                                                           updates the unit (compile_step)
     pack_grads(grads)          one buffer laid out like the parameters     graphs: a pass replaces autograd's `cat`;
                                                                            Inductor may put it `into` a given buffer
     wait_collective(full,      `full` once its collective has ended;       Inductor's graphs
@@ -17,10 +19,10 @@
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
-gathered and reduced. Bodies that communicate are in comm/flat.py, those of `add_accumulated` and `defer_reduce` in
-eager/reduce.py, that of `prefetch_next` in eager/next_forward.py, those of `check_ranks` and `record_time` beside the
-passes that insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU (flat_param.py, Note [Flat
-parameters are looked up by id]).
+gathered and reduced. Bodies that communicate are in comm/flat.py, those of `add_accumulated`, `defer_reduce` and
+`update_shard` in eager/reduce.py, that of `prefetch_next` in eager/next_forward.py, those of `check_ranks` and
+`record_time` beside the passes that insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU
+(flat_param.py, Note [Flat parameters are looked up by id]).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +48,8 @@ from fsdp_compile.core.layout import FlatParamLayout
 # its shape must be in its arguments: the layout and the groups travel as text (Note [One string describes an unshard]).
 # Where backward does not reduce, the graph may not return a gradient of the shard, which has another shape and is not
 # known yet. `defer_reduce` returns a scalar instead, the gradient of `deferred`, an input of the graph that nothing
-# reads. It makes autograd call the node behind `deferred` (autograd.DeferredGradient) when the graph has run.
+# reads. It makes autograd call the node behind `deferred` (autograd.DeferredGradient) when the graph has run. So does
+# `update_shard`, as what a unit was updated by shall not live until the graph has run.
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
@@ -68,6 +71,9 @@ torch.library.define(
     "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False) -> Tensor",
     tags=_OPAQUE,
 )
+torch.library.define(
+    "fsdp_flat::update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", tags=_OPAQUE
+)
 torch.library.define("fsdp_flat::wait_collective", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
 torch.library.define(
     "fsdp_flat::check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
@@ -84,11 +90,12 @@ PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
 ADD_ACCUMULATED = torch.ops.fsdp_flat.add_accumulated.default
 ADD_ACCUMULATED_ = torch.ops.fsdp_flat.add_accumulated_.default
 DEFER_REDUCE = torch.ops.fsdp_flat.defer_reduce.default
+UPDATE_SHARD = has_side_effect(torch.ops.fsdp_flat.update_shard.default)
 WAIT_COLLECTIVE = torch.ops.fsdp_flat.wait_collective.default
 CHECK_RANKS = has_side_effect(torch.ops.fsdp_flat.check_ranks.default)
 RECORD_TIME = has_side_effect(torch.ops.fsdp_flat.record_time.default)
 PREFETCH_NEXT = has_side_effect(torch.ops.fsdp_flat.prefetch_next.default)
-MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE)
+MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE, UPDATE_SHARD)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -155,12 +162,13 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # grad: [layout.numel]
     spec = UnshardSpec.parse(ctx.spec)
     packed = grad if spec.reduce_dtype is None else grad.to(spec.reduce_dtype)
-    if ctx.defers:
+    if ctx.defers and not spec.updates:
         return None, None, DEFER_REDUCE(packed, *ctx.saved_tensors, spec.layout.text), None
-    if ctx.saved_tensors:
+    if ctx.saved_tensors and not spec.updates:
         packed = ADD_ACCUMULATED(packed, *ctx.saved_tensors)
     mean = REDUCE_GRADS(packed, ctx.spec)
-    return mean if mean.dtype == ctx.dtype else mean.to(ctx.dtype), None, None, None
+    mean = mean if mean.dtype == ctx.dtype else mean.to(ctx.dtype)
+    return (None, None, UPDATE_SHARD(mean, *ctx.saved_tensors), None) if spec.updates else (mean, None, None, None)
 
 
 torch.library.register_autograd("fsdp_flat::unshard", _unshard_backward, setup_context=_save_for_backward)
@@ -203,6 +211,11 @@ def _add_accumulated_in_place_fake(packed: Tensor, flat_param_id: Tensor) -> Non
 @torch.library.register_fake("fsdp_flat::defer_reduce")
 def _defer_reduce_fake(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
     return packed.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake("fsdp_flat::update_shard")
+def _update_shard_fake(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
+    return grad.new_empty((), dtype=torch.float32)
 
 
 @torch.library.register_fake("fsdp_flat::wait_collective")
@@ -277,6 +290,7 @@ class UnshardSpec:
         replicas: hybrid sharding: the group whose ranks store the same shard; gradients are averaged over it too.
         compute_dtype: the dtype of the full buffer; None: that of the shard.
         reduce_dtype: the dtype in which gradients are reduced; None: that of the full buffer.
+        updates: whether the unit may be updated in backward as soon as its gradient is reduced.
     """
 
     layout: FlatParamLayout
@@ -285,6 +299,7 @@ class UnshardSpec:
     replicas: NamedGroup | None = None
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    updates: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -301,7 +316,7 @@ class UnshardSpec:
         """The specification as a constant for compilers; `parse` reads it back.
 
         Grammar: the layout's text, `groups=name:size[,name:size]`, `reshard=True|False|None`, and where they are not
-        the default `replicas=name:size`, `compute=dtype` and `reduce=dtype`; separated by blanks.
+        the default `replicas=name:size`, `compute=dtype`, `reduce=dtype` and `update=True`; separated by blanks.
         """
         fields = [self.layout.text, f"groups={_print(self.groups)}", f"reshard={self.reshard_after_forward}"]
         if self.replicas is not None:
@@ -309,7 +324,7 @@ class UnshardSpec:
         for name, dtype in (("compute", self.compute_dtype), ("reduce", self.reduce_dtype)):
             if dtype is not None:
                 fields.append(f"{name}={str(dtype).removeprefix('torch.')}")
-        return " ".join(fields)
+        return " ".join(fields) + UPDATES * self.updates
 
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an operator; specifications are immutable
@@ -320,7 +335,7 @@ class UnshardSpec:
         if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= _FIELDS:
             raise ValueError(
                 f"{text!r} is not an unshard specification; expected LAYOUT groups=NAME:SIZE,... "
-                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE]"
+                f"reshard=True|False|None [replicas=NAME:SIZE] [compute=DTYPE] [reduce=DTYPE] [update=True]"
             )
         replicas = _parse(fields.get("replicas", ""))
         return UnshardSpec(
@@ -330,10 +345,12 @@ class UnshardSpec:
             replicas[0] if replicas else None,
             getattr(torch, fields["compute"]) if "compute" in fields else None,
             getattr(torch, fields["reduce"]) if "reduce" in fields else None,
+            fields.get("update") == "True",
         )
 
 
-_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce"}
+_FIELDS = {"groups", "reshard", "replicas", "compute", "reduce", "update"}
+UPDATES = " update=True"  # the end of a specification with `updates`
 
 
 def _print(groups: Sequence[NamedGroup]) -> str:

@@ -29,7 +29,7 @@ from fsdp_compile.comm.groups import mesh_of
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
 from fsdp_compile.core.layout import ShardRecord
-from fsdp_compile.core.ops import UNSHARD, VIEWS, NamedGroup, UnshardSpec, shard_order
+from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.unit_state import (
     GradientDelivery,
@@ -76,6 +76,7 @@ class Unit(UnshardedState):
         options: what the `set_*` methods of its module chose.
         syncs: whether backward reduces gradients.
         accumulates: whether no_sync was ever in force.
+        may_update: whether graphs let the optimizer update the unit in backward; without no_sync, hooks and options.
         reduces_in_flight: reduces that are to be waited for, oldest first; shared by all units of a root.
     """
 
@@ -121,7 +122,7 @@ class Unit(UnshardedState):
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
         self.reduces_in_flight = ReduceQueue()
-        self.accumulates = False
+        self.accumulates = self.may_update = False
         self.options = UnitOptions()
         self.become_idle()
         self.syncs = True
@@ -162,6 +163,11 @@ class Unit(UnshardedState):
         """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation."""
         self._comm_hook, self._hook_compresses = (state, hook), compresses
         self.update_dtypes()
+        self._choose_delivery()
+
+    def set_may_update(self, may_update: bool) -> None:
+        """Choose whether graphs that are traced from now on let the optimizer update the unit in backward."""
+        self.may_update = may_update and self.is_sharded
         self._choose_delivery()
 
     def set_options(self, **changed: Any) -> None:
@@ -210,7 +216,7 @@ class Unit(UnshardedState):
         elif self.accumulates:
             self.delivery = GradientDelivery.REDUCE_WITH_ACCUMULATED
         else:
-            self.delivery = GradientDelivery.REDUCE
+            self.delivery = GradientDelivery.REDUCE_AND_UPDATE if self.may_update else GradientDelivery.REDUCE
 
     # --- description --------------------------------------------------------------------------------------------------
 
@@ -318,7 +324,9 @@ class Unit(UnshardedState):
             if flat.autograd_shard is None:
                 raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
             flat_param_id = flat.flat_param_id if self.delivery is not GradientDelivery.REDUCE else None
-            deferred = flat.deferred if self.delivery is GradientDelivery.DEFER else None
+            updates = self.delivery is GradientDelivery.REDUCE_AND_UPDATE
+            deferred = flat.deferred if self.delivery is GradientDelivery.DEFER or updates else None
+            spec = spec + UPDATES if updates else spec
             views: list[Tensor] = VIEWS(UNSHARD(flat.autograd_shard, flat_param_id, deferred, spec), layout)
             params += [view.detach() if index in flat.frozen else view for index, view in enumerate(views)]
         return self.distributed(params)

@@ -51,6 +51,7 @@ class GradientDelivery(Enum):
     """What a graph that is traced now does in backward with packed gradients."""
 
     REDUCE = "reduce"
+    REDUCE_AND_UPDATE = "reduce and update"  # the optimizer may update the unit at once (compile_step)
     REDUCE_WITH_ACCUMULATED = "reduce with accumulated"  # their sum with gradients accumulated under no_sync
     DEFER = "defer"  # the eager runtime accumulates them, or reduces them as hooks and `UnitOptions` say
 

@@ -3,6 +3,7 @@
     reduce_gradients    gradients of unsharded parameters, from eager backward
     reduce_packed       gradients that a compiled graph has packed
     defer_reduce        the same, as an operator within a graph that reduces nothing itself
+    update_shard        what a graph has reduced, as an operator, where the optimizer updates units in backward
 
 All end in `reduce_or_accumulate`, which adds up gradients under no_sync, and otherwise starts to average them over the
 ranks, by collectives or by the user's communication hook.
@@ -124,7 +125,7 @@ def reduce_or_accumulate(
         packed: may be overwritten.
 
     Returns:
-        The gradient of the shard as `reduce_gradients` returns it; None if accumulated.
+        The gradient of the shard as `reduce_gradients` returns it; None if accumulated, or used in an update.
     """
     if not unit.syncs:
         accumulate(flat, packed)
@@ -161,13 +162,23 @@ def reduce_or_accumulate(
         if event is not None:
             reduction.wait_for_copy = partial(streams.device.block, event)
 
-    reduction.finish = finish
-    if added_by_autograd:
+    update = reduction.update
+
+    def finish_and_update() -> None:
+        finish()
+        reduction.wait_on_host()
+        if update is not None and reduction.update is update:  # else that backward has failed, and a later one waits
+            update(result)
+
+    reduction.finish = finish if update is None else finish_and_update
+    if update is not None:
+        call_after_backward(reduction.wait)
+    elif added_by_autograd:
         reduction.wait_on_host()
     unit.reduces_in_flight.append(reduction)
     while len(unit.reduces_in_flight) > options.reduces_in_flight:
         unit.reduces_in_flight.popleft().wait()
-    return result
+    return result if update is None else None
 
 
 def set_sync(unit: Unit, syncs: bool) -> None:
@@ -338,6 +349,20 @@ def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: boo
     if reduced is not None:
         flat.reduction.results.append((current_backward(), reduced))
     return packed.new_zeros((), dtype=torch.float32)
+
+
+@torch.library.impl("fsdp_flat::update_shard", "default")
+def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
+    """Update the parameters now if `at_once`, which a pass says that nothing in the graph reads them any more."""
+    flat = FLAT_PARAMS.find(flat_param_id)
+    if flat is None:
+        raise RuntimeError("backward: expected the model of this forward, found it deleted; keep it until backward")
+    reduction = flat.reduction
+    if at_once and reduction.update is not None:
+        reduction.update(grad)
+    else:
+        reduction.results.append((current_backward(), grad.clone() if at_once else grad))
+    return grad.new_zeros((), dtype=torch.float32)
 
 
 @torch.library.impl("fsdp_flat::add_accumulated", "default")

@@ -19,7 +19,8 @@ count. So ordinary steps may come in between, and state dicts are the ordinary o
 # tensor go through other instructions than the rest, so a kernel on the whole segment would differ in the last bit.
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,14 @@ from torch.optim import Optimizer
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.optim._torch import announce_step, compile_graph, copy_to_each, has_step_hooks, note_step
+from fsdp_compile.optim._torch import (
+    announce_step,
+    compile_graph,
+    copy_to_each,
+    has_step_hooks,
+    note_step,
+    step_without_hooks,
+)
 from fsdp_compile.optim.flat_step import ELEMENTWISE
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, check_fusible, fused, record, run_eagerly
 from fsdp_compile.optim.segments import Segment, SegmentTable, is_scalar
@@ -119,11 +127,11 @@ class FlatUpdate:
         self.gradients: list[Tensor] = []
         self.recorded: list[Recorded] = []
 
-    def add(self, segment: _Segment, gradient: Tensor, recorded: Recorded) -> None:
-        """A segment of it, the gradient of that and what is to be done."""
+    def add(self, segment: _Segment, gradient: Tensor | None, recorded: Recorded) -> None:
+        """A segment of it, the gradient of that, if it is there yet, and what is to be done."""
         self.segments.append(segment)
         self.params += segment.params
-        self.gradients.append(gradient)
+        self.gradients += [] if gradient is None else [gradient]
         self.recorded.append(recorded)
 
     @torch.no_grad()
@@ -146,6 +154,15 @@ class FlatUpdate:
         self.flat.reduction.flat_gradient = None
         self.gradients.clear()
         torch.autograd.graph.increment_version(self.flat.shard)
+
+    def run_with(self, gradient: Tensor) -> None:
+        """As `run`, with the gradient of all parameters of the flat one, 1-D `[shard_numel]`, which arrives here."""
+        if self._owner.fuses:
+            self.gradients = [gradient[segment.start : segment.stop] for segment in self.segments]
+        else:
+            self.flat.reduction.flat_gradient = gradient
+            self.flat.show_gradient()
+        self.run()
 
     def _run_eagerly(self, segment: _Segment, recorded: Recorded) -> None:
         for param in segment.params:
@@ -187,20 +204,54 @@ class CompiledUpdate:
         if not self.is_elementwise():
             return []
         announce_step(self.optimizer)
+        updates = self._updates(has_gradients=True)
+        for flat in {segment.flat for segments in self._segments.of_groups for segment in segments}:
+            if flat not in updates or len(updates[flat].params) < len(flat.params):
+                flat.show_gradient()
+        return list(updates.values())
+
+    @torch.no_grad()
+    def before_backward(self) -> list[FlatUpdate]:
+        """What compiled functions will do to gradients that are still to come (`FlatUpdate.run_with`)."""
+        return list(self._updates(has_gradients=False).values()) if self.is_elementwise() else []
+
+    def _updates(self, has_gradients: bool) -> dict[FlatParam, FlatUpdate]:
         self._segments.update()
         self._scalars.clear()
         updates: dict[FlatParam, FlatUpdate] = {}
         recorded: dict[Any, Recorded | None] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for segment in self._segments.of_groups[index]:
-                gradient = segment.gradient()
-                step = None if gradient is None else self._recorded(index, group, segment, recorded)
-                if gradient is not None and step is not None:
+                gradient = segment.gradient() if has_gradients else None
+                awaited = gradient is not None or not has_gradients
+                step = self._recorded(index, group, segment, recorded) if awaited else None
+                if step is not None:
                     updates.setdefault(segment.flat, FlatUpdate(self, segment.flat)).add(segment, gradient, step)
-        for flat in {segment.flat for segments in self._segments.of_groups for segment in segments}:
-            if flat not in updates or len(updates[flat].params) < len(flat.params):
-                flat.show_gradient()
-        return list(updates.values())
+        return updates
+
+    @torch.no_grad()
+    def step_alone(self, flat: FlatParam, gradient: Tensor) -> None:
+        """Let the parameters of `flat` step as they are, by a gradient, 1-D `[shard_numel]`, which is freed."""
+        flat.reduction.flat_gradient = gradient
+        flat.show_gradient()
+        own = {id(param) for param in flat.params}
+        with self._only(lambda param: id(param) in own):
+            step_without_hooks(self.optimizer)
+        for param in flat.params:
+            param.grad = None
+
+    @contextmanager
+    def _only(self, is_chosen: Callable[[nn.Parameter], bool]) -> Iterator[None]:
+        """Let the optimizer have only the parameters that `is_chosen` says so in this block."""
+        groups = self.optimizer.param_groups
+        params = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = list(filter(is_chosen, group["params"]))
+            yield
+        finally:
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
 
     @torch.no_grad()
     def step_others(self, updates: Sequence[FlatUpdate]) -> None:
@@ -209,18 +260,15 @@ class CompiledUpdate:
             self.optimizer.step()
             return
         updated = {id(param) for update in updates for param in update.params}
-        groups = self.optimizer.param_groups
-        params = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [param for param in group["params"] if id(param) not in updated]
-            if any(param.grad is not None for group in groups for param in group["params"]):
+        with self._only(lambda param: id(param) not in updated):
+            if any(param.grad is not None for group in self.optimizer.param_groups for param in group["params"]):
                 self.optimizer.step()
             else:
                 note_step(self.optimizer)
-        finally:
-            for group, own in zip(groups, params, strict=True):
-                group["params"] = own
+
+    def has_hooks(self) -> bool:
+        """Whether something is called before or after each step of the optimizer."""
+        return has_step_hooks(self.optimizer)
 
     def is_elementwise(self) -> bool:
         """Whether recorded programs say what the optimizer does."""

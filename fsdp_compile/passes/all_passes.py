@@ -18,6 +18,7 @@ from fsdp_compile.passes.post_grad.order import (
     order,
     pin_order,
     place_deferred_reduces,
+    place_updates,
 )
 from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, record_times, verify_plan
 
@@ -37,6 +38,7 @@ PASSES = (
     Pass("verify_plan", "post_grad", verify_plan, needs=("choose_plan",)),
     Pass("order", "post_grad", order, needs=("choose_plan",)),
     Pass("check_order", "post_grad", check_order, needs=("order",)),
+    Pass("place_updates", "post_grad", place_updates),
     Pass("name_prefetched", "post_grad", name_prefetched, needs=("read_graph",)),
     Pass("record_times", "post_grad", record_times, needs=("read_graph",)),
     Pass("coalesce_launches", "post_grad", coalesce_launches),

@@ -48,6 +48,7 @@ forward after choose_plan
 forward after verify_plan
 forward after order
 forward after check_order
+forward after place_updates
 forward after name_prefetched
 forward after record_times
 forward after coalesce_launches
@@ -65,6 +66,7 @@ backward after choose_plan
 backward after verify_plan
 backward after order
 backward after check_order
+backward after place_updates
 backward after name_prefetched
 backward after record_times
 backward after coalesce_launches

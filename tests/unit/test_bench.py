@@ -167,5 +167,9 @@ def test_parts_name_what_exists() -> None:
         assert part.model in WORKLOADS
         for name in part.systems:
             system, _, option = name.partition(":")
-            meant = known | {"autocast", "float8"} if system == "ours_compiled" else {"layers", "first", "optimizer"}
+            meant = (
+                known | {"autocast", "float8"}
+                if system == "ours_compiled"
+                else {"layers", "first", "optimizer", "in_backward"}
+            )
             assert system in SYSTEMS and (not option or meant.issuperset(option.split("+")))

@@ -157,12 +157,17 @@ def alive_beside_plan(
     be packed itself, see `pack_in_place`.
     """
     packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
-    results = [size_of((reduce.wait + reduce.end)[-1]) for reduce in reduces.values()]
+    results = [size_of(reduce.result) for reduce in reduces.values()]
     unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
     unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
     position = {node: index for index, node in enumerate(computing)}
     late = {source_of(node): at for node, at in packed.items()} if joint else {}
-    added = [*unseen, *zip(ready, results, strict=True)]
+    grown = [
+        (at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if not reduce.updates
+    ]
+    used = [(at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if reduce.updates]
+    one_of_used = [(min(used)[0], max(size for _, size in used))] if used else []  # no two of them live together
+    added = [*unseen, *grown, *one_of_used]
     return lifetimes(graph, position, packed, added, joint, stored, late)
 
 

@@ -34,6 +34,7 @@ Kind = Literal[
     "reduce",
     "wait_reduce",
     "mean",
+    "update",
     "host",
 ]
 
@@ -55,6 +56,7 @@ class Tag:
             scale           of gradients, around a sum in float16
             reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
             mean            of the rows that an all-to-all brought in place of a reduce-scatter
+            update          of the unit by the optimizer, in backward
             host            a copy of an activation in the memory of the host
         unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.
         path: where the unit's module is in the model, for people.

@@ -69,6 +69,16 @@ class Reduce:
     wait: list[fx.Node]
     end: list[fx.Node]
 
+    @property
+    def result(self) -> fx.Node:
+        """The reduced gradient."""
+        return next(node for node in reversed((*self.wait, *self.end)) if not _is_update(node))
+
+    @property
+    def updates(self) -> bool:
+        """Whether the unit is updated where the reduce is waited for, so that its gradient lives no longer."""
+        return any(map(_is_update, self.wait))
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -247,9 +257,18 @@ def with_preparation(start: fx.Node) -> list[fx.Node]:
 
 
 def _finishing(wait: fx.Node) -> list[fx.Node]:
-    """What makes a reduced tensor the gradient of the shard: the rest of a division, a cast to the shard's dtype."""
+    """What makes a reduced tensor the gradient of the shard: the rest of a division, a cast to the shard's dtype.
+
+    And what updates the unit by that gradient.
+    """
     scales = [user for user in wait.users if (tag := get_tag(user)) is not None and tag.kind == "scale"]
-    return [*scales, *(user for each in (wait, *scales) for user in each.users if user.target is CAST)]
+    casts = [user for each in (wait, *scales) for user in each.users if user.target is CAST]
+    return [*scales, *casts, *(user for each in (wait, *scales, *casts) for user in each.users if _is_update(user))]
+
+
+def _is_update(node: fx.Node) -> bool:
+    tag = get_tag(node)
+    return tag is not None and tag.kind == "update"
 
 
 def gradients_of(pack: fx.Node) -> list[fx.Node]:

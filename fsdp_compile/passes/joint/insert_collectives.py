@@ -10,7 +10,7 @@ Then each marker is replaced:
     unshard and the split beneath `views`   ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
                                                 two of the former if backward gathers again in a smaller group
     reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
-    defer_reduce                            ->  stays, and is tagged
+    defer_reduce, update_shard              ->  stays, and is tagged
     the concatenation that both read        ->  pack_grads, which Inductor lowers without copies
     a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
@@ -27,8 +27,27 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.flat import averaging
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS, REDUCE_GRADS, UNSHARD, UnshardSpec
-from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, module_path, source_of, tagged
+from fsdp_compile.core.ops import (
+    ADD_ACCUMULATED,
+    DEFER_REDUCE,
+    PACK_GRADS,
+    REDUCE_GRADS,
+    UNSHARD,
+    UPDATE_SHARD,
+    UnshardSpec,
+)
+from fsdp_compile.passes.graph.nodes import (
+    CAST,
+    Emit,
+    Kind,
+    Tag,
+    emitter,
+    module_path,
+    set_tag,
+    source_of,
+    tag_of,
+    tagged,
+)
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
@@ -52,8 +71,25 @@ def insert_collectives(context: GraphContext) -> None:
     context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is UNSHARD}
     for marker, unit in units.items():
         _EXPANSIONS[marker.target](graph, marker, unit)
+    _tag_updates(graph)
     _remove_unread_gathers(graph)
     _name_groups(graph)
+
+
+def _tag_updates(graph: fx.Graph) -> None:
+    """Let the updates of units run where they stand: later passes see to it that nothing reads the shard after them."""
+    updated: set[Any] = set()
+    for update in graph.find_nodes(op="call_function", target=UPDATE_SHARD):
+        grad, flat_param_id, *_ = update.args
+        unit = tag_of(grad.args[0] if grad.target is CAST else grad)
+        if flat_param_id in updated:
+            raise RuntimeError(
+                f"unit {unit.path or 'root'}: expected one call in a forward, found several: the first gradient is not "
+                f"the whole one; use compile_step without update_in_backward"
+            )
+        updated.add(flat_param_id)
+        update.args = (grad, flat_param_id, True)
+        set_tag(update, replace(unit, kind="update"))
 
 
 def _name_groups(graph: fx.Graph) -> None:

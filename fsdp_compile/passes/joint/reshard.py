@@ -103,7 +103,9 @@ def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) ->
         return None
     sizes = [_shard_bytes(reading, unit.name) for unit in step.units]
     estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
-    measured = measured_update(config.profile, sizes) if config.profile is not None else None
+    in_backward = units_updated_in_backward(reading)
+    is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
+    measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
     before, *seconds, after = measured or [*estimated, costs.step]
     return UpdateCost(
         tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
@@ -112,15 +114,22 @@ def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) ->
         after,
         norm=costs.norm if update.clips else None,
         prefetch=None if update.prefetch == "auto" else update.prefetch,
+        in_backward=in_backward,
         compare=costs.compare if update.prefetch != 0 else 0.0,
     )
+
+
+def units_updated_in_backward(reading: Reading) -> tuple[int, ...]:
+    """Indices of the units that the graph updates as soon as their gradients are reduced."""
+    names = [unit.name for unit in reading.workload.units]
+    return tuple(at for at, name in enumerate(names) if name in reading.reduces and reading.reduces[name].updates)
 
 
 def _shard_bytes(reading: Reading, name: str) -> int:
     """Bytes of a unit's shard that are updated: as many as it has gradients."""
     if reading.reduces:
         reduce = reading.reduces.get(name)
-        return size_of((reduce.wait + reduce.end)[-1]) if reduce is not None else 0
+        return size_of(reduce.result) if reduce is not None else 0
     shard = stored_shard(reading.gathers[name])
     return size_of(shard) if shard is not None else 0
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from fsdp_compile.passes.plan.update import end_of_backward
 from fsdp_compile.passes.plan.workload import Workload
 
 
@@ -148,7 +149,8 @@ def _of_repeated(workload: Workload, keep: frozenset[int] | None, budget: float,
     """Lower bounds of a step with updates: what precedes the first task that needs a reduce, and what follows it."""
     tasks, latency = workload.tasks, workload.latency
     keep = workload.must_keep | set(workload.may_keep) if keep is None else keep
-    begin = next((at for at, task in enumerate(tasks) if task.reduced or task.updates), workload.forward)
+    behind = range(end_of_backward(workload), len(tasks))
+    begin = next((at for at in behind if tasks[at].reduced or tasks[at].updates), workload.forward)
     left = list(accumulate((task.seconds + task.all_reduce for task in reversed(tasks)), initial=0.0))[::-1]
     gathers, reduces = gathers_of(workload, keep), reduces_of(workload)
     before = _Bound(replace(workload, tasks=tasks[:begin], forward=0), keep, budget, merge)

@@ -334,7 +334,9 @@ def _plan(workload: Workload, gathers: list[_Gather], issued: list[_Position], w
             position = 0, 2, index - 2 * len(gathers)  # before all others, for it was launched before them
         steps += [(position, "gather", unit), ((first, 2, 4 * index), "wait", unit)]
         steps.append(((last + 1, 0, index), "free", unit))
-    for index, ((unit, _, ready), position) in enumerate(zip(workload.reduces(), waited, strict=True)):
+    needed = {unit: at for at, task in reversed([*enumerate(workload.tasks)]) for unit in task.reduced}
+    for index, ((unit, _, ready), latest) in enumerate(zip(workload.reduces(), waited, strict=True)):
+        position = min(latest, (needed[unit], 1, 2 * index + 2)) if unit in needed else latest
         steps += [((ready + 1, 1, 2 * index + 1), "reduce", unit), (position, "wait_reduce", unit)]
     steps.sort(key=lambda step: step[0])
     return Plan(tuple(Step(kind, (workload.units[unit].name,), position[0]) for position, kind, unit in steps))

@@ -1,5 +1,6 @@
 """The optimizer's update in a workload: a step that repeats, cut between forward and backward.
 
+    updating_in_backward   backward  ->  backward in which each unit is updated when its gradient is reduced
     with_update       forward, backward  ->  backward, before updates, update of each unit, next step, forward
     without_update    the way back, for rules that know of no update
     repeated          a plan of the one as a plan of the other, which gathers nothing behind updates
@@ -11,6 +12,7 @@ A step with updates, whose gathers for the next forward begin behind these:
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from fsdp_compile.passes.plan.plan import Plan, Step, simulate
 from fsdp_compile.passes.plan.workload import Task, Workload
@@ -27,6 +29,7 @@ class UpdateCost:
         after: seconds from the last update to the first task of the next forward.
         norm: seconds of the all-reduce of the gradients' norm, with its latency; None: gradients are not clipped.
         prefetch: of how many units at most the gathers for the next forward start behind updates; None: of any number.
+        in_backward: the units that are updated in backward, each as soon as its gradient is reduced.
         compare: seconds of the message by which ranks compare what they know of these gathers when the next forward is
             called, with its latency: it goes over the same link, behind the gathers; 0: it goes elsewhere.
     """
@@ -38,19 +41,46 @@ class UpdateCost:
     norm: float | None = None
     prefetch: int | None = None
     compare: float = 0.0
+    in_backward: tuple[int, ...] = ()
+
+
+def updating_in_backward(workload: Workload, update: UpdateCost) -> Workload:
+    """`workload` with the updates of `update.in_backward` as parts of its tasks, or, of the last units, behind them.
+
+    A unit is updated, and its gradient freed, before the last gradient of a further unit is computed: then the buffers
+    of one reduce live at a time.
+    """
+    tasks = list(workload.tasks)
+    ends = sorted({ready for _, _, ready in workload.reduces()})
+    following = dict(pairwise(ends))
+    for unit, _, ready in workload.reduces():
+        if unit in update.in_backward and ready in following:
+            task = tasks[following[ready]]
+            seconds = task.seconds + update.seconds[unit]
+            tasks[following[ready]] = replace(task, seconds=seconds, reduced=(*task.reduced, unit))
+    return replace(workload, tasks=tuple(tasks))
 
 
 def with_update(step: Workload, update: UpdateCost) -> Workload:
     """`step`, forward and backward, with the update between that backward and the next forward.
 
     Units are updated in the order of their indices, each when its reduce has been waited for; with clipping, the first
-    one waits for all. Beside updates live what is alive at the end of backward, and gradients until they are used.
+    one waits for all. Beside updates live what is alive at the end of backward, and gradients until they are used. Of
+    units that are updated in backward only the last follow it.
     """
     trained = tuple(sorted(step.writes))
+    step = updating_in_backward(step, update)
     alive = step.tasks[-1].memory
     clips = update.norm is not None
     tasks = [Task("before updates", update.before, alive, reduced=trained * clips, all_reduce=update.norm or 0.0)]
+    if update.in_backward:
+        early = {unit for task in step.tasks for unit in task.reduced}
+        last = tuple(unit for unit in update.in_backward if unit not in early)
+        seconds = sum(update.seconds[unit] for unit in last)
+        tasks.append(Task("last updates", seconds, alive, reduced=last, updates=update.in_backward))
     for unit, cost in enumerate(step.units):
+        if unit in update.in_backward:
+            continue
         reduced = (unit,) if unit in step.writes else ()
         tasks.append(Task(f"update {cost.name}", update.seconds[unit], alive, reduced=reduced, updates=(unit,)))
         alive = max(0, alive - update.gradients[unit])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import sympy
 
 from fsdp_compile.core.layout import FlatParamLayout, Segment
-from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS
+from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
 from fsdp_compile.passes._torch import (
     V,
     WaitKernel,
@@ -284,6 +284,11 @@ def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: boo
     packed.realize()
     V.graph.never_reuse_buffers.add(packed.get_name())
     return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True))
+
+
+@register_lowering(UPDATE_SHARD, type_promotion_kind=None)
+def _lower_update_shard(grad: Any, flat_param_id: Any, at_once: bool = False) -> Any:
+    return fallback_handler(UPDATE_SHARD, add_to_fallback_set=False)(grad, flat_param_id, at_once)
 
 
 class _OwningCall(ir.FallbackKernel):

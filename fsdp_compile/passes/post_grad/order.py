@@ -3,6 +3,7 @@
 place_deferred_reduces    gradients whose reduce is deferred leave the graph as soon as they are there
 order                     moves the nodes that start collectives and wait for them where the plan wants them
 check_order               compares the graph with the plan
+place_updates             lets no update of a unit come before the graph's last all-gather of it
 name_prefetched           says which units the step before the next forward gathers
 check_ranks               lets ranks compare which collectives they are about to run
 pin_order                 chains what must not change places (Note [Why the order is pinned])
@@ -20,7 +21,15 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
 from fsdp_compile.core.host_copies import FROM_HOST, TO_HOST, WAIT_COPY
-from fsdp_compile.core.ops import CHECK_RANKS, DEFER_REDUCE, PACK_GRADS, PREFETCH_NEXT, RECORD_TIME, WAIT_COLLECTIVE
+from fsdp_compile.core.ops import (
+    CHECK_RANKS,
+    DEFER_REDUCE,
+    PACK_GRADS,
+    PREFETCH_NEXT,
+    RECORD_TIME,
+    UPDATE_SHARD,
+    WAIT_COLLECTIVE,
+)
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.graph.reading import Reading, stored_shard, with_ancestors, with_preparation
@@ -110,6 +119,18 @@ def check_order(context: GraphContext) -> None:
         raise PlanError(f"order of the graph: expected {expected}, found {seen}; this is a defect of the pass")
 
 
+def place_updates(context: GraphContext) -> None:
+    """Move each update behind the waits for all-gathers of the same unit: they read the shard that it changes.
+
+    That a gradient comes first is rare. The product that computes it would have to read nothing that was gathered.
+    """
+    waits = tagged(context.graph, "wait")
+    for update in tagged(context.graph, "update"):
+        last = max((wait for wait in waits if tag_of(wait).unit == tag_of(update).unit), default=update)
+        if last > update:
+            last.append(update)
+
+
 def name_prefetched(context: GraphContext) -> None:
     """Put `fsdp_flat::prefetch_next` at the start of a forward: what `compile_step` is to gather for the next one.
 
@@ -155,7 +176,8 @@ def _result_of(event: fx.Node) -> fx.Node:
 
 
 def _is_event(node: fx.Node) -> bool:
-    if node.target in (*STARTS, WAIT, WAIT_COLLECTIVE, DEFER_REDUCE, CHECK_RANKS, RECORD_TIME, PREFETCH_NEXT):
+    ours = (WAIT_COLLECTIVE, DEFER_REDUCE, UPDATE_SHARD, CHECK_RANKS, RECORD_TIME, PREFETCH_NEXT)
+    if node.target in (*STARTS, WAIT, *ours):
         return True
     tag = get_tag(node)
     if (tag is not None and tag.kind == "mean") or node.target in (TO_HOST, FROM_HOST, WAIT_COPY):

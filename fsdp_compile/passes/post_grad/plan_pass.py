@@ -32,9 +32,11 @@ from fsdp_compile.passes.cost.roofline import (
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.graph.reading import Reading, read, stretches_of
+from fsdp_compile.passes.joint.reshard import units_updated_in_backward, update_cost
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
+from fsdp_compile.passes.plan.update import UpdateCost, updating_in_backward
 from fsdp_compile.passes.plan.workload import Workload
 
 plan_log = logging.getLogger("fsdp_compile.plans")
@@ -48,13 +50,18 @@ def read_graph(context: GraphContext) -> None:
         ValueError: the configuration names a link or device that is unknown.
     """
     graph, config = context.graph, context.config
-    context.reading = read(graph, costs_of(graph, config) or relative_costs(graph))
+    costs = costs_of(graph, config)
+    context.reading = read(graph, costs or relative_costs(graph))
     context.workload = context.reading.workload
     if config.profile is not None:
         stretches = stretches_of(context.reading.tasks)
         context.workload = with_profile(context.workload, stretches, context.direction, config.profile)
     if context.direction == "forward" and config.update is not None:
         context.workload = _with_arrivals(context.reading, context.workload)
+    if in_backward := units_updated_in_backward(context.reading):
+        nothing = (0.0,) * len(context.workload.units)
+        update = update_cost(context.reading, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
+        context.workload = updating_in_backward(context.workload, update)
 
 
 def _with_arrivals(reading: Reading, workload: Workload) -> Workload:

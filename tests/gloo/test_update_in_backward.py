@@ -1,0 +1,222 @@
+"""`compile_step(..., update_in_backward=True)` trains as the loop, and a gradient lives until its unit is updated."""
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, Case, Residual, Stack
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+
+from fsdp_compile import compile_step
+
+from .ranks import Ranks
+from .test_compile_step import Loop, adamw, batch, loss_of
+from .training import assert_bitwise, local, shard
+
+LATE = pytest.mark.nightly
+BLOCKS = Case(lambda: Stack([Residual(11, 13) for _ in range(4)], width=11), MODELS["mlp"].batch, MODELS["mlp"].loss)
+BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> Any:
+    """`how`: a backend, or "eager": the eager runtime, as behind graph breaks."""
+    if how == "eager":
+        model.compile(disable=True)
+    backend = "aot_eager" if how == "eager" else how
+    return compile_step(model, optimizer, loss_of, update_in_backward=True, backend=backend)
+
+
+def _assert_equal(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], when: str) -> None:
+    assert_bitwise(*models, when)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        states = [optimizer.state.get(param, {}) for optimizer, param in zip(optimizers, (a, b), strict=True)]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(local(value), local(states[1][kind])) for kind, value in states[0].items()), when
+
+
+def _worst(models: list[nn.Module]) -> float:
+    """The largest difference of a parameter, relative to its largest element."""
+    pairs = [(local(a), local(b)) for a, b in zip(*(model.parameters() for model in models), strict=True)]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs if a.numel())
+
+
+def _follow(rank: int, name: str, how: str, steps: int, options: dict[str, Any]) -> float:
+    case = MODELS.get(name, BLOCKS)
+    if "strategy" in options:
+        options = {**options, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))}
+    models = [shard(case, **options) for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+    step, loop = _step(models[0], optimizers[0], how), Loop(models[1], optimizers[1], None, 1, how)
+    worst = 0.0
+    for number in range(steps):
+        inputs, target = batch(case, number)
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            losses = step(inputs, target=target), loop(inputs, target)
+        updated = {param for flat in step._in_backward.updated for param in flat.params}
+        assert updated == {param for param in models[0].parameters() if param.requires_grad}
+        assert all(param.grad is None for param in models[0].parameters())
+        if how != "inductor":
+            assert torch.equal(*losses), number
+            _assert_equal(models, optimizers, f"step {number}")
+        worst = max(worst, _worst(models))
+    assert "cpu_offload" in options or step._next_forward._gathered  # the first units, for the next forward
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "options"),
+    [
+        ("blocks", "aot_eager", {}),
+        ("blocks", "eager", {}),
+        pytest.param("gpt", "aot_eager", BF16, marks=LATE),
+        pytest.param("tied", "eager", BF16, marks=LATE),
+        pytest.param("frozen", "aot_eager", {}, marks=LATE),
+        pytest.param("frozen", "eager", {}, marks=LATE),
+        pytest.param("blocks", "eager", {"cpu_offload": CPUOffload(offload_params=True)}, marks=LATE),
+    ],
+)
+def test_as_the_stock_loop(two: Ranks, name: str, how: str, options: dict[str, Any]) -> None:
+    """Five steps of AdamW have the loss, the parameters and the state of the stock loop, bit for bit."""
+    assert two.run(_follow, name, how, 5, options) == [0.0, 0.0]
+
+
+@LATE
+@pytest.mark.parametrize(("name", "options"), [("blocks", {}), ("gpt", {})])
+def test_with_inductor(two: Ranks, name: str, options: dict[str, Any]) -> None:
+    """With Inductor, which fuses the update, parameters differ from the loop's by less than 1e-6 after ten steps."""
+    worst = two.run(_follow, name, "inductor", 10, options)
+    print("largest relative difference of a parameter:", worst)
+    assert max(worst) <= 1e-6
+
+
+@LATE
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+def test_with_replicas(four: Ranks, how: str) -> None:
+    """Under hybrid sharding too."""
+    assert max(four.run(_follow, "blocks", how, 5, {"strategy": "HYBRID_SHARD"})) <= (
+        1e-6 if how == "inductor" else 0.0
+    )
+
+
+# --- how long gradients live ------------------------------------------------------------------------------------------
+
+
+def _count(rank: int, how: str) -> list[int]:
+    model = shard(BLOCKS)
+    step = _step(model, adamw(model), how)
+    living: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    run = step._in_backward._run
+
+    def noted(flat: Any, update: Any, grad: Tensor) -> None:
+        alive.append(sum(each() is not None for each in living))
+        living.append(weakref.ref(grad.untyped_storage()))
+        run(flat, update, grad)
+
+    step._in_backward._run = noted
+    for number in range(3):
+        inputs, target = batch(BLOCKS, number)
+        step(inputs, target=target)
+    return alive
+
+
+def test_gradients_do_not_live_together(two: Ranks) -> None:
+    """When a unit is updated, the gradients of those before it are gone, also in the step that makes the state."""
+    assert two.run(_count, "eager") == [[0] * 15] * 2
+
+
+# --- what is updated after backward -----------------------------------------------------------------------------------
+
+
+def _partly(rank: int, how: str) -> None:
+    models = [shard(BLOCKS) for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+    step, loop = _step(models[0], optimizers[0], how), Loop(models[1], optimizers[1], None, 1, how)
+    seen: list[list[Tensor]] = [[], []]
+    updated: list[int] = []
+    for number in range(7):
+        inputs, target = batch(BLOCKS, number)
+        if number == 1:  # a gradient is there before
+            for model in models:
+                loss_of(model(inputs), target).backward()
+                for param in list(model.parameters())[:-1]:
+                    param.grad = None
+        if number == 2:  # somebody else reads a gradient
+            for model, grads in zip(models, seen, strict=True):
+                param = next(model.parameters())
+                param.register_post_accumulate_grad_hook(lambda p, grads=grads: grads.append(local(p.grad).clone()))
+        if number == 4:  # gradients were accumulated
+            for model in models:
+                with model.no_sync():
+                    loss_of(model(inputs), target).backward()
+        if number == 6:  # an ordinary step of the same graphs
+            loss = loss_of(step._run(inputs), target)
+            loss.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            assert torch.equal(loss, loop(inputs, target))
+        else:
+            assert torch.equal(step(inputs, target=target), loop(inputs, target)), number
+            updated.append(len(step._in_backward.updated))
+        _assert_equal(models, optimizers, f"step {number}")
+    assert len(seen[0]) == len(seen[1]) > 3 and all(map(torch.equal, *seen))
+    after_no_sync = 0 if how == "aot_eager" else 4  # graphs ask for accumulated gradients from then on
+    assert updated == [5, 4, 4, 4, 0, after_no_sync]
+
+
+@pytest.mark.parametrize("how", ["eager", pytest.param("aot_eager", marks=LATE)])
+def test_what_others_read(two: Ranks, how: str) -> None:
+    """Units whose gradients are added to, or read by hooks, are updated after backward; ordinary steps go between."""
+    two.run(_partly, how)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _raise(_: Tensor) -> None:
+    raise ValueError("backward fails")
+
+
+def _fail(rank: int) -> None:
+    models = [shard(BLOCKS) for _ in range(2)]
+    optimizers = [adamw(model) for model in models]
+    step, loop = _step(models[0], optimizers[0], "eager"), Loop(models[1], optimizers[1], None, 1, "eager")
+    for number in range(2):
+        inputs, target = batch(BLOCKS, number)
+        assert torch.equal(step(inputs, target=target), loop(inputs, target))
+    saved = copy.deepcopy((models[0].state_dict(), optimizers[0].state_dict()))
+    hook = models[0].blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"step: .* [1-4] of 5 flat parameters are updated .*, and [1-4] are not "
+                           r"\(.*load a checkpoint of model and optimizer before the next step") as caught:  # fmt: skip
+            step(inputs, target=target)
+        hook.remove()
+        assert all(param.grad is None for param in models[0].parameters())
+    assert caught.match("an earlier call failed")
+    with torch.no_grad():
+        models[0](inputs)  # evaluation does not mind
+    models[0].load_state_dict(saved[0])
+    optimizers[0].load_state_dict(saved[1])
+    for number in range(2, 4):
+        inputs, target = batch(BLOCKS, number)
+        assert torch.equal(step(inputs, target=target), loop(inputs, target))
+        _assert_equal(models, optimizers, f"step {number}")
+    with pytest.raises(ValueError, match="the loss fails"):  # before any update: an ordinary step follows
+        step._loss_fn = lambda output, target: _raise_loss()
+        step(inputs, target=target)
+    step._loss_fn = loss_of
+    assert torch.equal(step(inputs, target=target), loop(inputs, target))
+
+
+def _raise_loss() -> Tensor:
+    raise ValueError("the loss fails")
+
+
+def test_failures(two: Ranks) -> None:
+    """After a failure in the middle of backward the error, and each further step, says so until a checkpoint is
+    loaded; steps go on from there as if nothing had been."""
+    two.run(_fail)

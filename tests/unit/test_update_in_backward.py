@@ -1,0 +1,185 @@
+"""`compile_step(..., update_in_backward=True)`: what is refused, what plans know, and how much memory a step takes."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import MODELS, mlp
+from torch import Tensor, fx, nn
+from workloads import blocks, random_workload
+
+from bench.link import FREE, start
+from bench.memory import curve
+from bench.planned import noted
+from fsdp_compile import compile_step, fully_shard
+from fsdp_compile.comm.collectives import WAIT
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.ops import UPDATE_SHARD
+from fsdp_compile.passes.graph.nodes import Tag, set_tag
+from fsdp_compile.passes.pipeline import GraphContext
+from fsdp_compile.passes.plan.plan import PlanError, verify
+from fsdp_compile.passes.plan.search import alternating, no_prefetch, prefetch, search_plan
+from fsdp_compile.passes.plan.update import UpdateCost, updating_in_backward, with_update
+from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.post_grad.order import place_updates
+
+LATE = pytest.mark.nightly
+INPUTS, TARGET = MODELS["mlp"].batch(0, 8)
+
+
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[None]:
+    torch._dynamo.reset()
+    start(8, 0.0, FREE)
+    with torch._inductor.config.patch(force_disable_caches=True):  # on a hit nothing is planned
+        yield
+    dist.destroy_process_group()
+
+
+def _model(width: int = 16, layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(mlp(blocks=layers, width=width, hidden=2 * width))
+
+
+def _step(optimizer: Callable[..., Any] = torch.optim.AdamW, loss_fn: Any = F.mse_loss, **options: Any) -> Any:
+    model = _model()
+    return compile_step(model, optimizer(model.parameters()), loss_fn, update_in_backward=True, **options)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"clip_norm": 1.0}, "update_in_backward: expected no clip_norm.* found clip_norm=1.0, accumulate=1"),
+        ({"accumulate": 2}, "update_in_backward: .* no accumulate .* accumulate=2"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "update_in_backward: .* no scaler .* scaler=GradScaler"),
+        ({"optimizer": torch.optim.Adafactor}, "update_in_backward: .* elementwise .* SGD, .* found Adafactor"),
+        ({"optimizer": type("Own", (torch.optim.SGD,), {})}, "update_in_backward: .* found Own"),
+        (
+            {"optimizer": lambda params: torch.optim.SGD(params, differentiable=True)},
+            "update_in_backward: .* found SGD",
+        ),
+    ],
+)
+def test_refused(options: dict[str, Any], found: str) -> None:
+    """What needs the gradients of all units before an update is refused, and named."""
+    with pytest.raises(ValueError, match=found):
+        _step(**options)
+
+
+def test_refused_before_backward() -> None:
+    """Several gradients of a unit, and step hooks, are refused before anything is updated."""
+    step = _step(backend="aot_eager")
+    step.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="update_in_backward: expected an optimizer without step hooks"):
+        step(INPUTS, target=TARGET)
+
+    def twice(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output + step.model(INPUTS), target)
+
+    def beside(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + next(step.model.parameters()).square().sum()
+
+    for loss_fn in (twice, beside):
+        step = _step(backend="aot_eager", loss_fn=loss_fn)
+        before = [param.detach().to_local().clone() for param in step.model.parameters()]
+        with pytest.raises(
+            ValueError, match=r"update_in_backward: expected the unit of \S+ to be called once in a step"
+        ):
+            step(INPUTS, target=TARGET)
+        assert all(map(torch.equal, before, (param.to_local() for param in step.model.parameters())))
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def _updated(step: Workload, seconds: float = 0.3) -> tuple[Workload, UpdateCost]:
+    count = len(step.units)
+    units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
+    cost = UpdateCost((seconds,) * count, (1,) * count, 0.1, 0.1, in_backward=tuple(sorted(step.writes)))
+    return replace(step, units=units), cost
+
+
+def test_updates_are_tasks_of_backward() -> None:
+    """All updates but the last run in backward, none follows on its own, and prefetching begins when it has ended."""
+    step, cost = _updated(blocks(6))
+    workload = with_update(step, cost)
+    names = [task.name for task in workload.tasks[: workload.forward]]
+    assert names[-3:] == ["before updates", "last updates", "next step"]
+    assert sum(task.seconds for task in workload.tasks) == pytest.approx(
+        sum(task.seconds for task in step.tasks) + 7 * 0.3 + 0.2
+    )
+    backward = workload.tasks[: names.index("before updates")]
+    assert sum(len(task.reduced) for task in backward) == 6
+    found = search_plan(workload)
+    verify(workload, found.plan)
+    assert found.bound <= found.seconds * (1 + 1e-9)
+    assert min(gather.at for gather in found.plan.of("gather") if gather.at > len(backward)) == len(backward) + 2
+
+
+def test_plans_wait_for_reduces_in_time() -> None:
+    """Every rule and every search waits for a unit's reduce before the last gradient of a further unit."""
+    for seed in range(20):
+        step, cost = _updated(random_workload(random.Random(seed), 5, may_keep=False))
+        workload = updating_in_backward(step, cost)
+        plans = [no_prefetch(workload), alternating(workload), prefetch(workload, 1, 1, True, 3)]
+        for plan in (*plans, search_plan(workload).plan):
+            verify(workload, plan)
+        repeats = with_update(step, cost)
+        verify(repeats, search_plan(repeats).plan)
+    step, cost = _updated(blocks(3))
+    late = prefetch(step, 1, 1, True, 3)
+    with pytest.raises(PlanError, match="which needs the gradients"):
+        verify(updating_in_backward(step, cost), late)
+
+
+def test_no_update_before_the_last_gather() -> None:
+    """An update that autograd has put before an all-gather of the same unit goes behind its wait, not behind others."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    nodes = []
+    for kind, unit in (("update", 0), ("update", 1), ("wait", 0), ("wait", 2)):
+        nodes.append(graph.call_function(UPDATE_SHARD if kind == "update" else WAIT, (given, given)))
+        set_tag(nodes[-1], Tag(kind, unit, "", True))
+    graph.output(tuple(nodes))
+    place_updates(GraphContext(graph, CompileConfig(), "backward", 0))
+    first, second, wait, other = nodes
+    assert [node for node in graph.nodes if node in nodes] == [second, wait, first, other]
+
+
+# --- with Inductor ----------------------------------------------------------------------------------------------------
+
+
+def _peaks(step: Any, inputs: Tensor, target: Tensor) -> int:
+    for _ in range(2):
+        step(inputs, target=target)
+    return max(total for _, total in curve(lambda: step(inputs, target=target), torch.device("cpu")))
+
+
+@LATE
+@pytest.mark.parametrize("link", [None, "custom:0,1e8"])
+def test_memory(link: str | None) -> None:
+    """The gradients of units do not live together: half of their bytes are missing where most of all is alive."""
+    dist.destroy_process_group()
+    start(2, 0.0, FREE)
+    shards, found = 0, {}
+    for in_backward in (False, True):
+        torch._dynamo.reset()
+        model = _model(width=128, layers=8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = compile_step(
+            model, optimizer, F.mse_loss, update_in_backward=in_backward, prefetch=0, options={"link": link}
+        )
+        with noted() as graphs:
+            found[in_backward] = _peaks(step, INPUTS, TARGET)
+        workload, _ = graphs["backward"]
+        assert any(task.reduced for task in workload.tasks) == in_backward
+        shards = sum(param.to_local().numel() * 4 for param in model.parameters())
+    assert found[True] <= found[False] - 0.5 * shards, (found, shards)
