@@ -125,7 +125,7 @@ def test_updates_are_tasks_of_backward() -> None:
 
 
 def test_plans_wait_for_reduces_in_time() -> None:
-    """Every rule and every search waits for a unit's reduce before the last gradient of a further unit."""
+    """Every rule and every search waits for a unit's reduce when the last gradient of a further unit is there."""
     for seed in range(20):
         step, cost = _updated(random_workload(random.Random(seed), 5, may_keep=False))
         workload = updating_in_backward(step, cost)

@@ -47,17 +47,17 @@ class UpdateCost:
 def updating_in_backward(workload: Workload, update: UpdateCost) -> Workload:
     """`workload` with the updates of `update.in_backward` as parts of its tasks, or, of the last units, behind them.
 
-    A unit is updated, and its gradient freed, before the last gradient of a further unit is computed: then the buffers
-    of one reduce live at a time.
+    A unit is updated, and its gradient freed, when the last gradient of a further unit is there, at the latest: before
+    the further reduce begins, or the last task.
     """
     tasks = list(workload.tasks)
     ends = sorted({ready for _, _, ready in workload.reduces()})
     following = dict(pairwise(ends))
     for unit, _, ready in workload.reduces():
         if unit in update.in_backward and ready in following:
-            task = tasks[following[ready]]
-            seconds = task.seconds + update.seconds[unit]
-            tasks[following[ready]] = replace(task, seconds=seconds, reduced=(*task.reduced, unit))
+            at = min(following[ready] + 1, len(tasks) - 1)
+            seconds = tasks[at].seconds + update.seconds[unit]
+            tasks[at] = replace(tasks[at], seconds=seconds, reduced=(*tasks[at].reduced, unit))
     return replace(workload, tasks=tuple(tasks))
 
 
