@@ -77,11 +77,12 @@ def _hook(model: Any) -> None:
 def _memory(model: Any) -> None:
     model.set_reshard_after_forward(False)
     model.blocks[0].set_reshard_after_forward(True, recurse=False)
-    if hasattr(model, "set_reduce_scatter_max_input_buffers"):  # torch 2.11 has no such method
-        model.set_reduce_scatter_max_input_buffers(1)
+    model.set_is_last_backward(True)
+    if torch.__version__ < "2.13" and isinstance(model, torch.distributed.fsdp.FSDPModule):
+        return  # torch 2.11 has none of those below
+    model.set_reduce_scatter_max_input_buffers(1)
     model.set_reduce_scatter_unused_params(True)
     model.set_separate_reduce_scatter_group()
-    model.set_is_last_backward(True)
 
 
 def _prefetch(model: Any) -> None:

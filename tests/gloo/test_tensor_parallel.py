@@ -234,7 +234,8 @@ class MixtureOfExperts(nn.Module):
         x = torch.tanh(self.inp(x))
         gates, chosen = self.router(x).softmax(-1).topk(2)
         weight = (F.one_hot(chosen, 4) * gates.unsqueeze(-1)).sum(1)  # [token, expert]
-        mixed = self.experts((weight > 0).t().unsqueeze(-1) * x)
+        slots = (weight > 0).t().unsqueeze(-1) * x
+        mixed = self.experts(slots.contiguous())  # torch 2.11 sends nothing else to other ranks
         return self.out(x + (weight.t().unsqueeze(-1) * mixed).sum(0))
 
 
