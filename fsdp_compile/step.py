@@ -127,9 +127,9 @@ def compile_step(
     units = units_gathered_below(sharded)
     flats = [flat for unit in units for flat in unit.flats]
     in_backward = UpdateInBackward(update, flats) if update_in_backward else None
+    planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch, update_in_backward)
     for unit in units:
         unit.set_may_update(update_in_backward)
-    planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch, update_in_backward)
     run: Any = model
     records = False
     if called is model and model._compiled_call_impl is None:

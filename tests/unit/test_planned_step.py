@@ -1,17 +1,15 @@
 """`compile_step` follows one plan of backward, update and the next forward."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from models import MODELS, mlp
 
-from bench.link import FREE, LINK, start
+from bench.link import LINK
 from bench.planned import noted
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.config import CompileConfig, StepUpdate
@@ -19,18 +17,10 @@ from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
 
+pytestmark = pytest.mark.usefixtures("emulated")
 LATE = pytest.mark.nightly
 SLOW = "custom:0,1e8"
 INPUTS, TARGET = MODELS["mlp"].batch(0, 8)
-
-
-@pytest.fixture(autouse=True)
-def emulated() -> Iterator[None]:
-    torch._dynamo.reset()
-    start(8, 0.0, FREE)
-    with torch._inductor.config.patch(force_disable_caches=True):  # on a hit nothing is planned
-        yield
-    dist.destroy_process_group()
 
 
 def _step(**options: Any) -> Any:

@@ -1,7 +1,7 @@
 """`compile_step(..., update_in_backward=True)`: what is refused, what plans know, and how much memory a step takes."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UPDATE_SHARD
+from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
@@ -28,17 +29,9 @@ from fsdp_compile.passes.plan.update import UpdateCost, updating_in_backward, wi
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.order import place_updates
 
+pytestmark = pytest.mark.usefixtures("emulated")
 LATE = pytest.mark.nightly
 INPUTS, TARGET = MODELS["mlp"].batch(0, 8)
-
-
-@pytest.fixture(autouse=True)
-def emulated() -> Iterator[None]:
-    torch._dynamo.reset()
-    start(8, 0.0, FREE)
-    with torch._inductor.config.patch(force_disable_caches=True):  # on a hit nothing is planned
-        yield
-    dist.destroy_process_group()
 
 
 def _model(width: int = 16, layers: int = 2) -> nn.Module:
@@ -183,3 +176,11 @@ def test_memory(link: str | None) -> None:
         assert any(task.reduced for task in workload.tasks) == in_backward
         shards = sum(param.to_local().numel() * 4 for param in model.parameters())
     assert found[True] <= found[False] - 0.5 * shards, (found, shards)
+
+
+def test_refused_arguments_change_nothing() -> None:
+    """What `compile_step` refuses leaves the units as they were: their graphs update nothing."""
+    model = _model()
+    with pytest.raises(ValueError, match="prefetch"):
+        compile_step(model, torch.optim.AdamW(model.parameters()), prefetch=-1, update_in_backward=True)
+    assert not any(unit.may_update for unit in units_gathered_below(model))
