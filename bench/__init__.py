@@ -8,5 +8,5 @@ rounds.py           processes side by side, which take turns
 copies.py           bytes that are copied; memory.py: bytes that are alive
 parts.py            what is measured, and the bound on it
 report.py           JSON, tables, traces; pictures.py: pictures
-host_overhead.py    ours beside the unsharded model: where host time goes; compile_time.py, regional.py: compiling
+host_overhead.py    ours beside the unsharded model: where host time goes; compile_time.py: compiling
 """

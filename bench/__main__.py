@@ -17,9 +17,7 @@ from bench import parts, pictures, report
 ALONE = (
     "host_overhead",
     "compile_time",
-    "regional",
     "planner",
-    "planned",
     "memory_choice",
     "planned_step",
     "foresight",

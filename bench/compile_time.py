@@ -1,6 +1,7 @@
-"""What `torch.compile` costs a sharded GPT over the unsharded one: cold caches, one process for each figure.
+"""What compiling a GPT costs: unsharded, sharded, and sharded with `block.compile()`. Each figure has its own process.
 
-CPU seconds that compiling forward and backward takes, the C++ compiler's included; a fake process group. Medians of
+CPU seconds of the step that compiles, the C++ compiler's included, and CPU time of a later step, whose tensors are so
+small that it is nearly all host work; a fake process group. Caches are empty. Medians of
 rounds in which the variants alternate.
 
 `--ranks 2 4` measures instead what compiling costs so many gloo ranks, each with a cache folder of its own: what one of
@@ -23,28 +24,39 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 Figures = dict[str, float]
+VARIANTS = ("unsharded", "sharded", "by block")
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
-def measure(layers: int, sharded: bool) -> Figures:
-    """CPU seconds of a first step: of this process, and of the compilers that it starts."""
+def measure(layers: int, variant: str) -> Figures:
+    """CPU seconds of a first step, in this process and in its compilers; CPU milliseconds of a later step."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from bench.host_overhead import build
+    from bench.host_overhead import build, cpu_microseconds
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     tokens = torch.zeros(1, 4, dtype=torch.long)
     torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()  # imports, probes of the compiler
     torch._dynamo.reset()
-    compiled = torch.compile(build(layers, sharded), fullgraph=True)
+    model = build(layers, variant != "unsharded")
+    for module in model.blocks if variant == "by block" else [model]:
+        module.compile(fullgraph=True)
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        model.zero_grad()
+
     before = _seconds()
-    compiled(tokens, tokens).backward()
+    step()
     after = _seconds()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        cpu_microseconds(step, 5)  # settle
+        later = statistics.median(cpu_microseconds(step, 20) for _ in range(9))
     dist.destroy_process_group()
-    return {name: after[name] - before[name] for name in after}
+    return {**{name: after[name] - before[name] for name in after}, "step, ms": later / 1000}
 
 
 def measure_rank(layers: int, rank: int, world_size: int, shard: int, alone: int, folder: str) -> Figures:
@@ -125,23 +137,23 @@ def _seconds() -> Figures:
     return {"python": seconds["SELF"], "c++": seconds["CHILDREN"], "all": sum(seconds.values())}
 
 
-def in_fresh_process(layers: int, sharded: bool) -> Figures:
+def in_fresh_process(layers: int, variant: str) -> Figures:
     """`measure` with empty caches."""
     with tempfile.TemporaryDirectory() as caches:
         cold = {"TORCHINDUCTOR_CACHE_DIR": caches, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         alone = {name: value for name, value in ALONE.items() if name != "TORCHINDUCTOR_VEC_ISA_OK"}
-        command = [sys.executable, "-m", "bench.compile_time", "--one", str(layers), str(int(sharded))]
+        command = [sys.executable, "-m", "bench.compile_time", "--one", str(layers), variant]
         out = subprocess.run(command, env={**os.environ, **cold, **alone}, stdout=subprocess.PIPE, check=True).stdout
     figures: Figures = json.loads(out.splitlines()[-1])
     return figures
 
 
 def compare(layers: int, rounds: int) -> dict[str, Figures]:
-    """Medians for the unsharded and the sharded model, and their ratio."""
-    found: dict[str, list[Figures]] = {"unsharded": [], "sharded": []}
+    """Medians of each variant, and the ratio of the sharded model's to the unsharded one's."""
+    found: dict[str, list[Figures]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
-        for name, figures in found.items():
-            figures.append(in_fresh_process(layers, name == "sharded"))
+        for variant, figures in found.items():
+            figures.append(in_fresh_process(layers, variant))
     parts = found["sharded"][0]
     medians = {name: {p: statistics.median(each[p] for each in found[name]) for p in parts} for name in found}
     return {**medians, "ratio": {part: medians["sharded"][part] / medians["unsharded"][part] for part in parts}}
@@ -152,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", help="compare so many ranks, with and without share_artifacts")
     parser.add_argument("--shard", type=int, default=sys.maxsize, help="ranks of a shard group (default: all)")
     parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
@@ -169,10 +181,10 @@ def main() -> None:
                 print(f"{name:32}" + "".join(f"{value:10.2f}" for value in row.values()))
         return
     if args.one:
-        print(json.dumps(measure(args.one[0], bool(args.one[1]))))
+        print(json.dumps(measure(int(args.one[0]), args.one[1])))
         return
     report = {str(layers): compare(layers, args.rounds) for layers in args.layers}
-    print(f"{'blocks':>6}  {'CPU s':10}" + "".join(f"{part:>10}" for part in ("python", "c++", "all")))
+    print(f"{'blocks':>6}  {'CPU s':10}" + "".join(f"{part:>10}" for part in ("python", "c++", "all", "step, ms")))
     for layers, rows in report.items():
         for name, row in rows.items():
             print(f"{layers:>6}  {name:10}" + "".join(f"{value:10.2f}" for value in row.values()))

@@ -8,13 +8,6 @@ once. In microseconds of CPU time per step, the variants interleaved:
     collectives   the same gathers, exchanges and waits as generated code has them, called by themselves
     without them  what a step adds beyond these calls
 
-Where the time of the sharded step goes: by how much it is shorter without one thing, which does nothing then.
-
-    gathers, reduces and waits     the calls in generated code; of that the process group takes by itself what follows
-    gradients of parameters        from the gradients of flat shards to `.grad`, and the end of these in zero_grad
-    examination of parameters      before the forward: whether users have changed any
-    none of these                  what is left beside the unsharded model: generated code, AOTAutograd, autograd
-
 Whole steps with AdamW: a loop with the stock optimizer, unsharded and sharded; unsharded with a compiled update, as
 `torch.compile(optimizer.step)` makes it; and `compile_step`.
 
@@ -29,20 +22,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compile import compile_step, fully_shard
-from fsdp_compile.comm._torch import broadcast_from, start_all_to_all, start_broadcasts
 from fsdp_compile.comm.direct import DirectCollectives
-from fsdp_compile.core.autograd import ShardBinding
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.eager import forward
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
@@ -132,74 +120,6 @@ def compare(make: Callable[[int, bool], Step], layers: int, rounds: int, repeat:
     return {**medians, "added per block": (medians["sharded"] - medians["unsharded"]) / layers}
 
 
-# --- where the time goes ----------------------------------------------------------------------------------------------
-
-COLLECTIVES = {
-    (DirectCollectives, "all_gather"): lambda *_, out: None,
-    (DirectCollectives, "all_to_all"): lambda _, packed, *__: torch.empty_like(packed),
-    (DirectCollectives, "wait"): lambda *_: None,
-}
-GRADIENTS = {(ShardBinding, "scatter"): lambda binding, *_: [None] * len(binding.params)}
-EXAMINATION = {(forward, "_prepare"): lambda _: None}
-
-
-def without(step: Step, *parts: dict[tuple[Any, str], Callable[..., Any]]) -> Step:
-    """`step` while what `parts` names does nothing."""
-
-    def shortened() -> None:
-        with ExitStack() as stack:
-            for (owner, name), nothing in (pair for part in parts for pair in part.items()):
-                stack.enter_context(mock.patch.object(owner, name, nothing))
-            for _ in range(8):
-                step()
-
-    return shortened
-
-
-def process_group_only(layers: int) -> Step:
-    """What the process group is called for, and nothing else: buffers, their slices and options are there."""
-    units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))}
-    calls = []
-    for unit in units:
-        for flat in unit.flats:
-            full = flat.shard.new_empty(flat.layout.numel)
-            calls.append((unit.group, full, torch.empty_like(full), full.chunk(unit.group_size)))
-    options = list(map(broadcast_from, range(8)))
-
-    def step() -> None:
-        for group, full, received, slices in calls:
-            for _ in range(2):
-                for work in start_broadcasts(group, slices, options):
-                    work.wait()
-            start_all_to_all(group, received, full).wait()
-
-    return step
-
-
-def where_it_goes(layers: int, rounds: int) -> dict[str, float]:
-    """Microseconds per block by which the sharded step is shorter without each thing, and what is left."""
-    unsharded, sharded = whole_step(layers, False), whole_step(layers, True)
-    steps = {
-        "unsharded": without(unsharded),
-        "sharded": without(sharded),
-        "gathers, reduces and waits": without(sharded, COLLECTIVES),
-        "gradients of parameters": without(sharded, GRADIENTS),
-        "examination of parameters": without(sharded, EXAMINATION),
-        "none of these": without(sharded, COLLECTIVES, GRADIENTS, EXAMINATION),
-        "the process group by itself": without(process_group_only(layers)),
-    }
-    medians = {name: spent / 8 / layers for name, spent in interleaved(steps, rounds, 1, warm_up=True).items()}
-    shorter = {
-        name: medians["sharded"] - spent for name, spent in medians.items() if name not in ("unsharded", "sharded")
-    }
-    return {
-        "added per block": medians["sharded"] - medians["unsharded"],
-        **shorter,
-        "the process group by itself": medians["the process group by itself"],
-        "none of these": medians["none of these"] - medians["unsharded"],
-    }
-
-
 def counted_calls(step: Step) -> tuple[int, int]:
     """How many functions in Python and in C one step calls from Python: the same on every machine, busy or not."""
     counts = {"call": 0, "c_call": 0}
@@ -284,7 +204,6 @@ def main() -> None:
     for name, row in figures.items():
         print(f"{name:28}{row['unsharded']:12.1f}{row['sharded']:12.1f}{row['added per block']:18.2f}")
     tables = {
-        "where it goes, us per block": where_it_goes(args.layers, args.rounds),
         "AdamW, us": whole_steps(args.layers, args.rounds),
         "calls added per block": added_calls(args.layers),
     }

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 POINTS = 400  # of a curve, at most
@@ -48,6 +48,13 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     for inner in (getattr(tensor, name) for name in flatten()[0]):
         if isinstance(inner, Tensor):  # torch 2.13 lists a DTensor's mesh as well
             yield from _storages(inner)
+
+
+def peak(system: Callable[[], Any], model: nn.Module) -> int:
+    """Bytes that live at most: parameters, and what a forward and backward allocates."""
+    above = max((total for _, total in curve(system, torch.device("cpu"))), default=0)
+    model.zero_grad()
+    return above + resident([*model.parameters(), *model.buffers()])
 
 
 def peak_rss() -> int:

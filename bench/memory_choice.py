@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bench import link
+from bench.memory import peak
 from bench.models import Workload, gpt, llama
-from bench.planned import noted, peak
+from bench.planned_step import noted
 from bench.report import machine, today, versions
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.explain.report import choices_of, process_group
@@ -135,7 +136,7 @@ def measured(name: str) -> list[dict[str, Any]]:
             system()
         model.zero_grad()
         found["planned peak"] = max(simulate(*graph).peak for graph in graphs.values())
-        found["counted peak"] = peak(system)
+        found["counted peak"] = peak(system, system.model)
         assert found["counted peak"] <= found["planned peak"] <= budget, "over the budget"
         rows.append(found)
         show(name, rows[-1:])

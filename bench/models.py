@@ -58,13 +58,6 @@ def gpt(batch: int = 4, context: int = 128, **shape: int) -> Workload:
     return Workload(lambda: GPT(config), blocks_of, draw, "tokens", batch * config.context)
 
 
-def tiny_gpt(layers: int = 12) -> Workload:
-    """A GPT of width 16 and one sequence of 4 tokens: nearly all of a step is host work."""
-    config = GPTConfig(vocab=16, context=4, layers=layers, heads=1, dim=16, tied=False)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    return Workload(lambda: GPT(config), blocks_of, lambda *_: (tokens, tokens), "steps", 1)
-
-
 class Adapter(nn.Module):
     """A frozen linear layer and a trained product of rank 8 beside it."""
 
@@ -240,7 +233,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": gpt,
     "gpt_few_tokens": lambda: gpt(batch=1, context=8),  # activations are nothing beside parameters
     "gpt_small": lambda: gpt(batch=2, context=32, layers=2, heads=2, dim=64),
-    "tiny_gpt": tiny_gpt,
     "lora": lora,
     "many_small": many_small,
     "llama": llama,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from bench import systems
 from bench.link import FREE
 from bench.rounds import Side
 from bench.worker import Spec
@@ -42,7 +41,7 @@ class Part:
         systems: which.
         ratios: emulated link: communication over compute, one setting each.
         rounds, steps: how many turns each system has, and of how many steps; of each ratio.
-        looks: what else is measured: "calls", "copies", "memory", "host", "warm".
+        looks: what else is measured: "calls", "copies", "memory".
     """
 
     about: str
@@ -97,10 +96,6 @@ PARTS = {
         "the same, 8 ranks: the loop's forward and backward, and whole steps with the optimizer", "link",
         "gpt_few_tokens", ("ours_compiled", "ours_step", "ours_step:in_backward"), 8, rounds=0, looks=("memory",),
     ),
-    "host": Part(
-        "GPT of width 16, collectives that do nothing: host time", "fake", "tiny_gpt", PEERS, 8, rounds=0,
-        looks=("host", "warm"),
-    ),
     "ablation": Part(
         "GPT, emulated link, 8 ranks, ours with one pass left out", "link", "gpt",
         ("unsharded", "ours_compiled", *WITHOUT), 8, ratios=(0.6,), looks=("calls", "copies", "memory"),
@@ -112,11 +107,11 @@ PARTS = {
     "nccl": Part("Llama 3 8B blocks, four of them, NCCL, bf16", "nccl", "llama", ON_CUDA, 0, "cuda", True),
     "smoke": Part(
         "a tiny GPT, to see that all of this runs", "link", "gpt_small", ("fsdp2", "ours"), 8, ratios=(0.6,), rounds=2,
-        steps=2, looks=("calls", "copies", "memory", "host"),
+        steps=2, looks=("calls", "copies", "memory"),
     ),
 }  # fmt: skip
 
-ON_THE_CPU = ("gloo", "many_small", "link", "memory", "host")
+ON_THE_CPU = ("gloo", "many_small", "link", "memory")
 """What `python -m bench` runs without a GPU."""
 
 
@@ -233,19 +228,7 @@ def check_losses(losses: dict[str, Sequence[float]], bf16: bool) -> None:
 
 def _look(side: Side, look: str) -> Any:
     side.bar.step(look)
-    if look == "host":
-        return _host(side)
-    return side.warm() if look == "warm" else side.ask(look)
-
-
-def _host(side: Side, rounds: int = 9, steps: int = 20) -> dict[str, dict[str, float]]:
-    """CPU microseconds of a step: medians of interleaved rounds."""
-    side.ask("host", steps=3)
-    measured = [side.ask("host", steps=steps) for _ in range(rounds)]
-    return {
-        name: {key: statistics.median(each[name][key] for each in measured) for key in ("backward", "step")}
-        for name in side.running
-    }
+    return side.ask(look)
 
 
 def runnable(part: Part) -> str:
@@ -253,8 +236,3 @@ def runnable(part: Part) -> str:
     if part.device == "cuda" and not torch.cuda.is_available():
         return "needs a GPU"
     return "needs several GPUs" if part.mode == "nccl" and torch.cuda.device_count() < 2 else ""
-
-
-def labels(part: dict[str, Any]) -> dict[str, str]:
-    """What systems of a finished part are called."""
-    return {name: systems.label(name) for name in part["first"]}

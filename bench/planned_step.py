@@ -15,9 +15,12 @@ programs on the machine do not count.
 
 import argparse
 import json
+import logging
 import pathlib
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +31,6 @@ from bench import link
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
-from bench.planned import WORLD, Graphs, noted
 from bench.report import machine, today, versions
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.passes.cost.roofline import measured_update
@@ -36,10 +38,30 @@ from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
 from fsdp_compile.passes.plan.update import UpdateCost, repeated, with_update
 from fsdp_compile.passes.plan.workload import Task, Workload
-from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
+from fsdp_compile.passes.post_grad.plan_pass import TaskProfile, plan_log
 
 UNITS: dict[str, Any] = {"blocks": "auto", "layers": {nn.Linear}}  # by these policies
 PROFILED = 7  # steps
+WORLD = 8
+Graphs = dict[str, tuple[Workload, Plan]]
+
+
+@contextmanager
+def noted() -> Iterator[Graphs]:
+    """The plans of the graphs that are compiled meanwhile."""
+    graphs: Graphs = {}
+
+    def note(record: Any) -> bool:
+        graphs[record.args[0]] = (record.workload, record.args[1])
+        return True
+
+    plan_log.addFilter(note)
+    plan_log.setLevel(logging.DEBUG)
+    try:
+        yield graphs
+    finally:
+        plan_log.setLevel(logging.NOTSET)
+        plan_log.removeFilter(note)
 
 
 class Stepped:

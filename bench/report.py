@@ -135,11 +135,7 @@ def _row(part: Found, system: str) -> dict[str, str]:
         memory = part["memory"][system]
         row["peak, MB"] = f"{(memory['allocator'] or memory['resident'] + memory['above']) / 1e6:,.1f}"
         row["RSS, MB"] = f"{memory['rss'] / 1e6:,.0f}"
-    if "host" in part:
-        row["host, us a step"] = f"{part['host'][system]['backward']:,.0f}"
     row["first step, CPU s"] = f"{part['first'][system]['cpu']:,.1f}"
-    if system in part.get("warm", {}):
-        row["warm, CPU s"] = f"{part['warm'][system]['cpu']:,.1f}"
     return row
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.systems import find
 from bench.worker import Spec
 
 
@@ -141,16 +140,6 @@ class Side:
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """One after the other; answers by system."""
         return {name: running.ask(do, **arguments) for name, running in self.running.items()}
-
-    def warm(self) -> dict[str, dict[str, float]]:
-        """The first step of another process for each compiled system, with the caches that the first one has filled."""
-        found = {}
-        for name, running in self.running.items():
-            if find(name).graphs:
-                again = Running(running.ranks[0].spec, running.folder)
-                found[name] = again.ask("first")
-                again.stop()
-        return found
 
     def rounds(self, number: int, steps: int) -> dict[str, list[list[dict[str, float]]]]:
         """Each system has a turn of `steps` steps in every round, in changing order; answers by system and round."""

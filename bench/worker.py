@@ -30,7 +30,7 @@ class Spec:
     Attributes:
         system: a name of `systems.SYSTEMS`, maybe with an option.
         model: a name of `models.WORKLOADS`.
-        mode: gloo or nccl: real ranks; link: the emulated one; fake: collectives that do nothing.
+        mode: gloo or nccl: real ranks; link: the emulated one.
         device: cpu or cuda.
         bf16: whether to compute in bfloat16.
         rank, world: this rank and how many there are, or are played.
@@ -73,10 +73,6 @@ class Worker:
         spec = self.spec
         if spec.mode == "link":
             link.start(spec.world)
-        elif spec.mode == "fake":
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            dist.init_process_group("fake", rank=0, world_size=spec.world, store=FakeStore())
         else:
             meeting = f"file://{spec.rendezvous}"
             dist.init_process_group(spec.mode, init_method=meeting, rank=spec.rank, world_size=spec.world)
@@ -178,18 +174,6 @@ class Worker:
         origin = done["begin"] if self.device.type == "cpu" else 0.0
         kept = [{**asdict(call), "origin": origin} for call in LINK.calls]
         return {**done, "summary": LINK.summary(), "list": kept}
-
-    def host(self, steps: int) -> dict[str, float]:
-        """CPU microseconds of a forward and backward, and of a whole step."""
-        begin = time.process_time()
-        for _ in range(steps):
-            self.accumulate()
-            release(self.trained)
-        between = time.process_time()
-        for _ in range(steps):
-            self.step()
-        end = time.process_time()
-        return {"backward": (between - begin) / steps * 1e6, "step": (end - between) / steps * 1e6}
 
     def copies(self) -> int:
         """Bytes of parameters and gradients that a forward and backward copy outside of collectives."""

@@ -12,7 +12,7 @@ from generated import Step, programs
 from models import GPT, MODELS, Residual, Stack, checkpointed, squared_error, text, vectors
 from torch import Tensor, nn
 
-from bench.planned import noted
+from bench.planned_step import noted
 from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.plan.plan import PlanError, simulate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.link import start
 from bench.memory import curve, resident
-from bench.planned import noted
+from bench.planned_step import noted
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.plan.plan import simulate
 

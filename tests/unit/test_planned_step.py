@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from models import MODELS, mlp
 
 from bench.link import LINK
-from bench.planned import noted
+from bench.planned_step import noted
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.passes.cost.roofline import measured_update

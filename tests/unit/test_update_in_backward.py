@@ -15,7 +15,7 @@ from workloads import blocks, random_workload
 
 from bench.link import FREE, start
 from bench.memory import curve
-from bench.planned import noted
+from bench.planned_step import noted
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.collectives import WAIT
 from fsdp_compile.config import CompileConfig
