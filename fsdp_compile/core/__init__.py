@@ -2,6 +2,7 @@
 
 layout.py         where each parameter lies in its flat buffer, and which slice each rank stores
 ops.py            the marker operators of traced graphs, and the string that says how a unit is gathered and reduced
+flat_collectives.py   a flat parameter gathered and averaged, over one group or two
 autograd.py       between parameters and the flat shard: who gets which gradient, and when reduces are waited for
 flat_param.py     a flat parameter: layout, shard and parameters bound together
 unit_state.py     what changes about a unit while steps run: its state, version counters, parameter locations

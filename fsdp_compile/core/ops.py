@@ -19,8 +19,8 @@
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
-gathered and reduced. Bodies that communicate are in comm/flat.py, those of `add_accumulated`, `defer_reduce` and
-`update_shard` in eager/reduce.py, that of `prefetch_next` in eager/next_forward.py, those of `check_ranks` and
+gathered and reduced. Bodies that communicate are in flat_collectives.py, those of `add_accumulated`, `defer_reduce`
+and `update_shard` in eager/reduce.py, that of `prefetch_next` in eager/next_forward.py, those of `check_ranks` and
 `record_time` beside the passes that insert them. `flat_param_id` is a flat parameter's id in a tensor on the CPU
 (flat_param.py, Note [Flat parameters are looked up by id]).
 """

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm.flat import dividing, start_average
 from fsdp_compile.core._torch import (
     allreduce_hook,
     bf16_compress_hook,
@@ -29,6 +28,7 @@ from fsdp_compile.core._torch import (
     reduce_scatter_hook,
 )
 from fsdp_compile.core.autograd import check_first_order
+from fsdp_compile.core.flat_collectives import dividing, start_average
 from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import accumulate, settle_after_backward, take_accumulated, wait_for_reduce

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.flat import all_gather_flat
+from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_compile.comm.collectives import is_first
-from fsdp_compile.comm.flat import all_gather_flat
+from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, units_used_below

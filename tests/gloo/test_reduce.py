@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.flat import averaging
+from fsdp_compile.core.flat_collectives import averaging
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.reduce import reduce_gradients
 

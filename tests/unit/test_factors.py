@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_compile.comm.flat import gradient_divide_factors
+from fsdp_compile.core.flat_collectives import gradient_divide_factors
 
 TABLE = {
     1: (1, 1),

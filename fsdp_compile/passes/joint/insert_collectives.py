@@ -24,8 +24,8 @@ from torch import fx
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
-from fsdp_compile.comm.flat import averaging
 from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.core.flat_collectives import averaging
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import (
     ADD_ACCUMULATED,
