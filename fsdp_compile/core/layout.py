@@ -225,7 +225,7 @@ def lay_out(parameters: Iterable[tuple[str, Sequence[int]]], world_size: int) ->
 
     `end_between_rows` tells about rows. If it costs no row, and at most one element in `MOST` more, parameters and
     shards begin at multiples of 128, 64 or 32 elements instead of 16: then no two ranks share a block that has a scale
-    (`are_owned` in passes/joint/local_programs.py). ValueError as of `FlatParamLayout.build`.
+    (passes/joint/smallest_gather.py). ValueError as of `FlatParamLayout.build`.
     """
     named = list(parameters)
     layouts = [end_between_rows(FlatParamLayout.build(named, world_size, grid, grid), grid) for grid in _BLOCKS]

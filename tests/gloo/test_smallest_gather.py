@@ -62,7 +62,6 @@ class Weights:
     autocast: bool = False
     checkpointed: bool = False
     maxima: tuple[int, ...] = ()  # bytes of each all-reduce
-    of_blocks: tuple[int, ...] = ()  # bytes of each all-gather of maxima, float32, in a forward
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,10 +85,10 @@ CASES: dict[str, Weights] = {
     "float8 of bfloat16": Weights(
         Float8Block, ((U8, 384), (U8, 6_336)), maxima=(32,), options={"mixed_precision": MixedPrecision(BF16, F32)}
     ),
-    "rows": Weights(partial(Float8RowsBlock, norm=False, bias=False), ((U8, 6_144),), of_blocks=(2_048,)),
+    "rows": Weights(partial(Float8RowsBlock, norm=False, bias=False), ((U8, 6_144),), maxima=(2_048,)),
     "rows that are cut": Weights(partial(Float8RowsBlock, width=7), ((U8, 384), (U8, 416)), maxima=(448,)),
-    "blocks of 16": Weights(Microscaled, ((U8, 1_024), (U8, 1_024)), of_blocks=(512,)),
-    "special blocks": Weights(SpecialBlocks, ((U8, 1_024), (U8, 1_024)), of_blocks=(512,)),
+    "blocks of 16": Weights(Microscaled, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
+    "special blocks": Weights(SpecialBlocks, ((U8, 1_024), (U8, 1_024)), maxima=(1_024,)),
     "two levels": Weights(TwoLevels, ((U8, 2_048), (U8, 1_024)), maxima=(32, 16)),
     "NaN": Weights(partial(Special, float("nan")), ((BF16, 2_048),), maxima=(16,)),
     "infinity": Weights(partial(Special, float("inf")), ((BF16, 2_048),), maxima=(16,)),
@@ -135,8 +134,7 @@ def _equal_bits(rank: int, name: str, exact_bytes: bool) -> None:
     assert [each[2] for each in _of("all_reduce", after.forward)] == list(case.maxima)
     gathered = _of("all_gather", after.forward)
     if exact_bytes:
-        of_blocks = [(F32, size) for size in case.of_blocks]
-        assert [each[1:] for each in gathered] == of_blocks + [*case.gathers] * 2, gathered
+        assert [each[1:] for each in gathered] == [*case.gathers] * 2, gathered
     assert _bytes(after.forward) < _bytes(before.forward) and _bytes(after.backward) <= _bytes(before.backward)
 
 

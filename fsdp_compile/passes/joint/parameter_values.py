@@ -1,8 +1,8 @@
 """Which values of a joint graph follow from one parameter alone, so that each rank can compute its segment of them.
 
     w -> cast -> permute                 elements of w: each is computed from the element of w in the same place
-    w -> abs -> amax -> reciprocal       a scalar: the largest of all ranks' maxima, and what follows from it
-    w -> abs -> amax over columns        a vector: the largest of each row, likewise
+    w -> abs -> amax -> reciprocal       a scale: the largest of all ranks' maxima, and what follows from it
+    w -> abs -> amax over columns        scales: the largest of each row, likewise
     w -> mul by that -> clamp -> cast    elements again, computed with one scalar, or with one of each row
     w.sum(), w @ x, dropout(w), w * v    neither: they depend on an order of addition, inputs, chance, other parameters
 
@@ -28,6 +28,7 @@ aten = torch.ops.aten
 MAXIMA = {aten.max.default: False, aten.amax.default: False, aten.min.default: True, aten.amin.default: True}
 """The reductions that ranks can share, and whether they take the smallest element."""
 
+Shape = tuple[int, ...]
 _REDUCED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # float32 holds their values
 _CONSTANTS = (aten.full.default, aten.scalar_tensor.default)
 # fmt: off
@@ -54,57 +55,42 @@ class Elements:
         size: the tensor's shape.
         stride: its strides over `root`: a permutation of a contiguous shape.
         program: what is computed, as a text without names of nodes: equal for parameters whose elements are computed
-            alike, whatever the scalars are.
-        scalars: the scalars and vectors that the program takes.
+            alike, whatever the scales are.
+        scales: the scales that the program takes.
         level: how many all-reduces of maxima, one after the other, these need.
     """
 
     root: fx.Node
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    size: Shape
+    stride: Shape
     program: str
-    scalars: tuple[fx.Node, ...] = ()
+    scales: tuple[fx.Node, ...] = ()
     level: int = 0
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """A tensor of one element that every rank can compute from segments of parameters, with all-reduces of maxima.
+class Scales:
+    """A tensor that every rank can compute from segments of parameters, with all-reduces of maxima.
+
+    It has one element, or one for each block of consecutive elements of one parameter, such as each row.
 
     Attributes:
         program: what is computed, with the names of the nodes that it is computed from.
         level: how many all-reduces, one after the other, it needs.
-    """
-
-    program: str
-    level: int
-
-
-@dataclass(frozen=True)
-class Vector:
-    """A tensor with one element for each block of consecutive elements of one parameter, such as each row.
-
-    All ranks can compute it from segments of the parameter, with all-reduces of maxima.
-
-    Attributes:
-        root: the parameter.
-        size: the tensor's shape.
+        root: the parameter whose blocks have an element each; None: there is one element, whatever it follows from.
+        size: the tensor's shape, if it has a root; likewise:
         stride: its strides over the blocks in order: a permutation of a contiguous shape.
         block: elements in a block.
-        program: what is computed, with the names of the nodes that it is computed from.
-        level: how many all-reduces, one after the other, it needs.
     """
 
-    root: fx.Node
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    block: int
     program: str
     level: int
+    root: fx.Node | None = None
+    size: Shape = ()
+    stride: Shape = ()
+    block: int = 0
 
 
-Value = Elements | Scalar | Vector
-Shape = tuple[int, ...]
 UNCHANGED = "x"  # the program of a parameter itself
 
 
@@ -117,15 +103,15 @@ class ParameterValues:
     """
 
     def __init__(self, graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
-        self.values: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, Elements | Scales] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self._alike: dict[fx.Node, list[fx.Node]] = {}  # the reverse of `same`
-        self._programs: dict[str, str] = {}  # short names of long texts
+        self._programs: dict[str, str] = {}  # short names of long texts: those that contain others would only grow
         parameters = set(roots)
         first: dict[tuple[object, ...], fx.Node] = {}
         for node in graph.nodes:
             if node in parameters:
-                value: Value | None = Elements(node, (node.meta["val"].numel(),), (1,), UNCHANGED)
+                value: Elements | Scales | None = Elements(node, (node.meta["val"].numel(),), (1,), UNCHANGED)
             else:
                 value = self._classify(node)
             if value is not None:
@@ -136,9 +122,15 @@ class ParameterValues:
                     self.same[node] = one
                     self._alike.setdefault(one, []).append(node)
 
-    def of(self, node: fx.Node) -> Value | None:
+    def of(self, node: fx.Node) -> Elements | Scales | None:
         """What `node` is; None if it follows from something else too, or in another way."""
         return self.values.get(self.first(node))
+
+    def elements(self, node: Any) -> Elements:
+        """What `node` is, which has the elements of a parameter."""
+        value = self.of(node)
+        assert isinstance(value, Elements)
+        return value
 
     def first(self, node: fx.Node) -> fx.Node:
         """The first node that computes what `node` computes."""
@@ -155,55 +147,58 @@ class ParameterValues:
 
     # --- one node -----------------------------------------------------------------------------------------------------
 
-    def _classify(self, node: fx.Node) -> Value | None:
+    def _classify(self, node: fx.Node) -> Elements | Scales | None:
         value, inputs = node.meta.get("val"), node.all_input_nodes
         if node.op != "call_function" or not isinstance(value, Tensor):
             return None
         if not inputs:
             is_constant = node.target in _CONSTANTS and value.numel() == 1
-            return Scalar(self._short(f"{node.target}{node.args}{dict(node.kwargs)}"), 0) if is_constant else None
+            return Scales(self._program(node), 0) if is_constant else None
         known = [self.of(each) for each in inputs]
         if any(each is None for each in known):
             return None
         elements = [each for each in known if isinstance(each, Elements)]
+        scales = [each for each in known if isinstance(each, Scales)]
+        of_blocks = [each for each in scales if each.root is not None]
         if not elements:
-            level = max(each.level for each in known if each is not None)
-            vectors = [each for each in known if isinstance(each, Vector)]
-            return self._vector_of_vectors(node, vectors, level) if vectors else self._scalar_of_scalars(node, level)
+            return self._further_scales(node, of_blocks, max(each.level for each in scales))
         first = elements[0]
-        vectors = [each for each in known if isinstance(each, Vector)]
-        if not all(_is_of_blocks(each, first) for each in vectors):
+        if not all(_is_of_blocks(each, first) for each in of_blocks):
             return None
         if any((each.root, each.size, each.stride) != (first.root, first.size, first.stride) for each in elements):
             return None
         if node.target in MAXIMA:
-            return self._maximum(node, first)
+            return self._maxima(node, first)
         if is_view(node) or node.target is aten.clone.default:
-            return _view(node, first) if len(inputs) == 1 else None
-        return self._pointwise(node, first, takes_scalars=len(elements) < len(known))
+            shape = _shape_of(node, first) if len(inputs) == 1 else None
+            return None if shape is None else replace(first, size=shape[0], stride=shape[1])
+        return self._pointwise(node, first, takes_scales=bool(scales))
 
-    def _scalar_of_scalars(self, node: fx.Node, level: int) -> Scalar | None:
-        is_reshaped = is_view(node) and node.target is not aten.expand.default
-        if node.meta["val"].numel() != 1 or not (is_reshaped or is_deterministic_pointwise(node)):
-            return None
+    def _program(self, node: fx.Node) -> str:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.first(each).name)
-        return Scalar(self._short(f"{node.target}{args}{kwargs}"), level)
+        return self._short(f"{node.target}{args}{kwargs}")
 
-    def _vector_of_vectors(self, node: fx.Node, vectors: list[Vector], level: int) -> Vector | None:
-        """What follows from vectors over the same blocks, and from scalars; or another view of one."""
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: self.first(each).name)
-        program = self._short(f"{node.target}{args}{kwargs}")
-        first = vectors[0]
-        if is_view(node):
-            shape = _view_of(node, first.size, first.stride)
-            return None if shape is None else Vector(first.root, *shape, first.block, program, level)
-        blocks = {(each.root, each.size, each.stride, each.block) for each in vectors}
-        is_alike = len(blocks) == 1 and _has_strides(node, first.size, first.stride)
-        if not is_alike or not (is_deterministic_pointwise(node) or node.target is aten.clone.default):
+    def _short(self, program: str) -> str:
+        return self._programs.setdefault(program, f"p{len(self._programs)}")
+
+    def _further_scales(self, node: fx.Node, of_blocks: list[Scales], level: int) -> Scales | None:
+        """What follows from scales, of which those with several elements are of the same blocks; or a view of them."""
+        if not of_blocks:
+            is_reshaped = is_view(node) and node.target is not aten.expand.default
+            is_one = node.meta["val"].numel() == 1 and (is_reshaped or is_deterministic_pointwise(node))
+            return Scales(self._program(node), level) if is_one else None
+        first = of_blocks[0]
+        if is_view(node) or node.target is aten.clone.default:
+            shape = _shape_of(node, first)
+        else:
+            blocks = {(each.root, each.size, each.stride, each.block) for each in of_blocks}
+            is_alike = len(blocks) == 1 and _has_strides(node, first.size, first.stride)
+            shape = (first.size, first.stride) if is_alike and is_deterministic_pointwise(node) else None
+        if shape is None:
             return None
-        return Vector(first.root, first.size, first.stride, first.block, program, level)
+        return Scales(self._program(node), level, first.root, *shape, first.block)
 
-    def _maximum(self, node: fx.Node, of: Elements) -> Scalar | Vector | None:
+    def _maxima(self, node: fx.Node, of: Elements) -> Scales | None:
         source: fx.Node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
         if source.meta["val"].dtype not in _REDUCED_DTYPES:
             return None
@@ -212,45 +207,36 @@ class ParameterValues:
         smallest = MAXIMA[node.target]  # type: ignore[index]  # it is one of them
         program = self._short(f"{'min' if smallest else 'max'}{sorted(dims)} of {self.first(source).name}")
         if node.meta["val"].numel() == 1:
-            return Scalar(program, of.level + 1)
+            return Scales(program, of.level + 1)
         block = math.prod(of.size[dim] for dim in dims)
         stride = tuple(1 if dim in dims else step // block for dim, step in enumerate(of.stride))
         size = tuple(1 if dim in dims else length for dim, length in enumerate(of.size))
-        vector = Vector(of.root, size, stride, block, program, of.level + 1)
-        if not _is_of_blocks(vector, of):
+        scales = Scales(program, of.level + 1, of.root, size, stride, block)
+        if not _is_of_blocks(scales, of):
             return None
         if tuple(node.meta["val"].shape) != size:  # without the dimensions over which it is taken
             remaining = [dim for dim in range(len(size)) if dim not in dims]
             size, stride = (tuple(each[dim] for dim in remaining) for each in (size, stride))
-        return replace(vector, size=size, stride=stride) if _has_strides(node, size, stride) else None
+        return replace(scales, size=size, stride=stride) if _has_strides(node, size, stride) else None
 
-    def _pointwise(self, node: fx.Node, like: Elements, takes_scalars: bool) -> Elements | None:
-        """See Note [What is exact on a shard]. A scalar of another dtype would be promoted otherwise as a vector."""
+    def _pointwise(self, node: fx.Node, like: Elements, takes_scales: bool) -> Elements | None:
+        """See Note [What is exact on a shard]. A scale of another dtype would be promoted otherwise if spread."""
         dtypes = {each.meta["val"].dtype for each in node.all_input_nodes}
-        if not _is_exact(node) or not _has_strides(node, like.size, like.stride) or (takes_scalars and len(dtypes) > 1):
+        if not _is_exact(node) or not _has_strides(node, like.size, like.stride) or (takes_scales and len(dtypes) > 1):
             return None
-        taken: dict[fx.Node, None] = {}  # scalars, in order
+        taken: dict[fx.Node, None] = {}  # scales, in order
 
         def text(argument: fx.Node) -> str:
             value = self.of(argument)
-            new = value.scalars if isinstance(value, Elements) else (self.first(argument),)
+            new = value.scales if isinstance(value, Elements) else (self.first(argument),)
             taken.update(dict.fromkeys(new))
             indices = [list(taken).index(each) for each in new]
-            return f"{value.program} {indices}" if isinstance(value, Elements) else f"scalar {indices}"
+            return f"{value.program} {indices}" if isinstance(value, Elements) else f"scale {indices}"
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), text)
         program = self._short(f"{node.target}{args}{kwargs}")
         levels = [each.level for each in map(self.of, node.all_input_nodes) if each is not None]
         return Elements(like.root, like.size, like.stride, program, tuple(taken), max(levels))
-
-    def _short(self, program: str) -> str:
-        """A short text for a long one: programs that contain others would grow without bound."""
-        return self._programs.setdefault(program, f"p{len(self._programs)}")
-
-    @property
-    def programs(self) -> list[str]:
-        """The texts that the programs of values stand for: p0, p1 and so on. They hold no rank and no address."""
-        return list(self._programs)
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
@@ -273,53 +259,50 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _is_exact(node: fx.Node) -> bool:
-    takes_vectors = node.target is not aten.masked_fill.Tensor  # its value must be a scalar
-    return _is_cast(node) or (is_deterministic_pointwise(node) and packet_of(node) in _EXACT and takes_vectors)
+    takes_tensors = node.target is not aten.masked_fill.Tensor  # its value must be a scalar
+    return _is_cast(node) or (is_deterministic_pointwise(node) and packet_of(node) in _EXACT and takes_tensors)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _view(node: fx.Node, seen: Elements) -> Elements | None:
-    """The same elements in another shape, if all of them are there."""
-    if node.target is aten.clone.default:
-        shape = (seen.size, seen.stride) if _has_strides(node, seen.size, seen.stride) else None
-    else:
-        shape = _view_of(node, seen.size, seen.stride)
-    return None if shape is None else Elements(seen.root, *shape, seen.program, seen.scalars, seen.level)
+def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | None:
+    """Size and strides of a view or copy of all that is `seen`; None for another one.
+
+    Found by viewing a tensor without memory.
+    """
+    size, stride = seen.size, seen.stride
+    if node.target is not aten.clone.default:
+        base = torch.empty_strided(size, stride, device="meta")
+        try:
+            view = node.target(base, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
+        except (RuntimeError, IndexError, TypeError):
+            return None  # of a tensor that lies otherwise: a view of a copy
+        size, stride = tuple(view.shape), tuple(view.stride())
+        if view.numel() != base.numel() or view.storage_offset() != 0 or not _is_dense(size, stride):
+            return None
+    return (size, stride) if _has_strides(node, size, stride) else None
 
 
-def _view_of(node: fx.Node, size: Shape, stride: Shape) -> tuple[Shape, Shape] | None:
-    """Size and strides of a view of all elements, found by viewing a tensor without memory; None for another view."""
-    base = torch.empty_strided(size, stride, device="meta")
-    try:
-        view = node.target(base, *node.args[1:], **node.kwargs)  # type: ignore[operator]  # an operator
-    except (RuntimeError, IndexError, TypeError):
-        return None  # of a tensor that lies otherwise: a view of a copy
-    size, stride = tuple(view.shape), tuple(view.stride())
-    is_complete = view.numel() == base.numel() and view.storage_offset() == 0 and _is_dense(size, stride)
-    return (size, stride) if is_complete and _has_strides(node, size, stride) else None
-
-
-def _is_of_blocks(vector: Vector, elements: Elements) -> bool:
-    """Whether `vector`, broadcast to `elements`, gives each element the value of its block."""
-    if vector.root is not elements.root or len(vector.size) > len(elements.size):
+def _is_of_blocks(scales: Scales, elements: Elements) -> bool:
+    """Whether `scales`, broadcast to `elements`, give each element the value of its block."""
+    if scales.root is not elements.root or len(scales.size) > len(elements.size):
         return False
-    missing = len(elements.size) - len(vector.size)
-    size, stride = (1,) * missing + vector.size, (1,) * missing + vector.stride
+    missing = len(elements.size) - len(scales.size)
+    size, stride = (1,) * missing + scales.size, (1,) * missing + scales.stride
     within = 0  # how far apart elements with one value may be
     for dim, length in enumerate(elements.size):
         if size[dim] == length:
-            if length > 1 and elements.stride[dim] != stride[dim] * vector.block:
+            if length > 1 and elements.stride[dim] != stride[dim] * scales.block:
                 return False
         elif size[dim] == 1:
             within += (length - 1) * elements.stride[dim]
         else:
             return False
-    return within < vector.block
+    return within < scales.block
 
 
-def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def _is_dense(size: Shape, stride: Shape) -> bool:
     """Whether the strides are those of a permutation of a contiguous shape."""
     expected = 1
     for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
@@ -329,15 +312,8 @@ def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _has_strides(node: fx.Node, size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def _has_strides(node: fx.Node, size: Shape, stride: Shape) -> bool:
     value = node.meta["val"]
     if tuple(value.shape) != size:
         return False
     return all(a == b for a, b, length in zip(value.stride(), stride, size, strict=True) if length != 1)
-
-
-def numel_of(value: Value) -> int:
-    """How many elements there are."""
-    if isinstance(value, Scalar):
-        return 1
-    return math.prod(value.size)

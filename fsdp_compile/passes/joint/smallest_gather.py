@@ -14,45 +14,65 @@ of one unit with equal programs are computed on the whole shard at once. The pro
 smallest is that of the first gather, which keeps the places of all parameters; where others need another program or
 none, their segments travel in a second gather beside the first.
 
-Local programs read the shard and scalars. They come again in backward, where the unit is gathered again.
+Local programs read the shard and scales. They come again in backward, where the unit is gathered again. No constant
+depends on the rank, as Note [Graphs without a rank] demands: operators that need the rank ask for it when they run
+(core/shard_ops.py).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.comm.collectives import ALL_GATHER
+from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
+from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import UnshardSpec
-from fsdp_compile.core.shard_ops import most_taken
-from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.joint.local_programs import GatherChoice, GatheredUnit, LocalPrograms, are_owned
-from fsdp_compile.passes.joint.parameter_values import (
-    MAXIMA,
-    UNCHANGED,
-    Elements,
-    ParameterValues,
-    Scalar,
-    Vector,
-    numel_of,
-)
+from fsdp_compile.core.shard_ops import SEGMENT_MAXIMA, SPREAD, TAKE, most_taken, segments_of
+from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, get_tag, is_view, set_tag, tag_of, tagged
+from fsdp_compile.passes.joint.parameter_values import MAXIMA, UNCHANGED, Elements, ParameterValues, Scales, nodes_in
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 
 _MAXIMUM_BYTES = 16  # of one maximum: the value, and whether there is a NaN; an all-reduce moves both twice
-_OWNED_BYTES = 4  # of the maximum of a block that no two ranks share: it is gathered
+_MAXIMUM = Tag("maximum", -1, "parameters", False)
+_SENT_AS = {torch.bool: torch.uint8}  # dtypes that Inductor cannot see as bytes on a CPU, and what they are cast to
+
+Items = Sequence[tuple[int, fx.Node]]  # parameters of one unit, by index, and what is gathered of each; equal programs
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """What is gathered of one parameter, and what is computed on the shard: that and what it is computed from."""
+class GatheredUnit:
+    """A unit that is gathered.
 
-    gathered: tuple[fx.Node, ...]
-    local: frozenset[fx.Node]
+    Attributes:
+        spec: its layout and groups.
+        shard: what is gathered: the shard, or a cast of it.
+        starts: the all-gather of each stage.
+        roots: by the slice of the gathered buffer that is a parameter, the parameter's index.
+        tag: that of the last gather.
+    """
+
+    spec: UnshardSpec
+    shard: fx.Node
+    starts: tuple[fx.Node, ...]
+    roots: Mapping[fx.Node, int]
+    tag: Tag
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the groups that it is gathered through."""
+        return [group.name for group in self.spec.groups]
+
+    @property
+    def layout(self) -> FlatParamLayout:
+        """Where parameters lie."""
+        return self.spec.layout
 
 
 def smallest_gather(context: GraphContext) -> None:
@@ -60,19 +80,24 @@ def smallest_gather(context: GraphContext) -> None:
     graph = context.graph
     units = _units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
-    cuts = {root: _minimum_cut(unit, root, values) for unit in units for root in unit.roots}
-    choices = [(unit, choice) for unit in units if (choice := _choose(unit, cuts, values)) is not None]
+    cuts = {root: _minimum_cut(root, values) for unit in units for root in unit.roots}
+    choices = [(unit, items) for unit in units if (items := _choose(unit, cuts, values))]
     if choices:
-        LocalPrograms(graph, values, units, choices).run(_with_inputs(cuts, choices, values))
+        local = {node for unit, _ in choices for root in unit.roots for node in cuts[root].local}
+        work = list(local)
+        while work:  # what that is computed from, too
+            for each in map(values.first, work.pop().all_input_nodes):
+                if values.of(each) is not None and each not in local:
+                    local.add(each)
+                    work.append(each)
+        _LocalPrograms(graph, values, units, choices).run(local)
 
 
 def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
     """The units whose gathered buffer is read as parameters alone."""
     units: list[GatheredUnit] = []
     for start in tagged(graph, "gather"):
-        (wait,) = start.users
-        if any(user.target is ALL_GATHER for user in wait.users):
-            continue  # the first of two stages
+        (wait,) = start.users  # of the first of two stages the second all-gather reads it
         if all(user.target is aten.slice.Tensor for user in wait.users):
             spec, starts = specs[tag_of(start).unit], (start,)
             if len(spec.groups) > 1:
@@ -87,103 +112,344 @@ def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUn
 # --- what to gather ---------------------------------------------------------------------------------------------------
 
 
-def _minimum_cut(unit: GatheredUnit, root: fx.Node, values: ParameterValues) -> _Cut:
-    """What of one parameter of the unit to gather: the fewest bytes, and of equal ones what is computed first.
+@dataclass(frozen=True)
+class _Cut:
+    """What is gathered of one parameter, and what is computed on the shard: that and what it is computed from."""
+
+    gathered: tuple[fx.Node, ...]
+    local: Set[fx.Node]
+
+
+def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
+    """What of one parameter to gather: the fewest bytes, and of equal ones what is computed first.
 
     In the network a node with elements is an edge whose capacity are its bytes. What is computed on the shard is
     computed from nothing but that: edges back, without a limit, keep the source's side closed. A maximum on that side
-    costs its bytes in the all-reduce, or in the all-gather.
+    costs its bytes in the all-reduce.
     """
-    region = {
-        node: value for node, value in values.values.items() if isinstance(value, Elements) and value.root is root
-    }
-    scalars = _scalars_behind(region, values)
+    region = [node for node, value in values.values.items() if isinstance(value, Elements) and value.root is root]
+    members = set(region)
+    scales: dict[fx.Node, None] = {}  # that follow from `region`, in an order that is the same everywhere
+    work = list(region)
+    while work:
+        found = [user for user in values.users(work.pop(0)) if isinstance(values.of(user), Scales)]
+        work += [user for user in found if user not in scales]
+        scales.update(dict.fromkeys(found))
     network = networkx.DiGraph()
     network.add_edge("source", (root, "in"))
-    for order, (node, value) in enumerate(region.items()):
-        size = numel_of(value) * node.meta["val"].element_size()
+    for order, node in enumerate(region):
+        size = node.meta["val"].numel() * node.meta["val"].element_size()
         network.add_edge((node, "in"), (node, "out"), capacity=size * len(values.values) + order)
         for user in values.users(node):
-            if user in region:
+            if user in members:
                 network.add_edge((node, "out"), (user, "in"))
                 network.add_edge((user, "in"), (node, "in"))
-            elif user in scalars:
+            elif user in scales:
                 network.add_edge((node, "out"), user)
                 network.add_edge(user, (node, "in"))
             else:
                 network.add_edge((node, "out"), "sink")
-    for node in scalars:
+    for node in scales:
         maxima = node.meta["val"].numel() * (node.target in MAXIMA)
-        of_blocks = values.of(node)
-        is_owned = isinstance(of_blocks, Vector) and are_owned(unit, unit.roots[root], of_blocks)
-        size = (_OWNED_BYTES if is_owned else _MAXIMUM_BYTES) * maxima
-        network.add_edge(node, "sink", capacity=size * len(values.values))
+        network.add_edge(node, "sink", capacity=_MAXIMUM_BYTES * maxima * len(values.values))
         for user in values.users(node):
-            if user in region:
+            if user in members:
                 network.add_edge((user, "in"), node)
-            elif user in scalars:
+            elif user in scales:
                 network.add_edge(user, node)
     if "sink" not in network:
-        return _Cut((), frozenset())
+        return _Cut((), set())
     _, (near, _) = networkx.minimum_cut(network, "source", "sink")
     gathered = tuple(node for node in region if (node, "in") in near and (node, "out") not in near)
-    local = frozenset({node for node in region if (node, "in") in near} | {node for node in scalars if node in near})
-    return _Cut(gathered, local)
+    return _Cut(
+        gathered, frozenset([node for node in region if (node, "in") in near] + [n for n in scales if n in near])
+    )
 
 
-def _scalars_behind(region: Iterable[fx.Node], values: ParameterValues) -> dict[fx.Node, None]:
-    """The scalars and vectors that follow from the nodes of `region`, in an order that is the same everywhere."""
-    scalars: dict[fx.Node, None] = {}
-    work = list(region)
-    while work:
-        for user in values.users(work.pop(0)):
-            if isinstance(values.of(user), Scalar | Vector) and user not in scalars:
-                scalars[user] = None
-                work.append(user)
-    return scalars
+def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterValues) -> list[Items]:
+    """What is gathered of a unit: the first items in the places of the parameters, each of the others as segments.
 
-
-def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterValues) -> GatherChoice | None:
-    """What is gathered of a unit; None: the parameters, as before."""
+    Returns:
+        Nothing if the parameters are gathered as before.
+    """
     classes: dict[tuple[str, torch.dtype], list[tuple[int, fx.Node]]] = defaultdict(list)
     for root, param in unit.roots.items():
         for node in cuts[root].gathered:
-            classes[_elements(node, values).program, node.meta["val"].dtype].append((param, node))
+            classes[values.elements(node).program, node.meta["val"].dtype].append((param, node))
     if all(program == UNCHANGED for program, _ in classes):
-        return None
-
-    def in_place(key: tuple[str, torch.dtype]) -> int:
-        return unit.layout.numel * key[1].itemsize
-
-    def as_segments(key: tuple[str, torch.dtype]) -> int:
-        params = tuple(param for param, _ in classes[key])
-        return unit.layout.world_size * most_taken(unit.layout, params) * key[1].itemsize
+        return []
 
     def total(main: tuple[str, torch.dtype]) -> int:
-        return in_place(main) + sum(as_segments(other) for other in classes if other != main)
+        rest = [(dtype, items) for (program, dtype), items in classes.items() if (program, dtype) != main]
+        taken = [most_taken(unit.layout, tuple(param for param, _ in items)) * dtype.itemsize for dtype, items in rest]
+        return unit.layout.numel * main[1].itemsize + unit.layout.world_size * sum(taken)
 
     main = min(classes, key=total)
-    before = unit.layout.numel * unit.shard.meta["val"].element_size()
-    if total(main) >= before:
-        return None
-    return GatherChoice(classes[main], tuple(items for key, items in classes.items() if key != main))
+    if total(main) >= unit.layout.numel * unit.shard.meta["val"].element_size():
+        return []
+    return [classes[main], *(items for key, items in classes.items() if key != main)]
 
 
-def _elements(node: fx.Node, values: ParameterValues) -> Elements:
-    value = values.of(node)
-    assert isinstance(value, Elements)
-    return value
+# --- the edit ---------------------------------------------------------------------------------------------------------
 
 
-def _with_inputs(
-    cuts: Mapping[fx.Node, _Cut], choices: Iterable[tuple[GatheredUnit, GatherChoice]], values: ParameterValues
-) -> set[fx.Node]:
-    """All that is computed on shards: what the chosen cuts have there, and what that is computed from."""
-    local = {node for unit, _ in choices for root in unit.roots for node in cuts[root].local}
-    work = list(local)
-    while work:
-        for each in map(values.first, work.pop().all_input_nodes):
-            if values.of(each) is not None and each not in local:
-                local.add(each)
-                work.append(each)
-    return local
+class _LocalPrograms:
+    """Local programs come into the graph: on shards, with one all-reduce of maxima, before smaller gathers.
+
+        scales      segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them
+        each unit   spread of its scales, the program on the whole shard, gather, slices of what was gathered
+                    take of the segments that need another program, gather, segments joined to parameters
+
+    Attributes:
+        new: what takes the place of a node that is gathered, and of a scale that is computed from shards.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        values: ParameterValues,
+        units: Sequence[GatheredUnit],
+        choices: Sequence[tuple[GatheredUnit, list[Items]]],
+    ) -> None:
+        self.graph, self.values, self.choices = graph, values, choices
+        self.unit_of = {root: unit for unit in units for root in unit.roots}
+        self.new: dict[fx.Node, fx.Node] = {}
+
+    def run(self, local: set[fx.Node]) -> None:
+        """Edit the graph. `local` are the nodes that are computed on shards."""
+        first = min(unit.starts[0] for unit, _ in self.choices)
+        self._reduce_maxima([node for node in self.values.values if node in local], first)
+        for unit, items in self.choices:
+            _UnitPrograms(self, unit, unit.starts[0]).gather(*items)
+        self._replace()
+
+    def _reduce_maxima(self, local: list[fx.Node], first: fx.Node) -> None:
+        """Compute scales before all gathers, level by level: one all-reduce of maxima for each group of ranks."""
+        scales = {node: value for node in local if isinstance(value := self.values.of(node), Scales)}
+        for level in range(1 + max((value.level for value in scales.values()), default=0)):
+            of_level = [node for node, value in scales.items() if value.level == level]
+            by_groups: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
+            for node in of_level:
+                if node.target in MAXIMA:
+                    by_groups[tuple(self._unit_of_maximum(node).groups)].append(node)
+            for groups, nodes in by_groups.items():
+                self._all_reduce(nodes, groups, first)
+            for node in of_level:
+                if node not in self.new:
+                    with self.graph.inserting_before(first):
+                        self.new[node] = self.graph.node_copy(node, lambda each: self.new[self.values.first(each)])
+                    self.new[node].meta.pop("ac_graph_id", None)
+                    self.new[node].meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                    set_tag(self.new[node], _MAXIMUM)
+
+    def _unit_of_maximum(self, node: fx.Node) -> GatheredUnit:
+        return self.unit_of[self.values.elements(node.args[0]).root]
+
+    def _all_reduce(self, maxima: list[fx.Node], groups: tuple[str, ...], first: fx.Node) -> None:
+        """One all-reduce of maxima, through each of the groups: the values, and which of them are NaN."""
+        alike: dict[Any, list[fx.Node]] = defaultdict(list)  # maxima of one computation on one shard
+        for node in maxima:
+            program = self.values.elements(node.args[0]).program
+            alike[self._unit_of_maximum(node).tag.unit, program, MAXIMA[node.target]].append(node)  # type: ignore[index]  # one of them
+        shares = []
+        for (_, _, smallest), nodes in alike.items():
+            unit = self._unit_of_maximum(nodes[0])
+            _move_before(first, unit.shard)
+            programs = _UnitPrograms(self, unit, first)
+            params = [unit.roots[self.values.elements(node.args[0]).root] for node in nodes]
+            sources = [self.values.first(node.args[0]) for node in nodes]  # type: ignore[arg-type]  # fx arguments are untyped
+            local = programs.evaluate(list(zip(params, sources, strict=True)))
+            counts = [node.meta["val"].numel() for node in nodes]
+            arguments = (local, unit.layout.text, unit.groups, params, counts, smallest)
+            shares.append(programs.emit("local", SEGMENT_MAXIMA, *arguments))
+        emit = emitter(self.graph, first, _MAXIMUM, first)
+        reduced = shares[0] if len(shares) == 1 else emit("maximum", aten.cat.default, shares, 1)
+        for group in groups:
+            reduced = emit("maximum", WAIT, emit("maximum", ALL_REDUCE, reduced, "max", group))
+        is_nan = emit("maximum", aten.gt.Scalar, emit("maximum", aten.select.int, reduced, 0, 1), 0)
+        like = reduced.meta["val"]
+        nan = emit("maximum", aten.full.default, [], float("nan"), dtype=like.dtype, device=like.device)
+        values = emit("maximum", aten.where.self, is_nan, nan, emit("maximum", aten.select.int, reduced, 0, 0))
+        values.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # backward takes these: it reduces no maxima again
+        begin = 0
+        for (_, _, smallest), nodes in alike.items():
+            for node in nodes:
+                value = self._taken_of(values, begin, node, emit)
+                value = emit("maximum", aten.neg.default, value) if smallest else value
+                dtype = node.meta["val"].dtype
+                self.new[node] = value if dtype == torch.float32 else emit("maximum", CAST, value, dtype)
+                begin += node.meta["val"].numel()
+
+    def _taken_of(self, values: fx.Node, begin: int, node: fx.Node, emit: Emit) -> fx.Node:
+        """The maxima for `node`, which begin there in `values`, in its shape."""
+        known, value = self.values.of(node), node.meta["val"]
+        if isinstance(known, Scales) and known.root is not None:
+            run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
+            return _shaped(run, known.size, known.stride, "maximum", emit)
+        scalar = emit("maximum", aten.select.int, values, 0, begin)
+        return emit("maximum", aten.view.default, scalar, list(value.shape)) if value.dim() else scalar
+
+    def _replace(self) -> None:
+        """Let all that read the nodes with a new one read that, and erase what nothing reads any more."""
+        made, output = set(self.new.values()), self.graph.output_node()
+        for node, new in self.new.items():
+            for other in (node, *self.values.alike(node)):
+                if output in other.users:  # a copy: others read the gathered buffer, and callers write in place
+                    emit = emitter(self.graph, output, replace(self.choices[0][0].tag, reshard=False), new)
+                    output.replace_input_with(other, emit("view", aten.clone.default, new))
+                other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
+        for node in reversed(list(self.graph.nodes)):
+            is_ours = node.op == "call_function" and (self.values.of(node) is not None or _is_local(node))
+            if is_ours and not node.users:
+                self.graph.erase_node(node)
+        for unit, _ in self.choices:
+            for start in reversed(unit.starts):
+                (wait,) = start.users
+                self.graph.erase_node(wait)
+                self.graph.erase_node(start)
+            if unit.shard.op != "placeholder" and not unit.shard.users:
+                self.graph.erase_node(unit.shard)
+
+
+def _shaped(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:
+    """A 1-D tensor in that shape, with those strides: a permutation of a contiguous shape."""
+    dims = range(len(size))
+    order = sorted(dims, key=lambda dim: (-stride[dim], size[dim] == 1, dim))
+    shaped = emit(kind, aten.view.default, run, [size[dim] for dim in order])
+    if order != list(dims):
+        shaped = emit(kind, aten.permute.default, shaped, [order.index(dim) for dim in dims])
+    return shaped
+
+
+def _move_before(first: fx.Node, node: fx.Node) -> None:
+    """Move `node`, and what it is computed from, before `first` where that stands earlier."""
+    if node.op != "placeholder" and first < node:
+        for each in node.all_input_nodes:
+            _move_before(first, each)
+        first.prepend(node)
+
+
+def _is_local(node: fx.Node) -> bool:
+    tag = get_tag(node)
+    return tag is not None and tag.kind in ("local", "maximum") and node.target not in (ALL_REDUCE, WAIT)
+
+
+class _UnitPrograms:
+    """The programs and gathers of one unit, which stand before its old gather."""
+
+    def __init__(self, edit: _LocalPrograms, unit: GatheredUnit, before: fx.Node) -> None:
+        self.edit, self.values, self.unit = edit, edit.values, unit
+        self.emit = emitter(edit.graph, before, unit.tag, unit.starts[0])
+        self._evaluated: dict[tuple[tuple[int, fx.Node], ...], fx.Node] = {}
+
+    def gather(self, main: Items, *rest: Items) -> None:
+        """Gather what is chosen, and take the nodes' new ones from that."""
+        layout, emit = self.unit.layout, self.emit
+        wire = _wire_dtype([items[0][1].meta["val"].dtype for items in (main, *rest)])
+        taken = [
+            emit("local", TAKE, self._sendable(items), layout.text, self.unit.groups, [p for p, _ in items], wire)
+            for items in rest
+        ]
+        in_place = self._sendable(main)
+        dtype = in_place.meta["val"].dtype
+        sent = [in_place if dtype == wire else emit("local", aten.view.dtype, in_place, wire)]
+        if taken:
+            sent.insert(0, taken[0] if len(taken) == 1 else emit("local", aten.cat.default, taken))
+        *rows, full = self._through_groups(sent)
+        full = full if dtype == wire else emit("view", aten.view.dtype, full, dtype)
+        for param, node in main:
+            begin = layout.offsets[param]
+            run = emit("view", aten.slice.Tensor, full, 0, begin, begin + layout.numels[param])
+            self.edit.new[node] = self._as(node, run)
+        begin = 0  # of the items in a rank's row, in elements on the wire
+        for items, segment in zip(rest, taken, strict=True):
+            self._join(items, rows[0], sent[0].meta["val"].numel(), begin)
+            begin += segment.meta["val"].numel()
+
+    def evaluate(self, items: Items) -> fx.Node:
+        """What the nodes of `items` compute, all by one program, on the whole shard: 1-D."""
+        key = tuple((param, self._computed(node)) for param, node in items)
+        if key not in self._evaluated:
+            self._evaluated[key] = self._evaluate(key)
+        return self._evaluated[key]
+
+    def _computed(self, node: fx.Node) -> fx.Node:
+        """The node beneath views and copies: order does not matter on the shard."""
+        node = self.values.first(node)
+        while isinstance(self.values.of(node), Elements) and (is_view(node) or node.target is aten.clone.default):
+            if node in self.unit.roots:
+                break
+            node = self.values.first(node.args[0])  # type: ignore[arg-type]  # fx arguments are untyped
+        return node
+
+    def _evaluate(self, items: Items) -> fx.Node:
+        leader = items[0][1]
+        if isinstance(self.values.of(leader), Scales):
+            return self._spread({param: self.values.first(node) for param, node in items})
+        if leader in self.unit.roots:
+            return self.unit.shard
+        columns = zip(*(nodes_in((node.args, node.kwargs)) for _, node in items), strict=True)  # argument by argument
+        params = [param for param, _ in items]
+        arguments = iter([self.evaluate(list(zip(params, column, strict=True))) for column in columns])
+        args, kwargs = fx.map_arg((leader.args, dict(leader.kwargs)), lambda _: next(arguments))
+        return self.emit("local", leader.target, *args, **kwargs)
+
+    def _spread(self, scales: Mapping[int, fx.Node]) -> fx.Node:
+        """For each element the scale of its parameter, or of its block of it, in the order of blocks."""
+        flat = []
+        for _, node in sorted(scales.items()):
+            new, stride = self.edit.new[node], self.values.of(node).stride  # type: ignore[union-attr]  # these are scales
+            order = sorted(range(len(stride)), key=lambda dim: (-stride[dim], dim))
+            if order != list(range(len(stride))):
+                new = self.emit("local", aten.permute.default, new, order)
+            flat.append(self.emit("local", aten.reshape.default, new, [-1]))
+        params = range(len(self.unit.layout.shapes))
+        counts = [scales[param].meta["val"].numel() if param in scales else 0 for param in params]
+        values = self.emit("local", aten.cat.default, flat)
+        return self.emit("local", SPREAD, values, self.unit.layout.text, self.unit.groups, counts)
+
+    def _through_groups(self, sent: list[fx.Node]) -> list[fx.Node]:
+        """All ranks' `sent`, gathered in as many stages as the unit; what an earlier stage brings is retained."""
+        retained = emitter(self.edit.graph, self.unit.starts[0], replace(self.unit.tag, reshard=False))
+        groups = self.unit.spec.groups
+        for index, group in enumerate(groups):
+            emit = self.emit if index + 1 == len(groups) else retained
+            started = [emit("gather", ALL_GATHER, each, group.size, group.name) for each in sent]
+            sent = [emit("wait", WAIT, each) for each in started]
+        return sent
+
+    def _join(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
+        """Parameters out of their segments in the ranks' rows of `full`, which begin there, in elements on the wire."""
+        wire = full.meta["val"].dtype
+        params, dtype = tuple(param for param, _ in items), items[0][1].meta["val"].dtype
+        wide = dtype.itemsize // wire.itemsize
+        by_rank = [segments_of(self.unit.layout, params, rank) for rank in range(self.unit.layout.world_size)]
+        for position, (_, node) in enumerate(items):
+            shares = []
+            for rank, segments in enumerate(by_rank):
+                segment = segments[position]
+                if segment is not None:
+                    at = rank * row + begin + segment.in_taken * wide
+                    shares.append(self.emit("view", aten.slice.Tensor, full, 0, at, at + segment.numel * wide))
+            run = shares[0] if len(shares) == 1 else self.emit("view", aten.cat.default, shares)
+            if wire not in (dtype, _SENT_AS.get(dtype)):
+                run = self.emit("view", aten.view.dtype, run, dtype)
+            self.edit.new[node] = self._as(node, run)
+
+    def _sendable(self, items: Items) -> fx.Node:
+        """What is sent of `items`, on the whole shard, before segments are taken of it."""
+        local = self.evaluate(items)
+        sent_as = _SENT_AS.get(local.meta["val"].dtype)
+        return local if sent_as is None else self.emit("local", CAST, local, sent_as)
+
+    def _as(self, node: fx.Node, run: fx.Node) -> fx.Node:
+        """The elements of a parameter, 1-D, in the shape, with the strides and in the dtype of `node`."""
+        value, dtype = self.values.elements(node), node.meta["val"].dtype
+        shaped = _shaped(run, value.size, value.stride, "view", self.emit)
+        return self.emit("view", CAST, shaped, dtype) if dtype in _SENT_AS else shaped
+
+
+def _wire_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """In which dtype all of `dtypes` can be sent: the narrowest of them, or bytes, which every backend knows."""
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    return torch.uint8 if narrowest.itemsize == 1 else narrowest
