@@ -138,9 +138,9 @@ def run_show(args: argparse.Namespace) -> None:
 
     source = open_source(args.source)
     rows = [("tensor", "dtype", "shape", "bytes")]
-    for spec in source.tensors.values():
-        shape = " x ".join(map(str, spec.shape)) or "()"
-        rows.append((printable(spec.name), str(spec.dtype).removeprefix("torch."), shape, f"{spec.nbytes:,}"))
+    for name, tensor in source.tensors.items():
+        shape = " x ".join(map(str, tensor.shape)) or "()"
+        rows.append((printable(name), str(tensor.dtype).removeprefix("torch."), shape, f"{tensor.nbytes:,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, dtype, shape, size in rows:
         print(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}")

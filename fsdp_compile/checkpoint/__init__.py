@@ -1,18 +1,15 @@
 """State on disk: original names and shapes, from and into shards, without gathering; checkpoints complete or invisible.
 
-directory.py           a folder of checkpoints: staged, committed and removed ones, and the manifest of each
+directory.py           a folder of checkpoints: staged, committed and removed ones, manifests, DCP's writer and reader
 untrusted.py           reading folders that may come from anybody: nothing in them runs, nothing outside is read
-storage.py             writer and reader for torch.distributed.checkpoint that use both
 save_load.py           `save` and `load`: models, optimizers and other states
-safetensors_file.py    files and folders of safetensors, read and written at known bytes
-hugging_face.py        `save_safetensors` and `load_safetensors`: a sharded model in Hugging Face's layout
+hugging_face.py        `save_safetensors` and `load_safetensors`: a model to and from files of safetensors
 convert.py             the command `fsdp-compile checkpoint`: from any format to any other, tensor by tensor
 """
 
-from fsdp_compile.checkpoint.directory import latest
+from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, latest
 from fsdp_compile.checkpoint.hugging_face import load_safetensors, save_safetensors
 from fsdp_compile.checkpoint.save_load import load, save
-from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
 from fsdp_compile.checkpoint.untrusted import CheckpointError
 
 __all__ = [

@@ -8,11 +8,11 @@
 A name is the path of keys that lead to a tensor or value, joined by dots, as DCP has it.
 """
 
-# Note [Why conversion has readers and writers of its own]
-# `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils, as of torch 2.13, load the
-# complete state into memory, know no checksums, and leave half of a file behind when they fail. Here a source reads one
-# tensor at a time, a target has room for every tensor before the first is written, and what was written gets its name
-# by one rename at the end. All else is DCP's and torch.save's: their metadata, their files, their pickles.
+# Note [Why not torch's converters]
+# `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils (torch 2.13) load the whole
+# state into memory, unpickle whatever they find, know no checksums, and leave half of a file behind when they fail.
+# Here a source reads one tensor at a time, a target has room for every tensor before the first is written, and what was
+# written gets its name by one rename at the end. All else is DCP's and torch.save's: metadata, files and pickles.
 
 import io
 import math
@@ -23,7 +23,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_compile.checkpoint.directory import MANIFEST, open_checkpoint, sync_folder
-from fsdp_compile.checkpoint.safetensors_file import (
+from fsdp_compile.checkpoint.directory import (
+    MANIFEST,
+    DirectoryReader,
+    ItemFile,
+    describe,
+    in_order,
+    open_checkpoint,
+    rank_file,
+    sync_folder,
+)
+from fsdp_compile.checkpoint.hugging_face import (
     Export,
-    TensorSpec,
     memory_of,
     read_range,
     spread,
     stored_tensors,
     write_all,
 )
-from fsdp_compile.checkpoint.storage import DirectoryReader, ItemFile, describe, in_order, rank_file
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item, load_value
 from fsdp_compile.state_dict._torch import (
     flatten_state_dict,
@@ -69,10 +75,9 @@ class Source:
 
     format: str  # in words
     files: list[Path]
-    tensors: dict[str, TensorSpec]
+    tensors: dict[str, Tensor]  # without their values, on the meta device
     keys: dict[str, Keys]  # for each tensor and each other value the keys that lead there
-    read: Callable[[str], Tensor]  # a tensor, contiguous, on the CPU
-    value: Callable[[str], Any]  # what is not a tensor
+    read: Callable[[str], Any]  # a tensor, contiguous and on the CPU, or another value
     step: int | None = None  # at which it was saved, if something says so
 
     @property
@@ -83,7 +88,7 @@ class Source:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def below(self, part: str) -> "Source":
         """What lies under the first key `part`, without that key. ValueError if there is no such key."""
@@ -93,13 +98,11 @@ class Source:
         if not old:
             firsts = ", ".join(dict.fromkeys(str(keys[0]) for keys in self.keys.values() if len(keys) > 1)) or "none"
             raise ValueError(f"part {part!r}: expected one of {firsts}, found no such key; pass one of them")
-        specs = {new: self.tensors[name]._replace(name=new) for new, name in old.items() if name in self.tensors}
         return replace(
             self,
-            tensors=specs,
+            tensors={new: self.tensors[name] for new, name in old.items() if name in self.tensors},
             keys={new: self.keys[name][1:] for new, name in old.items()},
             read=lambda name: self.read(old[name]),
-            value=lambda name: self.value(old[name]),
         )
 
 
@@ -125,9 +128,9 @@ def convert(
     staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         with TARGETS[to](source, staged / path.name, files) as write:
-            for name, spec in source.tensors.items():
+            for name, tensor in source.tensors.items():
                 write(name, source.read(name))
-                progress(spec.nbytes)
+                progress(tensor.nbytes)
         os.rename(staged / path.name, path)
         sync_folder(path.parent)
     finally:
@@ -138,10 +141,10 @@ def convert(
 
 
 def open_source(path: Path, trust: bool = False) -> Source:
-    """Find out what `path` is.
+    """Find out what `path`, a folder or a file, is.
 
     Args:
-        path: a folder or a file.
+        path: where to look.
         trust: whether values that are no tensors may be of any type; loading such values can run code.
 
     Raises:
@@ -163,6 +166,10 @@ def open_source(path: Path, trust: bool = False) -> Source:
     )
 
 
+def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _dcp_source(path: Path, trust: bool) -> Source:
     """A folder that DCP wrote. Checksums are compared where there is a manifest.
 
@@ -171,37 +178,35 @@ def _dcp_source(path: Path, trust: bool) -> Source:
     checked = DirectoryReader(path) if (path / MANIFEST).is_file() else None
     reader = checked or SafeReader(path)
     metadata = reader.read_metadata()
-    locations = metadata.storage_data
-    described = metadata.state_dict_metadata
-    stored = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
-    tensors = {name: TensorSpec(name, each.properties.dtype, tuple(each.size)) for name, each in stored.items()}
-    keys = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described}
+    described, locations = metadata.state_dict_metadata, metadata.storage_data
 
-    def load(index: MetadataIndex, load_as: Callable[[Any, str], Any] = load_item) -> Any:
+    def load(index: MetadataIndex, load_as: Callable[..., Any] = load_item, **options: bool) -> Any:
         location = locations[index]
         with open(path / location.relative_path, "rb") as file:  # which `read_metadata` has checked
-            return load_as(reader._slice_file(file, location), index.fqn)
+            return load_as(reader._slice_file(file, location), index.fqn, **options)
 
-    def read(name: str) -> Tensor:
-        spec, chunks = tensors[name], stored[name].chunks
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(spec.shape):
+    def read(name: str) -> Any:
+        stored = described[name]
+        if not isinstance(stored, TensorStorageMetadata):
+            return load(MetadataIndex(name), load_value, trust=trust)
+        if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise CheckpointError(f"{path}, with {name}: expected chunks of all of the tensor, found some missing; "
                                   f"the tensor was not saved completely")  # fmt: skip
-        if len(chunks) == 1:
-            return in_order(load(MetadataIndex(name, chunks[0].offsets)).detach())
-        full = torch.empty(spec.shape, dtype=spec.dtype)
-        for chunk in chunks:
+        if len(stored.chunks) == 1:
+            return in_order(load(MetadataIndex(name, stored.chunks[0].offsets)).detach())
+        full = torch.empty(stored.size, dtype=stored.properties.dtype)
+        for chunk in stored.chunks:
             box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             full[box] = load(MetadataIndex(name, chunk.offsets))
         return full
 
+    tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
     return Source(
         "torch.distributed.checkpoint",
         sorted({path / location.relative_path for location in locations.values()}),
-        tensors,
-        keys,
+        {name: _without_values(each.properties.dtype, each.size) for name, each in tensors.items()},
+        {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described},
         read,
-        lambda name: load(MetadataIndex(name), partial(load_value, trust=trust)),
         checked.manifest.step if checked else None,
     )
 
@@ -211,14 +216,13 @@ def _safetensors_source(path: Path) -> Source:
     stored = stored_tensors(path)
 
     def read(name: str) -> Tensor:
-        spec = stored[name].spec
-        elements = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
-        read_range(stored[name], elements)
-        return elements.view(spec.shape)
+        tensor = torch.empty(stored[name].shape, dtype=stored[name].dtype)
+        read_range(name, stored[name], tensor.view(-1))
+        return tensor
 
     files = sorted({each.file for each in stored.values()})
-    specs = {name: each.spec for name, each in stored.items()}
-    return Source("safetensors", files, specs, {name: (name,) for name in specs}, read, lambda name: None)
+    tensors = {name: _without_values(each.dtype, each.shape) for name, each in stored.items()}
+    return Source("safetensors", files, tensors, {name: (name,) for name in stored}, read)
 
 
 def _torch_source(path: Path) -> Source:
@@ -230,8 +234,12 @@ def _torch_source(path: Path) -> Source:
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: expected a torch.save of a dict, found {type(loaded).__name__}")
     leaves, keys = flatten_state_dict(loaded)
-    specs = {name: TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in leaves.items() if isinstance(t, Tensor)}
-    return Source("torch.save", [path], specs, keys, lambda name: in_order(leaves[name].detach()), leaves.__getitem__)
+
+    def read(name: str) -> Any:
+        return in_order(leaves[name].detach()) if isinstance(leaves[name], Tensor) else leaves[name]
+
+    tensors = {name: _without_values(t.dtype, t.shape) for name, t in leaves.items() if isinstance(t, Tensor)}
+    return Source("torch.save", [path], tensors, keys, read)
 
 
 # --- targets: contexts that give a function which writes each tensor of a source, contiguous and on the CPU, once -----
@@ -249,8 +257,8 @@ def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]
         outputs = [stack.enter_context(ItemFile(path / rank_file(rank))) for rank in range(files)]
         for name in source.values:
             pickled = io.BytesIO()
-            torch.save(source.value(name), pickled)
-            results[0].append(outputs[0].write(MetadataIndex(name), pickled))
+            torch.save(source.read(name), pickled)
+            results[0].append(outputs[0].write_item(MetadataIndex(name), pickled))
             metadata.state_dict_metadata[name] = BytesStorageMetadata()
 
         def write(name: str, tensor: Tensor) -> None:
@@ -258,7 +266,7 @@ def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]
             for rank, chunk in enumerate(tensor.chunk(files) if tensor.numel() and tensor.ndim else [tensor]):
                 offsets = torch.Size([first, *[0] * tensor.ndim][: tensor.ndim])
                 chunks.append(ChunkStorageMetadata(offsets, chunk.shape))
-                results[rank].append(outputs[rank].write(MetadataIndex(name, offsets), chunk))
+                results[rank].append(outputs[rank].write_item(MetadataIndex(name, offsets), chunk))
                 first += len(chunk) if tensor.ndim else 0
             properties = TensorProperties(dtype=tensor.dtype)
             metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
@@ -271,7 +279,7 @@ def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]
 @contextmanager
 def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
     """A folder in Hugging Face's layout, without what is not a tensor."""
-    export = Export.of(spread(list(source.tensors.values()), files), path, {})
+    export = Export(spread(source.tensors, files), path, {})
     export.stage()
     with export.writing() as write:
         yield lambda name, tensor: write(name, tensor.view(-1), 0)
@@ -285,18 +293,15 @@ def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTenso
     The zip file's own checksums are those of the holes; torch does not look at them.
     """
     with no_memory():
-        holes = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in source.tensors.items()}
-    leaves = {name: holes[name] if name in holes else source.value(name) for name in source.keys}
+        holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}
+    leaves = {name: holes[name] if name in holes else source.read(name) for name in source.keys}
     save_holes(unflatten_state_dict(leaves, source.keys), path)
     with no_memory():
         loaded, _ = flatten_state_dict(torch.load(path, weights_only=False))
     starts = {name: offset_in_file(loaded[name]) for name in holes}
-    file = os.open(path, os.O_WRONLY)
-    try:
-        yield lambda name, tensor: write_all(file, memory_of(tensor), starts[name])
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with open(path, "r+b") as file:
+        yield lambda name, tensor: write_all(file.fileno(), memory_of(tensor), starts[name])
+        os.fsync(file.fileno())
 
 
 TARGETS: dict[str, Callable[[Source, Path, int], AbstractContextManager[WriteTensor]]] = {

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: the names in it, and the manifest with which each checkpoint says what it holds.
+"""A folder of checkpoints: the names in it, the manifest of each, and the writer and reader that DCP uses for one.
 
 checkpoints/
     step-00000010/           committed: it gets this name after all its files have reached the disk
@@ -18,10 +18,17 @@ checkpoints/
 # saves can be told from saves under way; making and locking it happens under a lock on the folder of checkpoints.
 # Nothing in a committed folder is ever changed: to remove it, it is first renamed to a hidden name, under the same lock
 # that is held while the newest checkpoint is looked for, so that two jobs in one folder leave each other one to load.
-# On several ranks the first one stages and commits, and DCP's exchange of plans and results are the barriers (see
-# storage.py).
+#
+# On several ranks the first one stages and commits; DCP's exchange of plans and results are the barriers:
+#
+#     rank 0    plans, stages a folder |             | all results: manifest, sync, commit |
+#     others    plans                  | write, sync |                                     | learn how it went
+#
+# A rank sends its result when its file is on the disk. If a rank raises, all raise; if one dies, the others raise when
+# the process group notices. Either way the staged folder stays hidden.
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -29,15 +36,24 @@ import secrets
 import shutil
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, file_in
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, file_in
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.text_files import read_json
+from fsdp_compile.state_dict._torch import StorageInfo
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest
@@ -248,13 +264,6 @@ class FileSegment(NamedTuple):
     bytes: int
     crc32: int
 
-    @classmethod
-    def of_file(cls, file: Path) -> "FileSegment":
-        """A complete file as one segment."""
-        segment = cls("the list of all tensors", 0, file.stat().st_size, 0)
-        with open(file, "rb") as stream:
-            return segment._replace(crc32=_crc_of_stream(stream, segment))
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -317,7 +326,11 @@ class Manifest:
         at = bisect_left(segments, start, key=lambda segment: segment.start)
         if at == len(segments) or segments[at].start != start:
             raise _damaged(folder / file, "?", f"{MANIFEST} knows nothing that begins at byte {start}")
-        if _crc_of_stream(stream, segments[at]) != segments[at].crc32:
+        stream.seek(start)
+        crc, left = 0, segments[at].bytes
+        while left and (block := stream.read(min(left, BLOCK))):
+            crc, left = zlib.crc32(block, crc), left - len(block)
+        if left or crc != segments[at].crc32:
             raise _damaged(folder / file, segments[at].name, "its bytes are not those that were written")
 
 
@@ -337,9 +350,166 @@ def _crc_of_json(body: Any) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _crc_of_stream(stream: IO[bytes], segment: FileSegment) -> int:
-    stream.seek(segment.start)
-    crc, left = 0, segment.bytes
-    while left and (block := stream.read(min(left, BLOCK))):
-        crc, left = zlib.crc32(block, crc), left - len(block)
-    return crc if not left else -1
+# --- writing and reading one checkpoint -------------------------------------------------------------------------------
+
+
+class DirectoryWriter(FileSystemWriter):
+    """Writes one checkpoint into the folder `root`, which all ranks share; use a new one for each.
+
+        dcp.save(state_dict, storage_writer=DirectoryWriter("checkpoints", step=10))
+
+    Args:
+        root: the folder of checkpoints.
+        step: names the checkpoint; 0 or more.
+        keep: how many checkpoints stay, this one included; None: all.
+
+    Raises:
+        ValueError: `step` is below 0 or `keep` below 1.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], step: int, keep: int | None = None) -> None:
+        if step < 0 or (keep is not None and keep < 1):
+            raise ValueError(f"expected step of at least 0 and keep of at least 1 or None, found {step} and {keep}")
+        super().__init__(root)
+        self.root, self.step, self.keep = Path(root), step, keep
+        self._staged: StagedCheckpoint | None = None
+
+    def storage_meta(self) -> StorageMeta:
+        """An id of the save, without a path: the folder will have another name."""
+        return StorageMeta(save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is: rank 0 makes the folder."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: make the folder and tell the others where it is."""
+        self._staged = stage(self.root, self.step)
+        folder = self._staged.path
+        return [replace(plan, storage_data=folder / rank_file(rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into one file, in the order of the plan, and wait until it is on the disk.
+
+        Raises:
+            FileNotFoundError: this rank does not see the folder that rank 0 made.
+        """
+        done: Future[list[WriteResult]] = Future()
+        if not plan.items:
+            done.set_result([])
+            return done
+        with ItemFile(plan.storage_data) as file:
+            done.set_result([file.write_item(item.index, planner.resolve_data(item)) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all have written: metadata, manifest, then the name under which it is seen."""
+        assert self._staged is not None, "finish: expected prepare_global_plan before"
+        self.path = self._staged.path
+        describe(self.path, self.step, metadata, results, super().finish)
+        self.path = commit(self._staged, self.root, self.step)
+        self._staged = None
+        if self.keep is not None:
+            prune(self.root, self.keep, self.path)
+
+    def discard(self) -> None:
+        """Remove what a failed save has written; after success nothing is left to remove."""
+        if self._staged is not None:
+            discard(self._staged)
+            self._staged = None
+
+
+class DirectoryReader(SafeReader):
+    """Reads a checkpoint that `DirectoryWriter` wrote, and compares each item with its checksum before it is loaded.
+
+    Args:
+        path: the checkpoint, as `latest` returns it.
+        manifest: what was read of it; None: read it.
+
+    Raises:
+        CheckpointError: a file is missing or has another size. When loading, on all ranks: an item was altered.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        super().__init__(path)
+        self.folder = Path(path)
+        self.manifest = manifest or Manifest.read(self.folder)
+        self._checked: set[tuple[str, int]] = set()
+
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> Any:  # called before each item is loaded
+        if (key := (sinfo.relative_path, sinfo.offset)) not in self._checked:
+            self.manifest.check(self.folder, sinfo.relative_path, file, sinfo.offset)
+            self._checked.add(key)
+        return super()._slice_file(file, sinfo)
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes, as DCP calls it."""
+    return f"__{rank}_0.distcp"
+
+
+def describe(
+    folder: Path,
+    step: int | None,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+    finish: Callable[[Metadata, list[list[WriteResult]]], None],
+) -> None:
+    """Add metadata, by `finish` of a `FileSystemWriter`, and a manifest to files that are on the disk."""
+    finish(metadata, [[replace(each, storage_data=each.storage_data[0]) for each in rank] for rank in results])
+    files: dict[str, list[FileSegment]] = {}
+    for result in (each for rank in results for each in rank):
+        info, crc32 = result.storage_data
+        segment = FileSegment(result.index.fqn, info.offset, info.length, crc32)
+        files.setdefault(info.relative_path, []).append(segment)
+    for segments in files.values():
+        segments.sort(key=lambda segment: segment.start)
+    listed = (folder / METADATA).read_bytes()
+    files[METADATA] = [FileSegment("the list of all tensors", 0, len(listed), zlib.crc32(listed))]
+    Manifest(step, files).write(folder)
+
+
+class ItemFile(io.RawIOBase):
+    """A new file that items are written into one after the other; at the end of `with` it is on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb")  # noqa: SIM115  (closed at the end of `with`)
+        self._name, self._crc32 = path.name, 0
+
+    def write_item(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
+        """Write a tensor or pickled bytes. The result has the place and the checksum."""
+        start, self._crc32 = self._file.tell(), 0
+        if isinstance(data, io.BytesIO):
+            self.write(data.getbuffer())
+        else:
+            torch.save(_alone(data.detach().cpu()), self)  # type: ignore[arg-type]  # an IO[bytes] by its type
+        size = self._file.tell() - start
+        return WriteResult(index, size, (StorageInfo(self._name, start, size), self._crc32))
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or anything that has a buffer of them."""
+        self._crc32 = zlib.crc32(data, self._crc32)
+        return self._file.write(data)
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        with self._file:
+            if error is None:
+                sync(self._file)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The tensor such that its memory is its values in order: no transposed, conjugate or negative view."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU whose storage holds nothing else: torch.save writes complete storages.
+
+    It is the same memory if it is contiguous and no lazy conjugate or negative; a subclass is returned as it is.
+    """
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor
+    tensor = in_order(tensor)
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

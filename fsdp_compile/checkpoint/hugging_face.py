@@ -1,32 +1,58 @@
-"""`save_safetensors` and `load_safetensors`: a model, sharded or not, to and from a Hugging Face folder.
+"""Models to and from files of safetensors, as Hugging Face lays them out. Every rank writes and reads only its shard.
 
-In a file of safetensors each tensor is one range of bytes, and a rank stores one range of each parameter. So every rank
-writes what it stores to where it belongs, and reads what it needs from there: straight from and into the shards,
-without gathering. See Note [Why files of safetensors are written in place].
+model.safetensors                      8 bytes: n; n bytes of JSON: dtype, shape and bytes of each tensor; the values
+model-00001-of-00002.safetensors ...   several files, and model.safetensors.index.json says which tensor is where
 """
 
+# Note [Why not torch's writer and reader of safetensors]
+# A sharded parameter is one range of bytes in its file, and so is what a rank stores of it. So every rank writes its
+# bytes once, to where they belong, and reads only its bytes; no rank gathers anything. torch's HuggingFaceStorageWriter
+# (torch 2.13) cannot do this. A rank's file holds one chunk per name, but a range of a flattened tensor is up to
+# 2 * dims - 1 chunks: the last one replaces the others. Merging the ranks' files raises TypeError for integers (the
+# counters of BatchNorm) and writes zeros for tensors of shape (); it copies every byte once more on one rank, into the
+# final names, so that an export which stops leaves neither the old files nor the new ones. Its reader takes all
+# *.safetensors of a folder whatever the index says: files outside of the folder, files of an interrupted export, the
+# same model in a second set of files. The format is small enough to read and write here, without a further dependency;
+# tests compare with the safetensors package in both directions.
+
+import ctypes
+import json
+import math
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile.checkpoint.safetensors_file import (
-    Export,
-    StoredTensor,
-    TensorSpec,
-    fill_up,
-    read_range,
-    stored_tensors,
-)
+from fsdp_compile.checkpoint.directory import in_order, sync, sync_folder, write_synced
 from fsdp_compile.checkpoint.save_load import all_succeed
+from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in
 from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.core.sharding import clean_name
+from fsdp_compile.core.text_files import read_json
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.sharded_value import managed
+
+INDEX = "model.safetensors.index.json"
+MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
+BUFFER = 1 << 24  # bytes that are copied at a time between devices or dtypes
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
 
 
 def save_safetensors(
@@ -38,32 +64,31 @@ def save_safetensors(
 ) -> None:
     """Write the parameters and persistent buffers of `model`, sharded or not, in Hugging Face's layout.
 
-    All ranks must call it, and each writes what it stores: to one file `model.safetensors`, or to several with an
-    index, under original names and in stored dtypes. A tied parameter is written once, under its first name; the
-    metadata of the files have its other names. Files of an earlier export are replaced at the end; other files in the
-    folder stay.
+    All ranks must call it; each writes what it stores, under original names and in stored dtypes. A tied parameter is
+    written once, under its first name; the files' metadata have its other names. Files of an earlier export are
+    replaced at the end; other files in the folder stay.
 
     Args:
         model: the model, while no forward or backward is under way.
-        folder: the folder to write to, which all ranks share. It is made if it does not exist.
+        folder: shared by all ranks; made if it does not exist.
         max_shard_size: the most bytes of a file. A larger tensor gets a file of its own.
         process_group: the ranks that call it; default: all.
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write its part. What was in the folder stays.
-        OSError: on all ranks, if the first one could not make the files or give them their names.
-        ValueError: parameters are summoned; or a dtype is none that safetensors has.
+        OSError: on all ranks, if the first one could not make the files or rename them.
+        ValueError: parameters are summoned; or safetensors does not have a dtype.
     """
     _sharded_units(model, "save_safetensors")
     tensors = list(_local_tensors(model, process_group))
-    tied = {name: each.spec.name for each in tensors for name in each.names[1:]}
-    export = Export.of(fill_up([each.spec for each in tensors], max_shard_size), Path(folder), tied)
+    tied = {name: each.names[0] for each in tensors for name in each.names[1:]}
+    export = Export(fill_up({each.names[0]: each.tensor for each in tensors}, max_shard_size), Path(folder), tied)
 
     def write_own() -> None:
         with export.writing() as write:
             for each in tensors:
                 if each.is_written:
-                    write(each.spec.name, each.local, each.first)
+                    write(each.names[0], each.local, each.first)
 
     try:
         on_first_rank(export.stage, process_group)
@@ -84,8 +109,7 @@ def load_safetensors(
 ) -> None:
     """Fill the parameters and persistent buffers of `model`, sharded or not, from safetensors.
 
-    All ranks must call it. Each reads the bytes of what it stores and no others. Values are converted to the dtypes of
-    the model.
+    All ranks must call it; each reads only what it stores. Values are converted to the dtypes of the model.
 
     Args:
         model: the model, while no forward or backward is under way.
@@ -95,8 +119,8 @@ def load_safetensors(
 
     Raises:
         FileNotFoundError: there are no such files.
-        CheckpointError: on all ranks, if a file is damaged or truncated. Or if names or shapes differ: then nothing was
-            changed.
+        CheckpointError: on all ranks, if a file is damaged or truncated; or if names or shapes differ, and then nothing
+            was changed.
         ValueError: parameters are summoned.
     """
     units = _sharded_units(model, "load_safetensors")
@@ -111,12 +135,11 @@ def load_safetensors(
 class _LocalTensor(NamedTuple):
     """What this rank stores of a parameter or buffer."""
 
-    spec: TensorSpec  # under its first name
-    names: list[str]  # all names: those of tied parameters
+    names: list[str]  # more than one if it is tied
     tensor: Tensor
     local: Tensor  # its elements, 1-D; memory of `tensor` where that is contiguous
     first: int  # index of the first of them in the flattened full tensor
-    is_written: bool  # whether this rank, of those that store the same elements, is the one that writes them
+    is_written: bool  # by this rank, and not by another one that stores the same elements
 
 
 def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[_LocalTensor]:
@@ -131,28 +154,27 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
     for tensor, called in names.items():
         parameter = managed(tensor) if isinstance(tensor, nn.Parameter) else None
         if parameter is None:
-            local, first, is_written = tensor.detach().reshape(-1), 0, is_first(group)
-        else:
-            if parameter.spec.tensor_parallel is not None:
-                raise ValueError(
-                    f"parameter {called[0]}: expected one that is sharded over data-parallel ranks alone, found one "
-                    f"that is distributed over others beside; save with torch.distributed.checkpoint, then convert"
-                )
-            replicas = parameter.unit.replicas  # the ranks that store the same elements
-            local, first = parameter.local, parameter.spec.first
-            is_written = parameter.spec.numel > 0 and (replicas is None or is_first(replicas))
-        spec = TensorSpec(called[0], tensor.dtype, tuple(tensor.shape))
-        yield _LocalTensor(spec, called, tensor, local, first, is_written)
+            yield _LocalTensor(called, tensor, tensor.detach().reshape(-1), 0, is_first(group))
+            continue
+        spec, replicas = parameter.spec, parameter.unit.replicas
+        if spec.tensor_parallel is not None:
+            raise ValueError(
+                f"{called[0]} is sharded by tensor parallelism too, which safetensors are not written from or read "
+                f"into; use torch.distributed.checkpoint, then `fsdp-compile checkpoint convert`"
+            )
+        is_written = spec.numel > 0 and (replicas is None or is_first(replicas))
+        yield _LocalTensor(called, tensor, parameter.local, spec.first, is_written)
 
 
-def _check(stored: dict[str, StoredTensor], tensors: list[_LocalTensor], strict: bool) -> None:
+def _check(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor], strict: bool) -> None:
     """Raise ValueError if the files do not have what the model needs."""
     wrong, shapes = [], []
     for each in tensors:
-        specs = [stored[name].spec for name in each.names if name in stored]
-        shapes += [f"{spec.name} of shape {spec.shape}, expected {each.spec.shape}"
-                  for spec in specs if spec.shape != each.spec.shape]  # fmt: skip
-        if strict and not specs:
+        found = [name for name in each.names if name in stored]
+        expected = tuple(each.tensor.shape)
+        shapes += [f"{name} of shape {stored[name].shape}, expected {expected}"
+                   for name in found if stored[name].shape != expected]  # fmt: skip
+        if strict and not found:
             wrong.append(f"no {' or '.join(each.names)}")
     known = {name for each in tensors for name in each.names}
     if strict and (unknown := [name for name in stored if name not in known]):
@@ -164,11 +186,11 @@ def _check(stored: dict[str, StoredTensor], tensors: list[_LocalTensor], strict:
 
 
 @torch.no_grad()
-def _read(stored: dict[str, StoredTensor], tensors: list[_LocalTensor]) -> None:
+def _read(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor]) -> None:
     for each in tensors:
-        source = next((stored[name] for name in each.names if name in stored), None)
+        source = next((name for name in each.names if name in stored), None)
         if source is not None and each.local.numel():
-            read_range(source, each.local, each.first)
+            read_range(source, stored[source], each.local, each.first)
             if not each.tensor.is_contiguous():  # then `local` is a copy
                 each.tensor.detach().copy_(each.local.view(each.tensor.shape))
             torch.autograd.graph.increment_version(each.tensor)
@@ -178,5 +200,242 @@ def _sharded_units(model: nn.Module, caller: str) -> list[Unit]:
     units = list(dict.fromkeys(member[0] for param in model.parameters() if (member := unit_of(param))))
     for unit in units:
         if unit.summoned is not None:
-            raise ValueError(f"{caller}: expected sharded parameters, found {unit} summoned; leave summon_full_params")
+            raise ValueError(f"{caller}: parameters of {unit} are summoned; leave summon_full_params first")
     return units
+
+
+# --- reading files ----------------------------------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    start: int  # of its first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, or of a folder with an index or one file, by name.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no file of safetensors in the folder.
+        CheckpointError: a file is not what its header says; or the index and the files disagree.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise FileNotFoundError(f"{path}: expected {INDEX} or one file *.safetensors, found {len(files)} files")
+        return _read_header(files[0])
+    try:
+        file_of = dict(read_json(index)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: expected JSON with a weight_map, found {error!r}") from None
+    if not all(isinstance(file, str) for file in file_of.values()):
+        raise CheckpointError(f"{index}: expected names of files in the folder, found {set(file_of.values())}")
+    headers = {file: _read_header(file_in(path, file, INDEX)) for file in dict.fromkeys(file_of.values())}
+    for name, file in file_of.items():
+        if name not in headers[file]:
+            raise CheckpointError(f"{index}: {name} is not in {file}")
+    return {name: headers[file][name] for name, file in file_of.items()}
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file. CheckpointError if the header cannot be read, or names bytes that are not there."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected a regular file, found another kind, or none")
+    size, tensors = path.stat().st_size, {}
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MOST_HEADER:
+                raise ValueError(f"a header of {length} bytes, and {MOST_HEADER} are the most that is read")
+            header = json.loads(file.read(min(length, size)))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} of dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
+            if not all(isinstance(count, int) and count >= 0 for count in (begin, end, *shape)):
+                raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end}")
+            tensor = tensors[name] = StoredTensor(DTYPES[entry["dtype"]], shape, path, 8 + length + begin)
+            if end - begin != tensor.nbytes:
+                raise ValueError(f"{name} at bytes {begin} to {end}, but its shape and dtype say {tensor.nbytes} bytes")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{path}: expected a header of safetensors, found {error!r}") from None
+    for name, tensor in tensors.items():
+        if (needed := tensor.start + tensor.nbytes) > size:
+            raise CheckpointError(f"{path}, with {name}: expected {needed} bytes at least, found {size}; "
+                                  f"it was truncated")  # fmt: skip
+    return tensors
+
+
+def read_range(name: str, source: StoredTensor, target: Tensor, first: int = 0) -> None:
+    """Fill `target`, 1-D and contiguous, with the elements from `first` on of a tensor; no other bytes are read.
+
+    Values are converted to the dtype of `target`. CheckpointError if the file ends before.
+    """
+    is_lazy = target.is_conj() or target.is_neg()  # then its memory is not its values
+    is_direct = target.device.type == "cpu" and target.dtype == source.dtype and not is_lazy
+    at = source.start + first * source.dtype.itemsize
+    with open(source.file, "rb") as file:
+        for part in target.split(BUFFER // source.dtype.itemsize):
+            buffer = part if is_direct else torch.empty(part.shape, dtype=source.dtype)
+            left = memory_of(buffer)
+            while left:
+                count = os.preadv(file.fileno(), [left], at)
+                if not count:
+                    raise CheckpointError(f"{source.file}, with {name}: expected {len(left)} more bytes at {at}, "
+                                          f"found the end of the file; it was truncated")  # fmt: skip
+                left, at = left[count:], at + count
+            if not is_direct:
+                part.copy_(buffer)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to read and write, without numpy."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 0)).cast("B")
+
+
+# --- writing files ----------------------------------------------------------------------------------------------------
+
+WriteRange = Callable[[str, Tensor, int], None]  # name, 1-D values, index of the first of them in the flattened tensor
+
+
+class Export:
+    """A folder that is going to be written. One process stages it, any number write to it, and one commits it.
+
+    Args:
+        groups: the tensors, without their values, of each file: `model.safetensors`, or numbered files if several.
+        folder: where the files are.
+        metadata: what the header of each file says beside.
+
+    Raises:
+        ValueError: safetensors does not have a dtype.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Tensor]], folder: Path, metadata: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.headers: dict[Path, bytes] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self._sizes: dict[Path, int] = {}
+        for index, group in enumerate(groups, 1):
+            number = "" if len(groups) == 1 else f"-{index:05d}-of-{len(groups):05d}"
+            file = folder / f"model{number}.safetensors"
+            entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+            end, starts = 0, {}
+            for name, tensor in group.items():
+                if tensor.dtype not in _NAMES:
+                    raise ValueError(f"{name}: safetensors has no {tensor.dtype}; convert it first")
+                starts[name], end = end, end + tensor.nbytes
+                offsets = [starts[name], end]
+                entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            text = json.dumps(entries, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            header = self.headers[file] = struct.pack("<Q", len(text)) + text
+            self._sizes[file] = len(header) + end
+            for name, tensor in group.items():
+                self.tensors[name] = StoredTensor(tensor.dtype, tuple(tensor.shape), file, len(header) + starts[name])
+
+    def stage(self) -> None:
+        """Make the files under hidden names, with their headers and room for the values."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file, header in self.headers.items():
+            with open(_hidden(file), "wb") as stream:
+                stream.write(header)
+                stream.truncate(self._sizes[file])
+                sync(stream)
+
+    @contextmanager
+    def writing(self) -> Iterator[WriteRange]:
+        """A function that writes values, in the stored dtype; at the end of `with` they are on the disk."""
+        files: dict[Path, int] = {}
+
+        def write(name: str, values: Tensor, first: int) -> None:
+            target = self.tensors[name]
+            if target.file not in files:
+                files[target.file] = os.open(_hidden(target.file), os.O_WRONLY)
+            at = target.start + first * target.dtype.itemsize
+            for part in values.split(BUFFER // target.dtype.itemsize):
+                content = in_order(part.cpu())
+                write_all(files[target.file], memory_of(content), at)
+                at += content.nbytes
+
+        try:
+            yield write
+            for file in files.values():
+                os.fsync(file)
+        finally:
+            for file in files.values():
+                os.close(file)
+
+    def commit(self) -> None:
+        """Give the files, whose values are on the disk, their names, and remove those of an earlier export.
+
+        Whenever this stops, the folder has all of one export, or several files without an index, which
+        `stored_tensors` refuses. So an earlier index goes first and the new one comes last.
+        """
+        index = self.folder / INDEX
+        index.unlink(missing_ok=True)
+        sync_folder(self.folder)
+        for file in self.headers:
+            _hidden(file).rename(file)
+        sync_folder(self.folder)
+        old = {*self.folder.glob("model-*-of-*.safetensors"), self.folder / "model.safetensors"}
+        for file in old - self.headers.keys():
+            file.unlink(missing_ok=True)
+        sync_folder(self.folder)
+        if len(self.headers) > 1:
+            size = {"total_size": sum(tensor.nbytes for tensor in self.tensors.values())}
+            content = {"metadata": size, "weight_map": {name: each.file.name for name, each in self.tensors.items()}}
+            write_synced(_hidden(index), json.dumps(content, indent=2).encode())
+            _hidden(index).rename(index)
+            sync_folder(self.folder)
+
+    def discard(self) -> None:
+        """Remove what was not committed."""
+        for file in (*self.headers, self.folder / INDEX):
+            _hidden(file).unlink(missing_ok=True)
+
+
+def _hidden(file: Path) -> Path:
+    """The name of a file that is being written."""
+    return file.with_name(f".{file.name}.partial")
+
+
+def fill_up(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Put tensors, in order, into groups of at most `limit` bytes each; one that is larger is alone."""
+    groups: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > limit:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += tensor.nbytes
+    return groups
+
+
+def spread(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Put tensors, in order, into `count` groups of about equal size; fewer where there are fewer tensors."""
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+    groups: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        middle = done + tensor.nbytes / 2
+        groups[min(count - 1, int(middle * count / total)) if total else 0][name] = tensor
+        done += tensor.nbytes
+    return [group for group in groups if group] or [{}]
+
+
+def write_all(file: int, content: memoryview, at: int) -> None:
+    """Write all of `content` at byte `at` of an open file."""
+    while content:
+        written = os.pwrite(file, content, at)
+        content, at = content[written:], at + written

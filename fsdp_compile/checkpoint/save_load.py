@@ -27,8 +27,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from fsdp_compile.checkpoint.directory import Manifest, committed, open_checkpoint, step_of
-from fsdp_compile.checkpoint.storage import DirectoryReader, DirectoryWriter
+from fsdp_compile.checkpoint.directory import (
+    DirectoryReader,
+    DirectoryWriter,
+    Manifest,
+    committed,
+    open_checkpoint,
+    step_of,
+)
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
 from fsdp_compile.comm.phases import SharedWork

@@ -13,7 +13,7 @@ from models import MODELS
 from torch import nn
 
 from fsdp_compile import FullyShardedDataParallel, checkpoint, fully_shard
-from fsdp_compile.checkpoint import storage
+from fsdp_compile.checkpoint import directory
 from fsdp_compile.checkpoint.convert import open_source
 
 from .ranks import Ranks, RanksFailed
@@ -158,7 +158,7 @@ def test_the_example_resumes_bit_for_bit(two: Ranks, tmp_path: Path, compiled: b
         assert torch.equal(a.read(name), b.read(name)), name
     assert not torch.equal(a.read("random.rank0"), a.read("random.rank1"))
     same = [name for name in a.values if name != "run.seconds"]
-    assert {name: a.value(name) for name in same} == {name: b.value(name) for name in same}
+    assert {name: a.read(name) for name in same} == {name: b.read(name) for name in same}
     assert {"optimizer.state.tokens.weight.exp_avg", "batches.generator", "random.rank1"} <= a.tensors.keys()
     assert "scheduler.last_epoch" in same and "run.losses" in same
 
@@ -175,7 +175,7 @@ def _fails_on_one(rank: int, root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(storage, "_alone", fail)
+            patch.setattr(directory, "_alone", fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"saving step 2 in .*: rank 1: .*No space left"):
             checkpoint.save({"model": model}, root, 2)
     dist.barrier()
@@ -199,7 +199,7 @@ def _dies(rank: int, root: Path) -> None:
     model, _ = trained(0)
     checkpoint.save({"model": model}, root, 1)
     if rank == 1:
-        storage._alone = lambda _: os._exit(9)  # type: ignore[assignment]  # the rank dies there
+        directory._alone = lambda _: os._exit(9)  # type: ignore[assignment]  # the rank dies there
     checkpoint.save({"model": model}, root, 2)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp_compile import checkpoint
-from fsdp_compile.checkpoint import directory, storage
+from fsdp_compile.checkpoint import directory
 from fsdp_compile.checkpoint.save_load import all_succeed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -225,7 +225,7 @@ def test_failing_save(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, call, fail)
+        patch.setattr(directory, call, fail)
         with pytest.raises(checkpoint.CheckpointError, match=r"rank 0: .*No space left"):
             checkpoint.save(state(2), tmp_path, 2, keep=1)
     newest = 2 if call == "prune" else 1  # the last thing of all
@@ -387,14 +387,14 @@ def test_every_file_is_synced_before_it_is_seen(tmp_path: Path, monkeypatch: pyt
 def test_no_copy_of_contiguous_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A view into a large shard is written from where it lies; the rest of its storage is not written."""
     seen: list[int] = []
-    write = storage._Checksummed.write
+    write = directory.ItemFile.write
 
     def record(stream: Any, data: Any) -> int:
         if len(data) > 1000:
             seen.append(np.frombuffer(data, dtype=np.uint8).ctypes.data)
         return write(stream, data)
 
-    monkeypatch.setattr(storage._Checksummed, "write", record)
+    monkeypatch.setattr(directory.ItemFile, "write", record)
     shard = torch.randn(100_000)
     views = {"a": shard[1:1001].view(10, 100), "b": shard[1001:3001]}
     checkpoint.save(views, tmp_path, 0)

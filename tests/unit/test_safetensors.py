@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fsdp_compile import checkpoint
-from fsdp_compile.checkpoint import safetensors_file
-from fsdp_compile.checkpoint.safetensors_file import DTYPES, TensorSpec
+from fsdp_compile.checkpoint import hugging_face
+from fsdp_compile.checkpoint.hugging_face import DTYPES
 
 
 class Mixed(nn.Module):
@@ -84,10 +84,10 @@ def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
     """Every dtype, in any order."""
     tensors = {str(n): torch.arange(6).view(2, 3).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     save_file(tensors, tmp_path / "any.safetensors")
-    for name, stored in safetensors_file.stored_tensors(tmp_path).items():
+    for name, stored in hugging_face.stored_tensors(tmp_path).items():
         read = torch.empty(6, dtype=tensors[name].dtype)
-        safetensors_file.read_range(stored, read)
-        assert stored.spec.shape == (2, 3)
+        hugging_face.read_range(name, stored, read)
+        assert stored.shape == (2, 3)
         assert torch.equal(read.view(torch.uint8), tensors[name].view(-1).view(torch.uint8))
 
 
@@ -171,8 +171,8 @@ def test_damaged_files(tmp_path: Path) -> None:
         json.dumps({"weight_map": {"weight": str(path)}}),
         '{"weight_map": {"weight": 3}}',
     ):
-        (tmp_path / safetensors_file.INDEX).write_text(index)
-        with pytest.raises(checkpoint.CheckpointError, match=re.escape(safetensors_file.INDEX)):
+        (tmp_path / hugging_face.INDEX).write_text(index)
+        with pytest.raises(checkpoint.CheckpointError, match=re.escape(hugging_face.INDEX)):
             checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"expected model.safetensors.index.json or one file"):
         checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path / "none")
@@ -215,7 +215,7 @@ def test_an_index_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         path.write_bytes(b"{")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors_file, "write_synced", fail)
+    monkeypatch.setattr(hugging_face, "write_synced", fail)
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save_safetensors(nn.Linear(2, 3), tmp_path, max_shard_size=12)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -279,16 +279,17 @@ def test_lazy_views(tmp_path: Path) -> None:
 def test_dtype_that_the_format_lacks(tmp_path: Path) -> None:
     """Nothing is written."""
     model = nn.ParameterDict({"z": torch.zeros(2, dtype=torch.complex128)})
-    with pytest.raises(ValueError, match=r"z: expected a dtype that safetensors has, found torch.complex128"):
+    with pytest.raises(ValueError, match=r"z: safetensors has no torch\.complex128; convert it first"):
         checkpoint.save_safetensors(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_groups_of_files() -> None:
     """Filled up to a limit, or spread over a number of files, always in order."""
-    specs = [TensorSpec(str(n), torch.uint8, (size,)) for n, size in enumerate((3, 3, 9, 1, 0, 4))]
-    sizes = [[spec.nbytes for spec in group] for group in safetensors_file.fill_up(specs, 7)]
+    tensors = {str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate((3, 3, 9, 1, 0, 4))}
+    sizes = [[tensor.nbytes for tensor in group.values()] for group in hugging_face.fill_up(tensors, 7)]
     assert sizes == [[3, 3], [9], [1, 0, 4]]
-    assert [[s.nbytes for s in group] for group in safetensors_file.spread(specs, 2)] == [[3, 3], [9, 1, 0, 4]]
-    assert len(safetensors_file.spread(specs, 100)) <= 6
-    assert safetensors_file.spread([], 3) == [[]] == safetensors_file.fill_up([], 3)
+    sizes = [[tensor.nbytes for tensor in group.values()] for group in hugging_face.spread(tensors, 2)]
+    assert sizes == [[3, 3], [9, 1, 0, 4]]
+    assert len(hugging_face.spread(tensors, 100)) <= 6
+    assert hugging_face.spread({}, 3) == [{}] == hugging_face.fill_up({}, 3)
