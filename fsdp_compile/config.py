@@ -1,12 +1,13 @@
-"""What users may choose about compilation: `CompileConfig`."""
+"""What users may choose about compilation, `CompileConfig`, and how files of settings are read. Imports no torch."""
 
+import json
 import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fsdp_compile.core.text_files import read_text
+MOST_BYTES = 1 << 28  # of a file of text
 
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 
@@ -177,3 +178,20 @@ def _parse(name: str, variable: str) -> Any:
         return _PARSERS[name](os.environ[variable])
     except ValueError:
         raise ValueError(f"{variable}: expected a number, found {os.environ[variable]!r}") from None
+
+
+def read_text(path: pathlib.Path) -> str:
+    """The text of a file. ValueError if it is no regular file, too large, or not UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"no regular file {path.name}")
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path.stat().st_size} bytes, and {MOST_BYTES} are the most that is read")
+    return path.read_text(encoding="utf-8")
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """What a file of JSON says. ValueError if it cannot be read as above, is no JSON, or is nested too deeply."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None

@@ -51,8 +51,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, file_in
+from fsdp_compile.config import read_json
 from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.text_files import read_json
 from fsdp_compile.state_dict._torch import StorageInfo
 
 MANIFEST = "manifest.json"

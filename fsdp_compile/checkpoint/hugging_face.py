@@ -33,8 +33,8 @@ from fsdp_compile.checkpoint.directory import in_order, sync, sync_folder, write
 from fsdp_compile.checkpoint.save_load import all_succeed
 from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in
 from fsdp_compile.comm.collectives import is_first, on_first_rank
+from fsdp_compile.config import read_json
 from fsdp_compile.core.sharding import clean_name
-from fsdp_compile.core.text_files import read_json
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict.sharded_value import managed
 

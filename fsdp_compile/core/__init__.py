@@ -9,10 +9,10 @@ unit_state.py     what changes about a unit while steps run: its state, version 
 unit.py           flat parameters that are gathered together
 shard_spec.py     which elements of a sharded tensor each rank stores, as ranges, rows and chunks
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
-unsharded_tensor.py   of these, what has all elements here: summoned parameters, gradients accumulated under no_sync
-sharded_operands.py, sharded_reductions.py, sharded_ops.py   what operators do with sharded tensors
+sharded_rules.py  what operators do with sharded tensors
 sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
-text_files.py     files of text and JSON that may come from anybody
 environment.py    switches in the environment, and warnings that point at the user's line
 _torch.py         private names of torch about autograd, modules and Dynamo
 """
+
+from fsdp_compile.core import sharded_rules as _  # noqa: F401  (a pickled sharded tensor names sharded_tensor.py alone)

@@ -33,7 +33,7 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import alias
-from fsdp_compile.core.sharded_operands import has_hooks
+from fsdp_compile.core.sharded_rules import has_hooks
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_grad
 
 # Note [Why reduces are waited for in the backward of the flat shard]

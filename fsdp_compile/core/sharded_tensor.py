@@ -26,12 +26,15 @@ them gives what it gives on one process, or raises; all ranks must run the same 
 | pickle, deepcopy                                  | local data and whose part it is; used on another rank, it raises |
 | torch.distributed.checkpoint                      | reads and writes local data where it lies                        |
 
-Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_operands.py.
+Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_rules.py, which
+has what operators do. Two subclasses have all elements here, because a parameter must remain the same object and its
+gradient must fit it: `UnshardedTensor` within `summon_full_params`, `UnreducedGradient` under `no_sync`.
 """
 
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +42,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
@@ -55,6 +59,25 @@ from fsdp_compile.core.tensor_parallel import TensorParallel
 _SHAPE = operator.attrgetter("shape")
 
 
+bump_version = torch.autograd.graph.increment_version  # nobody counts versions below `__torch_dispatch__` (2.11, 2.13)
+
+Rule = Callable[[Any, Any, Any], Any]  # func, args, kwargs -> what func returns
+
+
+class Rules(dict[Any, Rule]):
+    """What each operator does with sharded operands, filled by sharded_rules.py; `choose` finds what is not given."""
+
+    choose: Callable[[Any], Rule]
+
+    def __missing__(self, func: Any) -> Rule:
+        rule = self[func] = self.choose(func)
+        return rule
+
+
+RULES = Rules()
+
+
+@dataclass(frozen=True)
 class FlatShard:
     """The placement of a sharded tensor: each rank stores one range of the flattened elements.
 
@@ -64,8 +87,7 @@ class FlatShard:
         ranges: for each rank the first element that it stores, and how many.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self.ranges = tuple(ranges)
+    ranges: tuple[tuple[int, int], ...]
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether it is sharded, as a DTensor says of its dimension 0."""
@@ -78,15 +100,6 @@ class FlatShard:
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether it is to be reduced: False."""
         return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FlatShard) and other.ranges == self.ranges
-
-    def __hash__(self) -> int:
-        return hash(self.ranges)
-
-    def __repr__(self) -> str:
-        return f"FlatShard(ranges={self.ranges})"
 
 
 class ShardedTensor(Tensor):
@@ -126,7 +139,7 @@ class ShardedTensor(Tensor):
     @classmethod
     @never_compile
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
-        return _rules()(func)(func, args, kwargs or {})
+        return RULES[func](func, args, kwargs or {})
 
     # --- as a DTensor -------------------------------------------------------------------------------------------------
 
@@ -156,14 +169,17 @@ class ShardedTensor(Tensor):
         Raises:
             ValueError: another mesh or another placement was asked for.
         """
-        from torch.distributed.tensor import DTensor, Replicate
-
         if device_mesh not in (None, self.device_mesh) or list(placements or [Replicate()]) != [Replicate()]:
             raise ValueError(
                 f"placements: expected [Replicate()] on the same mesh, found {placements} on {device_mesh}; call "
                 f"full_tensor(), then distribute_tensor"
             )
         return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
+
+    def write(self, full: Tensor) -> None:
+        """Let this tensor have the elements of `full`, plain."""
+        self.local.copy_(self.spec.local_of(full))
+        bump_version(self.local)
 
     # --- as a tensor --------------------------------------------------------------------------------------------------
 
@@ -310,14 +326,6 @@ _REFUSED = (
 )
 
 
-@functools.cache
-def _rules() -> Callable[[Any], Callable[..., Any]]:
-    """What gives the rule of an operator. Imported at the first operator: rules make sharded tensors."""
-    from fsdp_compile.core.sharded_ops import rule_of
-
-    return rule_of
-
-
 def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:
     """Raise ValueError unless `data`, which becomes the data of `tensor`, has its full shape; `instead`: what to do."""
     if data.shape != tensor.shape:
@@ -371,3 +379,166 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
     vars(tensor).update(local=local, spec=spec)
     if type(tensor) is not kind:
         tensor.__class__ = kind
+
+
+# --- tensors with all elements here, and views ------------------------------------------------------------------------
+
+
+class UnshardedTensor(ShardedTensor):
+    """A parameter of a sharded unit while `summon_full_params` shows it in full: `local` has all elements.
+
+    It is an ordinary tensor to all operators, whose results are plain. A `ShardedTensor` turns into it and back.
+    """
+
+    # torch's stub declares a static method without `func`.
+    @classmethod
+    @never_compile
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
+        return _call_on_all_elements(func, args, kwargs or {})
+
+    def full_tensor(self) -> Tensor:
+        """The tensor, plain; it shares memory."""
+        return self.local.view(self.shape)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As `Tensor.numpy`."""
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy(): expected a tensor that does not require grad; call detach() first")
+        return self.full_tensor().detach().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As `Tensor.tolist`."""
+        return self.full_tensor().detach().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    @property
+    def data(self) -> Tensor:
+        """This tensor without autograd, plain; it shares memory."""
+        return self.full_tensor().detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        check_full_shape(self, value)
+        set_local(self, value.detach().contiguous().view(-1), self.spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        what = "Parameter" if isinstance(self, nn.Parameter) else type(self).__name__
+        return f"{what} containing:\n{self.full_tensor().detach()}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.full_tensor().detach().clone()
+        return (nn.Parameter if isinstance(self, nn.Parameter) else Tensor.detach, (plain,))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        plain = self.full_tensor().detach().clone()
+        memo[id(self)] = nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
+        return memo[id(self)]
+
+
+class UnreducedGradient(UnshardedTensor):
+    """A gradient that this rank has accumulated under `no_sync`: `local` has all elements, of this rank's sum alone.
+
+    Of a parameter that is distributed over other ranks beside, these are the elements of its local tensor. It can be
+    read, scaled and cleared as an ordinary tensor. Norms and optimizer updates are refused: ranks would get different
+    results.
+    """
+
+    # torch's stub declares a static method without `func`.
+    @classmethod
+    @never_compile
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
+        name = func._schema.name
+        if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):
+            refuse_unreduced(name)
+        return _call_on_all_elements(func, args, kwargs or {})
+
+    def full_tensor(self) -> Tensor:
+        """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
+        return self.local.view(self.spec.split_shape)
+
+    to_local = full_tensor
+    __deepcopy__, __reduce_ex__ = ShardedTensor.__deepcopy__, ShardedTensor.__reduce_ex__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"UnreducedGradient({self.full_tensor()}, accumulated on rank {self.spec.ranks.rank} under no_sync)"
+
+
+def refuse_unreduced(name: str) -> NoReturn:
+    """Raise RuntimeError: operator `name` must not see an accumulated gradient."""
+    raise RuntimeError(
+        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under "
+        f"no_sync; run a backward pass outside no_sync before clipping or optimizer.step()"
+    )
+
+
+def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call `func` with plain tensors in the place of those that have all elements here."""
+    plain: dict[int, Any] = {}
+    met = set()
+
+    def unwrap(value: Any) -> Any:
+        met.add(type(value))
+        if isinstance(value, UnshardedTensor):
+            full = value.full_tensor()
+            plain[id(full)] = value
+            return full
+        return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
+
+    args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
+    if met.issuperset((ShardedTensor, UnreducedGradient)):
+        refuse_unreduced(func._schema.name)
+    result = func(*args, **kwargs)
+    if func._schema.is_mutable:
+        bump_version([tensor.local for tensor in plain.values()])
+    return plain.get(id(result), result)
+
+
+class ShardedView(Tensor):
+    """A view of a sharded tensor: `steps` lead from the full tensor to it. All ranks read and write it together."""
+
+    base: ShardedTensor
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    _gathered: tuple[int, Tensor, Tensor] | None  # the base's version, its elements, and the view of them
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    @staticmethod
+    def __new__(cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], like: Tensor) -> "ShardedView":
+        """A view of `base` of the shape and strides of `like`."""
+        self: ShardedView = new_wrapper(
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=base.device
+        )
+        self.base, self.steps, self._gathered = base, steps, None
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def read(self) -> Tensor:
+        """The view's elements, plain; gathered anew if the base was changed since."""
+        version = self.base.local._version
+        if self._gathered is None or self._gathered[0] != version:
+            full = view = self.base.full_tensor()
+            for step in self.steps:
+                view = step(view)
+            self._gathered = (version, full, view)
+        return self._gathered[2]
+
+    def write(self, view: Tensor) -> None:
+        """Let the base have the elements of `view`, which `read` gave and somebody changed since."""
+        if self._gathered is not None:
+            full = self._gathered[1]
+            self.base.write(full)
+            self._gathered = (self.base.local._version, full, view)
+
+    def full_tensor(self) -> Tensor:
+        """The view's elements, plain, on every rank."""
+        return self.read()
+
+    numpy, tolist, __array__ = ShardedTensor.numpy, ShardedTensor.tolist, ShardedTensor.__array__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"ShardedView(shape={tuple(self.shape)} of {self.base!r})"
+
+    __torch_dispatch__: Any = ShardedTensor.__torch_dispatch__

@@ -20,7 +20,7 @@ from string import Template
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fsdp_compile.core.text_files import read_json
+from fsdp_compile.config import read_json
 from fsdp_compile.explain.prediction import FORMAT, Prediction
 from fsdp_compile.explain.text import as_text, words_of
 

@@ -13,8 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_compile import FullyShardedDataParallel, fully_shard, summon_full_params
 from fsdp_compile.core import sharded_tensor
-from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
 
 from .ranks import Ranks
 from .training import (

@@ -20,8 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.shard_spec import FlatSharding, ShardRanks, ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_local
-from fsdp_compile.core.unsharded_tensor import UnreducedGradient
+from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_local
 
 from .ranks import Ranks
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_compile.core.text_files import read_text
+from fsdp_compile.config import read_text
 from fsdp_compile.explain.prediction import RunPrediction, Setting
 from fsdp_compile.explain.pricing import Priced, price
 from fsdp_compile.explain.runs.architectures import infer

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fsdp_compile.core.text_files import read_json
+from fsdp_compile.config import read_json
 
 FORMAT = 1
 Origin = Literal["measured", "fitted", "assumed", "data sheet"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_compile.core.text_files import read_json
+from fsdp_compile.config import read_json
 from fsdp_compile.passes.cost.hardware import Hardware, Link, is_finite
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.workload import Task, Workload

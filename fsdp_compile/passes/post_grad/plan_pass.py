@@ -23,8 +23,8 @@ from typing import ClassVar
 
 import torch
 
+from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.core.text_files import read_text
 from fsdp_compile.passes.cost.roofline import (
     graph_name,
     with_profile,
