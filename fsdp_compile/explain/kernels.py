@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile.explain._torch import Graphs, pytree
 from fsdp_compile.explain.work import Attention, Chain, Kernel, Product, UnitWork
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.node_costs import SCATTERS, dtype_of, node_work
+from fsdp_compile.passes.graph.costs import SCATTERS, dtype_of, node_work
 from fsdp_compile.passes.graph.nodes import aten, is_loop, is_passed_on, is_product, is_scalar, packet_of, value_readers
 
 _LEFT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # which argument is the left matrix

@@ -1,7 +1,7 @@
 """What a pass is: a named edit of one graph, and what the passes of one graph know together.
 
     Pipeline (inductor.py)  ->  GraphContext(graph, config)  ->  Pass.run(context), one after the other
-                                .reading   set by read_graph     the graph as tasks and units
+                                .info      set by read_graph     the graph as tasks and units
                                 .workload  set by read_graph     the same as plain numbers, for the planner
                                 .plan      set by choose_plan    where each collective goes
 
@@ -33,7 +33,7 @@ from fsdp_compile.passes.graph.nodes import Kind, get_tag, tagged
 
 if TYPE_CHECKING:
     from fsdp_compile.core.ops import UnshardSpec
-    from fsdp_compile.passes.graph.reading import Reading
+    from fsdp_compile.passes.graph.analyze import GraphInfo
     from fsdp_compile.passes.plan.plan import Plan
     from fsdp_compile.passes.plan.workload import Workload
 
@@ -52,7 +52,7 @@ class GraphContext:
         direction: "joint", "forward", "backward" or "inference".
         graph_index: the index that AOTAutograd gave to the graph; its joint graph, forward and backward share it.
         specs: by unit, as tags count them, how it is gathered; in a joint graph.
-        reading: tasks, units and the nodes of their collectives, as `read_graph` found them.
+        info: tasks, units and the nodes of their collectives, as `read_graph` found them.
         workload: what of that the planner sees, with measured seconds if the configuration names a profile.
         plan: the plan that the graph follows.
     """
@@ -62,7 +62,7 @@ class GraphContext:
     direction: str
     graph_index: int
     specs: "Mapping[int, UnshardSpec]" = field(init=False)
-    reading: "Reading" = field(init=False)
+    info: "GraphInfo" = field(init=False)
     workload: "Workload" = field(init=False)
     plan: "Plan" = field(init=False)
 

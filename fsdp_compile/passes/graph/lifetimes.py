@@ -8,20 +8,16 @@
 # both count, so that the sum is an upper bound.
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from torch import fx
 
 from fsdp_compile.passes._torch import inductor_config, is_caller_owned
-from fsdp_compile.passes.graph.node_costs import size_of
-from fsdp_compile.passes.graph.nodes import get_tag, is_view, may_be_inlined, reads, source_of
-
-if TYPE_CHECKING:
-    from fsdp_compile.passes.graph.reading import Reduce
+from fsdp_compile.passes.graph.costs import size_of
+from fsdp_compile.passes.graph.nodes import get_tag, is_view, may_be_inlined, reads
 
 
 @dataclass(frozen=True)
@@ -136,42 +132,3 @@ def inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
             result.add(node)
         buffers[node] = sources if node in result else frozenset((node,))
     return result
-
-
-# --- of a graph with collectives --------------------------------------------------------------------------------------
-
-
-def alive_beside_plan(
-    graph: fx.Graph,
-    computing: list[fx.Node],
-    reduces: Mapping[str, "Reduce"],
-    ready: Sequence[int],
-    gathered: Set[str],
-    joint: bool,
-    stored: Set[fx.Node],
-) -> list[Lifetime]:
-    """What is alive at which positions, except gathered and packed buffers: those are part of the plan.
-
-    A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard is alive then, and its full
-    buffer, of which only what backward reads is an input of the graph. In a joint graph, what views are packed of will
-    be packed itself, see `pack_in_place`.
-    """
-    packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
-    results = [size_of(reduce.result) for reduce in reduces.values()]
-    unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
-    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
-    position = {node: index for index, node in enumerate(computing)}
-    late = {source_of(node): at for node, at in packed.items()} if joint else {}
-    grown = [
-        (at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if not reduce.updates
-    ]
-    used = [(at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if reduce.updates]
-    one_of_used = [(min(used)[0], max(size for _, size in used))] if used else []  # no two of them live together
-    added = [*unseen, *grown, *one_of_used]
-    return lifetimes(graph, position, packed, added, joint, stored, late)
-
-
-def _beside_matrices(reduce: "Reduce") -> int:
-    """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
-    matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
-    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))

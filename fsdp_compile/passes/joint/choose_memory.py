@@ -35,10 +35,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
 from fsdp_compile.passes.graph.costs import Costs, costs_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
-from fsdp_compile.passes.graph.reading import Reading, read
 from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
 from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.pipeline import GraphContext
@@ -65,8 +65,8 @@ def choose_activations(context: GraphContext) -> None:
         choices = blocks.choices(config)
         chosen = choose_mix(choices, config)
         blocks.tag(tuple(way.name if way else None for way in chosen.mix))
-        keep_unsharded(graph, blocks.reading, chosen.planned.keep_unsharded)
-        note_arrivals(blocks.reading, chosen.workload, chosen.planned.plan)
+        keep_unsharded(graph, blocks.info, chosen.planned.keep_unsharded)
+        note_arrivals(blocks.info, chosen.workload, chosen.planned.plan)
 
 
 def choose_mix(choices: Choices, config: CompileConfig) -> Chosen:
@@ -92,7 +92,7 @@ class Blocks:
     Attributes:
         graph: the graph.
         costs: None: only the structure is known.
-        reading: the graph, read.
+        info: the graph, analyzed.
         stored: what enters and leaves blocks.
         blocks: by name, what would be computed again, by the name of the way.
         split: the first position of backward.
@@ -100,7 +100,7 @@ class Blocks:
 
     graph: fx.Graph
     costs: Costs | None
-    reading: Reading
+    info: GraphInfo
     stored: Set[fx.Node]
     blocks: Mapping[str, Mapping[str, Again]]
     split: int
@@ -110,17 +110,17 @@ class Blocks:
         chosen = [ways[name] for ways, name in zip(self.blocks.values(), mix, strict=True) if name is not None]
         for again in chosen:
             set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
-            repeated = copy_to_host(self.graph, again, _positions(self.reading), self.split) if again.copied else ()
+            repeated = copy_to_host(self.graph, again, _positions(self.info), self.split) if again.copied else ()
             set_policy([node for node in again.nodes if node not in repeated], CheckpointPolicy.MUST_RECOMPUTE)
         if chosen:
             set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
 
     def choices(self, config: CompileConfig) -> Choices:
         """All that as numbers, for the planner."""
-        update = update_cost(self.reading, self.costs, config)
+        update = update_cost(self.info, self.costs, config)
         if not self.blocks or self.costs is None:
-            return Choices(self.reading.workload, self.reading.workload, (), (), (), (), update)
-        stored = read(self.graph, self.costs, joint=True, stored=self.stored)
+            return Choices(self.info.workload, self.info.workload, (), (), (), (), update)
+        stored = analyze(self.graph, self.costs, joint=True, stored=self.stored)
         starts = list(accumulate(map(len, stored.tasks[:-1]), initial=0))
         fresh = dict.fromkeys(starts, 0)
         for each in stored.alive:
@@ -133,21 +133,21 @@ class Blocks:
         )
         live = live_bytes(stored.alive, len(_positions(stored)))
         return Choices(
-            self.reading.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks, update
+            self.info.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks, update
         )
 
 
-def _positions(reading: Reading) -> dict[fx.Node, int]:
+def _positions(info: GraphInfo) -> dict[fx.Node, int]:
     """Where each node computes."""
-    return {node: index for index, node in enumerate(chain.from_iterable(reading.tasks))}
+    return {node: index for index, node in enumerate(chain.from_iterable(info.tasks))}
 
 
 def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
     """Find the blocks of `graph`, a joint graph."""
-    reading = read(graph, costs, joint=True)
-    split = sum(map(len, reading.tasks[: reading.workload.backward]))
-    position = _positions(reading)
-    spans = _spans([node for nodes in reading.tasks for node in nodes][:split] if split < len(position) else [])
+    info = analyze(graph, costs, joint=True)
+    split = sum(map(len, info.tasks[: info.workload.backward]))
+    position = _positions(info)
+    spans = _spans([node for nodes in info.tasks for node in nodes][:split] if split < len(position) else [])
     block_of = {node: name for name, nodes in spans.items() for node in nodes}
     stored = _crossing(graph, block_of, position, split)
     blocks: dict[str, dict[str, Again]] = {}
@@ -162,7 +162,7 @@ def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
             if way == PRODUCTS and again and costs is not None and costs.host_bandwidth and name in neighbors:
                 copied = to_copy(nodes, {*again}, stored, position, split)
                 blocks[name][OFFLOAD] = Again(again, left_out, copied, neighbors[name])
-    return Blocks(graph, costs, reading, stored, blocks, split)
+    return Blocks(graph, costs, info, stored, blocks, split)
 
 
 def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
@@ -215,9 +215,9 @@ def _needed(
 class _Ways:
     """From what is computed again to a `Way`: positions, bytes and seconds."""
 
-    def __init__(self, blocks: Blocks, stored: Reading, starts: Sequence[int]) -> None:
+    def __init__(self, blocks: Blocks, stored: GraphInfo, starts: Sequence[int]) -> None:
         assert blocks.costs is not None
-        self.costs, self.reading, self.starts, self.position = blocks.costs, stored, starts, _positions(stored)
+        self.costs, self.info, self.starts, self.position = blocks.costs, stored, starts, _positions(stored)
         self.split = starts[stored.workload.backward]
         forward = {node: at for node, at in self.position.items() if at < self.split}
         self.last_in_forward = last_uses_of(blocks.graph, forward, inlined(blocks.graph, True) - blocks.stored)
@@ -273,7 +273,7 @@ class _Ways:
         for node in nodes:
             by_task.setdefault(bisect_right(self.starts, self.position[node]) - 1, []).append(node)
         for task, members in by_task.items():
-            seconds = sum(map(self.costs.node, self.reading.tasks[task]))
+            seconds = sum(map(self.costs.node, self.info.tasks[task]))
             part = sum(map(self.costs.node, members)) / seconds if seconds else 0.0
-            first, last = self.starts[task], self.starts[task] + len(self.reading.tasks[task])
+            first, last = self.starts[task], self.starts[task] + len(self.info.tasks[task])
             yield Repeat(task, part, held + max(live[max(0, first - begin) : last - begin], default=0))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.core.host_copies import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.node_costs import size_of
+from fsdp_compile.passes.graph.costs import size_of
 from fsdp_compile.passes.graph.nodes import Kind, Tag, block_path, module_path, set_tag
 
 LARGE = 1 << 16  # bytes below which an activation is not worth a copy of its own

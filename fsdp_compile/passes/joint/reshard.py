@@ -15,8 +15,8 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
 from fsdp_compile.passes.cost.roofline import measured_update, step_with_profile
-from fsdp_compile.passes.graph.costs import Costs, costs_of
-from fsdp_compile.passes.graph.node_costs import size_of
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stored_shard, stretches_of
+from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
 from fsdp_compile.passes.graph.nodes import (
     derived,
     get_tag,
@@ -29,7 +29,6 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.reading import Reading, read, stored_shard, stretches_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.search import search_plan
@@ -57,40 +56,40 @@ def choose_reshard(context: GraphContext) -> None:
     has_update = costs is not None and config.update is not None and config.activations == "keep"
     if all(tag_of(gather).reshard is not None for gather in tagged(graph, "gather")) and not has_update:
         return
-    reading = read(graph, costs, joint=True)
-    step = reading.workload
+    info = analyze(graph, costs, joint=True)
+    step = info.workload
     if costs:
         if config.profile is not None:
-            step = step_with_profile(step, stretches_of(reading.tasks), config.profile)
-        update = update_cost(reading, costs, config) if has_update else None
+            step = step_with_profile(step, stretches_of(info.tasks), config.profile)
+        update = update_cost(info, costs, config) if has_update else None
         step = step if update is None else with_update(step, update)
         planned = search_plan(step, config.budget)
         names = planned.keep_unsharded
-        note_arrivals(reading, step, planned.plan)
+        note_arrivals(info, step, planned.plan)
     else:
         by_first_read = sorted(step.may_keep, key=lambda unit: step.reads_in_backward[unit])
         names = tuple(step.units[unit].name for unit in by_first_read[:1])
-    keep_unsharded(graph, reading, names)
+    keep_unsharded(graph, info, names)
 
 
-def note_arrivals(reading: Reading, step: Workload, plan: Plan) -> None:
+def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
     """Let the tags of gathers that `plan`, of a step with updates, launches behind those say when they end."""
     for name, seconds in arrivals_in_forward(step, plan).items():
-        for node in reading.gathers[name].start:
+        for node in info.gathers[name].start:
             set_tag(node, replace(tag_of(node), arrives=seconds))
 
 
-def keep_unsharded(graph: fx.Graph, reading: Reading, names: Iterable[str]) -> None:
+def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
     """Of the units whose tags leave it open, those of these names stay unsharded, and the others reshard."""
-    unsharded = {tag_of(reading.gathers[name].start[-1]).unit for name in names}
+    unsharded = {tag_of(info.gathers[name].start[-1]).unit for name in names}
     for node in graph.nodes:
         tag = get_tag(node)
         if tag is not None and tag.reshard is None:
             set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
 
 
-def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
-    """What `config.update` says follows the backward of `reading`, a joint graph; None if nothing is known of it.
+def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
+    """What `config.update` says follows the backward of `info`, a joint graph; None if nothing is known of it.
 
     A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
     update right before it.
@@ -98,12 +97,12 @@ def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) ->
     Raises:
         PlanError: `config.profile` is no profile.
     """
-    update, step = config.update, reading.workload
+    update, step = config.update, info.workload
     if costs is None or update is None or step.backward == len(step.tasks):
         return None
-    sizes = [_shard_bytes(reading, unit.name) for unit in step.units]
+    sizes = [_shard_bytes(info, unit.name) for unit in step.units]
     estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
-    in_backward = units_updated_in_backward(reading)
+    in_backward = units_updated_in_backward(info)
     is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
     measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
     before, *seconds, after = measured or [*estimated, costs.step]
@@ -119,18 +118,18 @@ def update_cost(reading: Reading, costs: Costs | None, config: CompileConfig) ->
     )
 
 
-def units_updated_in_backward(reading: Reading) -> tuple[int, ...]:
+def units_updated_in_backward(info: GraphInfo) -> tuple[int, ...]:
     """Indices of the units that the graph updates as soon as their gradients are reduced."""
-    names = [unit.name for unit in reading.workload.units]
-    return tuple(at for at, name in enumerate(names) if name in reading.reduces and reading.reduces[name].updates)
+    names = [unit.name for unit in info.workload.units]
+    return tuple(at for at, name in enumerate(names) if name in info.reduces and info.reduces[name].updates)
 
 
-def _shard_bytes(reading: Reading, name: str) -> int:
+def _shard_bytes(info: GraphInfo, name: str) -> int:
     """Bytes of a unit's shard that are updated: as many as it has gradients."""
-    if reading.reduces:
-        reduce = reading.reduces.get(name)
+    if info.reduces:
+        reduce = info.reduces.get(name)
         return size_of(reduce.result) if reduce is not None else 0
-    shard = stored_shard(reading.gathers[name])
+    shard = stored_shard(info.gathers[name])
     return size_of(shard) if shard is not None else 0
 
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
+from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
 from fsdp_compile.passes.graph.nodes import (
     SAME_ORDER,
     get_tag,
@@ -32,7 +33,6 @@ from fsdp_compile.passes.graph.nodes import (
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.graph.reading import gradients_of, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
 

@@ -29,8 +29,8 @@ from fsdp_compile.core.host_copies import END_COPY, WAIT_COPY
 from fsdp_compile.core.ops import WAIT_COLLECTIVE
 from fsdp_compile.core.shard_ops import SEND, SEND_AS
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
+from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
-from fsdp_compile.passes.graph.reading import can_coalesce
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten

@@ -31,8 +31,8 @@ from fsdp_compile.core.ops import (
     WAIT_COLLECTIVE,
 )
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
+from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
-from fsdp_compile.passes.graph.reading import Reading, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
 
@@ -53,61 +53,61 @@ def order(context: GraphContext) -> None:
     The first stage of a gather in two stages is issued one launch ahead of the second. Maxima of parameters are the
     first collective; they are waited for where a gather reads what follows from them, behind gathers that do not.
     """
-    reading, plan = context.reading, context.plan
-    _tag_launches(reading, plan)
-    steps_before: list[list[Step]] = [[] for _ in range(len(reading.tasks) + 1)]  # each task, and what follows the last
+    info, plan = context.info, context.plan
+    _tag_launches(info, plan)
+    steps_before: list[list[Step]] = [[] for _ in range(len(info.tasks) + 1)]  # each task, and what follows the last
     for step in plan.steps:
         steps_before[step.at].append(step)
     gathered = [name for step in plan.of("gather") for name in step.units]
-    ahead = {one: reading.gathers[following].first for one, following in pairwise(gathered)}
-    begins = reading.prologue[: next((i + 1 for i, n in enumerate(reading.prologue) if n.target in STARTS), 0)]
-    later = set(reading.prologue) - set(begins)
+    ahead = {one: info.gathers[following].first for one, following in pairwise(gathered)}
+    begins = info.prologue[: next((i + 1 for i, n in enumerate(info.prologue) if n.target in STARTS), 0)]
+    later = set(info.prologue) - set(begins)
     ordered: dict[fx.Node, None] = dict.fromkeys(begins)
-    for task, steps in zip([*reading.tasks, reading.tail], steps_before, strict=True):
-        for nodes in (*(_nodes_of(step, reading, ahead) for step in steps), task):
+    for task, steps in zip([*info.tasks, info.tail], steps_before, strict=True):
+        for nodes in (*(_nodes_of(step, info, ahead) for step in steps), task):
             if not later.isdisjoint(chain.from_iterable(node.all_input_nodes for node in nodes)):
-                ordered.update(dict.fromkeys(reading.prologue))
+                ordered.update(dict.fromkeys(info.prologue))
             ordered.update(dict.fromkeys(nodes))
-    ordered.update(dict.fromkeys(reading.prologue))
-    ordered.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in reading.reduces.values())))
+    ordered.update(dict.fromkeys(info.prologue))
+    ordered.update(dict.fromkeys(chain.from_iterable(reduce.end for reduce in info.reduces.values())))
     output = context.graph.output_node()
     for node in ordered:
         output.prepend(node)
 
 
-def _tag_launches(reading: Reading, plan: Plan) -> None:
+def _tag_launches(info: GraphInfo, plan: Plan) -> None:
     """Note on the nodes that start collectives which of them the plan launches at once."""
     for launch, step in enumerate(plan.of("gather", "reduce")):
-        gathers = [reading.gathers[name].starts for name in step.units if step.kind == "gather"]
-        reduces = [reading.reduces[name].start[-1:] for name in step.units if step.kind == "reduce"]
+        gathers = [info.gathers[name].starts for name in step.units if step.kind == "gather"]
+        reduces = [info.reduces[name].start[-1:] for name in step.units if step.kind == "reduce"]
         starts = list(chain(*gathers, *reduces))
         for start in starts if len(starts) > 1 else ():
             set_tag(start, replace(tag_of(start), launch=launch))
 
 
-def _nodes_of(step: Step, reading: Reading, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
+def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
     """The nodes of a step. If it has several units, all that prepares the launch comes before the launch itself."""
-    of_units = [nodes for name in step.units if (nodes := _nodes_of_unit(step.kind, name, reading))]
-    stages = [reading.gathers[name].first + ahead.get(name, []) for name in step.units if step.kind == "gather"]
+    of_units = [nodes for name in step.units if (nodes := _nodes_of_unit(step.kind, name, info))]
+    stages = [info.gathers[name].first + ahead.get(name, []) for name in step.units if step.kind == "gather"]
     return [*chain(*stages), *chain(*(nodes[:-1] for nodes in of_units)), *(nodes[-1] for nodes in of_units)]
 
 
-def _nodes_of_unit(kind: Kind, name: str, reading: Reading) -> list[fx.Node]:
+def _nodes_of_unit(kind: Kind, name: str, info: GraphInfo) -> list[fx.Node]:
     if kind == "free":
         return []  # Inductor frees what nothing reads any more
-    collective = reading.gathers[name] if kind in ("gather", "wait") else reading.reduces[name]
+    collective = info.gathers[name] if kind in ("gather", "wait") else info.reduces[name]
     return collective.start if kind in ("gather", "reduce") else collective.wait
 
 
 def check_order(context: GraphContext) -> None:
     """Raise PlanError unless the order of the graph is that of its plan."""
-    reading, plan = context.reading, context.plan
+    info, plan = context.info, context.plan
     steps: dict[fx.Node, tuple[str, str]] = {}
-    for name, gather in reading.gathers.items():
+    for name, gather in info.gathers.items():
         steps |= {gather.start[-1]: ("gather", name), gather.wait[0]: ("wait", name)}
-    for name, reduce in reading.reduces.items():
+    for name, reduce in info.reduces.items():
         steps |= {reduce.start[-1]: ("reduce", name), reduce.wait[0]: ("wait_reduce", name)}
-    tasks = {node: index for index, nodes in enumerate(reading.tasks) for node in nodes}
+    tasks = {node: index for index, nodes in enumerate(info.tasks) for node in nodes}
     at, actual = 0, []
     for node in context.graph.nodes:
         at = max(at, tasks.get(node, -1) + 1)
@@ -136,11 +136,11 @@ def name_prefetched(context: GraphContext) -> None:
 
     Where the configuration says what the update is and names a link; else `compile_step` goes by a rule.
     """
-    graph, reading, config = context.graph, context.reading, context.config
+    graph, info, config = context.graph, context.info, context.config
     starts = tagged(graph, "gather")
     if context.direction != "forward" or config.update is None or config.link is None or not starts:
         return
-    gathers = [gather for gather in reading.gathers.values() if tag_of(gather.start[-1]).arrives is not None]
+    gathers = [gather for gather in info.gathers.values() if tag_of(gather.start[-1]).arrives is not None]
     shards = [shard for gather in gathers if (shard := stored_shard(gather)) is not None]
     value = starts[0].meta["val"]
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):

@@ -29,9 +29,9 @@ from fsdp_compile.passes.cost.roofline import (
     graph_name,
     with_profile,
 )
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stretches_of
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.graph.reading import Reading, read, stretches_of
 from fsdp_compile.passes.joint.reshard import units_updated_in_backward, update_cost
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
@@ -43,7 +43,7 @@ plan_log = logging.getLogger("fsdp_compile.plans")
 
 
 def read_graph(context: GraphContext) -> None:
-    """Set `context.reading`, and `context.workload`: what the planner sees of it, with measured seconds if there are.
+    """Set `context.info`, and `context.workload`: what the planner sees of it, with measured seconds if there are.
 
     Raises:
         PlanError: the profile that the configuration names has no graph of this direction and as many products.
@@ -51,22 +51,22 @@ def read_graph(context: GraphContext) -> None:
     """
     graph, config = context.graph, context.config
     costs = costs_of(graph, config)
-    context.reading = read(graph, costs or relative_costs(graph))
-    context.workload = context.reading.workload
+    context.info = analyze(graph, costs or relative_costs(graph))
+    context.workload = context.info.workload
     if config.profile is not None:
-        stretches = stretches_of(context.reading.tasks)
+        stretches = stretches_of(context.info.tasks)
         context.workload = with_profile(context.workload, stretches, context.direction, config.profile)
     if context.direction == "forward" and config.update is not None:
-        context.workload = _with_arrivals(context.reading, context.workload)
-    if in_backward := units_updated_in_backward(context.reading):
+        context.workload = _with_arrivals(context.info, context.workload)
+    if in_backward := units_updated_in_backward(context.info):
         nothing = (0.0,) * len(context.workload.units)
-        update = update_cost(context.reading, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
+        update = update_cost(context.info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
         context.workload = updating_in_backward(context.workload, update)
 
 
-def _with_arrivals(reading: Reading, workload: Workload) -> Workload:
+def _with_arrivals(info: GraphInfo, workload: Workload) -> Workload:
     """`workload`, of a forward, whose first gathers the step before has launched, as their tags say."""
-    arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in reading.gathers.items()}
+    arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
     units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
     return replace(workload, units=units)
 
@@ -145,7 +145,7 @@ def record_times(context: GraphContext) -> None:
     starts = tagged(context.graph, "gather", "reduce")
     if not context.config.record_profile or not starts:
         return
-    graph, tasks, value = context.graph, context.reading.tasks, starts[0].meta["val"]
+    graph, tasks, value = context.graph, context.info.tasks, starts[0].meta["val"]
     stretches = stretches_of(tasks)
     name = graph_name(context.direction, stretches)
 

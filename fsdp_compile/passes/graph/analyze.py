@@ -18,9 +18,8 @@ from torch import fx
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
-from fsdp_compile.passes.graph.costs import Costs
-from fsdp_compile.passes.graph.lifetimes import Lifetime, alive_beside_plan, live_bytes
-from fsdp_compile.passes.graph.node_costs import size_of
+from fsdp_compile.passes.graph.costs import Costs, size_of
+from fsdp_compile.passes.graph.lifetimes import Lifetime, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import (
     CAST,
     get_tag,
@@ -28,6 +27,7 @@ from fsdp_compile.passes.graph.nodes import (
     is_view,
     module_path,
     readers,
+    source_of,
     tag_of,
     tagged,
 )
@@ -81,7 +81,7 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Reading:
+class GraphInfo:
     """A graph, read.
 
     Attributes:
@@ -103,9 +103,9 @@ class Reading:
     alive: list[Lifetime]
 
 
-def read(
+def analyze(
     graph: fx.Graph, costs: Costs | None = None, joint: bool = False, stored: Set[fx.Node] = frozenset()
-) -> Reading:
+) -> GraphInfo:
     """Read `graph`.
 
     Args:
@@ -134,7 +134,7 @@ def read(
     ready = [spans[-1][1] for spans in writes.values()]
     alive: list[Lifetime] = []
     if costs is not None and costs.memory:
-        alive = alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored)
+        alive = _alive_beside_plan(graph, computing, reduces, ready, gathers.keys(), joint, stored)
     memory = live_bytes(alive, len(computing))
     workload = Workload(
         tasks=tuple(
@@ -156,7 +156,7 @@ def read(
         can_coalesce=can_coalesce([start for each in gathers.values() for start in each.starts])
         and can_coalesce([each.start[-1] for each in reduces.values()]),
     )
-    return Reading(workload, tasks, gathers, reduces, prologue, tail, alive)
+    return GraphInfo(workload, tasks, gathers, reduces, prologue, tail, alive)
 
 
 def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
@@ -408,3 +408,42 @@ def _keep_unsharded(gather: fx.Node) -> bool | None:
     """Whether a gathered buffer is kept for backward; None: not decided yet."""
     reshards = tag_of(gather).reshard
     return None if reshards is None else not reshards
+
+
+# --- what is alive ----------------------------------------------------------------------------------------------------
+
+
+def _alive_beside_plan(
+    graph: fx.Graph,
+    computing: list[fx.Node],
+    reduces: Mapping[str, Reduce],
+    ready: Sequence[int],
+    gathered: Set[str],
+    joint: bool,
+    stored: Set[fx.Node],
+) -> list[Lifetime]:
+    """What is alive at which positions, except gathered and packed buffers: those are part of the plan.
+
+    A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard is alive then, and its full
+    buffer, of which only what backward reads is an input of the graph. In a joint graph, what views are packed of will
+    be packed itself, see `pack_in_place`.
+    """
+    packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
+    results = [size_of(reduce.result) for reduce in reduces.values()]
+    unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
+    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
+    position = {node: index for index, node in enumerate(computing)}
+    late = {source_of(node): at for node, at in packed.items()} if joint else {}
+    grown = [
+        (at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if not reduce.updates
+    ]
+    used = [(at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if reduce.updates]
+    one_of_used = [(min(used)[0], max(size for _, size in used))] if used else []  # no two of them live together
+    added = [*unseen, *grown, *one_of_used]
+    return lifetimes(graph, position, packed, added, joint, stored, late)
+
+
+def _beside_matrices(reduce: Reduce) -> int:
+    """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
+    matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
+    return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
