@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdp_compile.comm import watchdog
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.construct.arguments import (
@@ -40,7 +39,6 @@ from fsdp_compile.construct.units import check_module, connect, group_of, join_d
 from fsdp_compile.construct.validate import Settings, prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored, exempt_classes
 from fsdp_compile.core._torch import mark_as_sharded
-from fsdp_compile.core.environment import watchdog_seconds
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.sharding import add_mixin
 from fsdp_compile.eager import Runtime
@@ -348,7 +346,6 @@ def explain_plan(
 
 def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
-    watchdog.set_up(watchdog_seconds())
     config = CompileConfig.from_environment()
     if config.disable:
         from fsdp_compile.passes.inductor import pipelines  # imports Inductor

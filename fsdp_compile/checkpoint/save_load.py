@@ -14,8 +14,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -23,8 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from fsdp_compile.checkpoint.directory import (
@@ -37,7 +33,6 @@ from fsdp_compile.checkpoint.directory import (
 )
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
-from fsdp_compile.comm.phases import SharedWork
 from fsdp_compile.core.sharding import WRAPPED
 
 
@@ -65,16 +60,15 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not give its state or write its part.
-        RuntimeError: a rank did not come in the time of `FSDP_COMPILE_WATCHDOG`, or is gone. Earlier checkpoints stay.
+        RuntimeError: a rank is gone, or did not come within the timeout of the group. Earlier checkpoints stay.
         ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`;
             or something with a `state_dict()` lies deeper than in `state` itself.
     """
     stateful, doing = _as_stateful(state), f"saving step {step} in {root}"
-    work = SharedWork(doing, process_group)
-    writer = _Writer(root, step, keep, work)
+    writer = DirectoryWriter(root, step, keep)
     try:
-        with _errors_of_ranks(doing), work:
-            dcp.save(_collect(stateful, doing, work), storage_writer=writer, process_group=work.group)
+        with _errors_of_ranks(doing):
+            dcp.save(_collect(stateful, doing, process_group), storage_writer=writer, process_group=process_group)
     finally:
         writer.discard()
 
@@ -109,7 +103,7 @@ def load(
         CheckpointError: on all ranks, if a file is missing or was truncated or altered; the message names the file and
             the tensor. Or if `state` asks for what the checkpoint does not have, or what needs `trust`. What was read
             before it stays.
-        RuntimeError: a rank did not come in the time of `FSDP_COMPILE_WATCHDOG`, or is gone.
+        RuntimeError: a rank is gone, or did not come within the timeout of the group.
     """
 
     def find() -> tuple[Path, Manifest]:
@@ -135,8 +129,8 @@ def _load_latest(
 ) -> Manifest:
     """Load what `find` finds, or what it finds next, if another job removes that meanwhile to make room."""
     while True:
-        with SharedWork(f"looking for a checkpoint in {root}", group) as work:
-            path, manifest = on_first_rank(find, work.group)  # so that all ranks load the same
+        with _errors_of_ranks(f"looking for a checkpoint in {root}"):
+            path, manifest = on_first_rank(find, group)  # so that all ranks load the same
         try:
             _load(stateful, path, manifest, trust, group)
             return manifest
@@ -149,57 +143,26 @@ def _load(
     stateful: dict[str, Any], path: Path, manifest: Manifest, trust: bool, group: dist.ProcessGroup | None
 ) -> None:
     doing = f"loading {path}"
-    work = SharedWork(doing, group)
-    with _errors_of_ranks(doing), work:
-        state, planner = _collect(stateful, doing, work), ValuePlanner(trust)
-        reader = _Reader(path, manifest, work)
-        dcp.load(state, storage_reader=reader, planner=planner, process_group=work.group)
-        with work.doing("taking over its state"):
-            for key, value in stateful.items():
-                if isinstance(value, Stateful):
-                    value.load_state_dict(state[key])
-                else:
-                    stateful[key] = state[key]
+    with _errors_of_ranks(doing):
+        state = _collect(stateful, doing, group)
+        reader = DirectoryReader(path, manifest)
+        dcp.load(state, storage_reader=reader, planner=ValuePlanner(trust), process_group=group)
+        for key, value in stateful.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(state[key])
+            else:
+                stateful[key] = state[key]
 
 
-def _collect(stateful: dict[str, Any], doing: str, work: SharedWork) -> dict[str, Any]:
+def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """The state of each model, optimizer and other object, and all other values; CheckpointError on all ranks."""
     state = dict(stateful)
 
     def collect() -> None:
-        with work.doing("collecting its state"):
-            state.update((key, value.state_dict()) for key, value in state.items() if isinstance(value, Stateful))
+        state.update((key, value.state_dict()) for key, value in state.items() if isinstance(value, Stateful))
 
-    all_succeed(collect, doing, work.group)
+    all_succeed(collect, doing, group)
     return state
-
-
-class _Writer(DirectoryWriter):
-    """Writes one checkpoint, and says what this rank does."""
-
-    def __init__(self, root: str | os.PathLike[str], step: int, keep: int | None, work: SharedWork) -> None:
-        super().__init__(root, step, keep)
-        self.work = work
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with self.work.doing("writing its file"):
-            return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self.work.doing("committing the checkpoint"):
-            super().finish(metadata, results)
-
-
-class _Reader(DirectoryReader):
-    """Reads one checkpoint, and says what this rank does."""
-
-    def __init__(self, path: Path, manifest: Manifest, work: SharedWork) -> None:
-        super().__init__(path, manifest)
-        self.work = work
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with self.work.doing("reading its tensors"):
-            return super().read_data(plan, planner)
 
 
 # --- models and optimizers --------------------------------------------------------------------------------------------
@@ -275,12 +238,19 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _errors_of_ranks(doing: str) -> Iterator[None]:
-    """Turn what DCP raises on all ranks, no `Exception`, into a short error that says which rank failed and why."""
+    """Turn what DCP raises on all ranks, no `Exception`, into a short error that says which rank failed and why.
+
+    If communication fails, the error says what the ranks were doing.
+    """
     try:
         yield
     except dcp.CheckpointException as error:
         said = {rank: str(failure) or repr(failure) for rank, (failure, _) in error.failures.items()}
         raise _failed(doing, said) from error
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError):
+            error.add_note(f"This was {doing}.")
+        raise
 
 
 def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup | None) -> None:

@@ -5,6 +5,4 @@ collectives.py   the collectives as operators for graphs and as functions for ea
 direct.py        the collectives that generated code calls
 prefetched.py    all-gathers that were started before the forward that reads them
 comparison.py    ranks compare, through the store, what they are about to run
-watchdog.py      a wait that takes too long raises, and says who is missing
-phases.py        work that ranks do together through code of torch, whose waits end too
 """

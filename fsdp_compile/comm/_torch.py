@@ -8,11 +8,13 @@ When torch moves:
 - `_init_backend` and `_rank` of DeviceMesh let it be made without a process group;
 - `_allgather_base` is what `dist.all_gather_into_tensor` calls; `_get_backend` gives what its calls end in, with the
   same names and arguments, on torch's own process groups;
+- `options._timeout` of gloo's and NCCL's backends is what `init_process_group` or `new_group` was given as `timeout`;
 - the store of `_get_process_group_store` must be the group's own;
 - `new_group(..., use_local_synchronization=True)` makes a group's name of its ranks and of the size of `pg_names`.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,6 +51,12 @@ def offer_name(name: str, group: dist.ProcessGroup) -> bool:
         _unregister_process_group(name)  # type: ignore[arg-type]  # a NewType of str in 2.13
         _register_process_group(name, group)  # type: ignore[arg-type]  # likewise
         return True
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """After which time a collective of `group` fails; None if its backend does not say, as the fake one."""
+    backend: Any = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def mesh_without_group(size: int, rank: int, device_type: str) -> DeviceMesh:

@@ -4,9 +4,9 @@ Eager code calls the functions; graph passes use the operators, which are torch'
 Inductor generates calls the process group itself (direct.py) and puts on the wire what an eager step does.
 """
 
-import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm import watchdog
-from fsdp_compile.comm._torch import OPERATORS, broadcast_from, group_named, start_broadcasts
+from fsdp_compile.comm._torch import OPERATORS, broadcast_from, current_backward, group_named, start_broadcasts
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -40,8 +39,6 @@ GROUP_ARGUMENT = {  # of the operators that start a collective: where the group 
 STARTS = tuple(GROUP_ARGUMENT)
 COALESCED = {ALL_GATHER: ALL_GATHER_COALESCED, REDUCE_SCATTER: REDUCE_SCATTER_COALESCED}  # one launch of several
 
-_OPERATIONS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_watched: dict[int, list[watchdog.WatchedCollective]] = {}  # under way, by the address of the storage they fill
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"avg": torch.mean, "sum": torch.sum}
 
 # Note [What gloo copies]
@@ -114,35 +111,54 @@ def movable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _KNOWN_TO_GLOO or not tensor.is_cpu else tensor.view(torch.uint8)
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str, unit: str | None = None) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`.
+_units: dict[int, set[str]] = defaultdict(set)
 
-    `unit`, here and below, is what the watchdog calls it.
+
+def name_unit(numel: int, unit: str) -> None:
+    """The unit at the path `unit` has a flat parameter of `numel` elements: for errors in compiled graphs."""
+    _units[numel].add(unit)
+
+
+class waiting_for:  # used like a function; a generator would cost a microsecond per wait
+    """Context in which this rank waits for others: a RuntimeError gets a note with unit, stage and direction.
+
+    Args:
+        kind: the collective, such as "all-gather".
+        what: the unit, or the number of elements of the unsharded tensor, by which the unit is looked up.
     """
+
+    __slots__ = ("_kind", "_what")
+
+    def __init__(self, kind: str, what: str | int) -> None:
+        self._kind, self._what = kind, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            what = self._what
+            if isinstance(what, int):
+                names = sorted(_units.get(what, ()))
+                what = f"one of {', '.join(names)}" if len(names) > 1 else names[0] if names else f"{what} elements"
+            stage = "forward" if current_backward() == -1 and self._kind != "reduce" else "backward"
+            error.add_note(f"This was the {self._kind} of {what} in {stage}.")
+
+
+def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
+    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
     if not copies(full, group):
         ALL_GATHER_INTO(shard, group_size, group, out=full)
         return
-    ranks = group_named(group)
-    if watchdog.is_on() and (broadcasts := broadcasts_in(ranks)) is not None:
-        _watch(full, broadcasts.start(ranks, full, shard), "all-gather", ranks, unit)
-        return
     slices = movable(full).view(group_size, -1)
-    slices[ranks.rank()].copy_(movable(shard))
+    slices[group_named(group).rank()].copy_(movable(shard))
     for source in range(group_size):
         BROADCAST(slices[source], source, group)
 
 
 def wait(tensor: Tensor) -> None:
     """Order what comes after the collectives that write `tensor`; nothing if there are none."""
-    if _watched:
-        for collective in _watched.pop(tensor.untyped_storage().data_ptr(), ()):
-            collective.wait()
     WAIT(tensor)
-
-
-def _watch(full: Tensor, works: Sequence[dist.Work], kind: str, ranks: dist.ProcessGroup, unit: str | None) -> None:
-    collective = watchdog.WatchedCollective(works, kind, ranks, full.numel(), unit)
-    _watched.setdefault(full.untyped_storage().data_ptr(), []).append(collective)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
@@ -160,18 +176,14 @@ def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 
 
 def start_reduce_scatter(
-    full: Tensor, group_size: int, group: str, op: str = "avg", unit: str | None = None
+    full: Tensor, group_size: int, group: str, op: str = "avg"
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that."""
     if not copies(full, group):
         reduced = REDUCE_SCATTER(full, op, group_size, group)
         return reduced, partial(wait, reduced)
     slices = [full.numel() // group_size] * group_size
-    if watchdog.is_on():
-        received, ranks = torch.empty_like(full), group_named(group)
-        _watch(received, [ranks.alltoall_base(received, full, slices, slices)], "reduce", ranks, unit)
-    else:
-        received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
+    received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
     reduced = full.new_empty(slices[0])
 
     def finish() -> None:
@@ -202,23 +214,13 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
     return WAIT(received).view(sent.dtype).to(sent.device)
 
 
-def start_all_reduce(full: Tensor, group: str, op: str = "avg", unit: str | None = None) -> None:
+def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
     """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
-    if watchdog.is_on() and copies(full, group) and full.is_contiguous():
-        ranks, options = group_named(group), dist.AllreduceOptions()
-        options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]  # is converted
-        _watch(full, [ranks.allreduce([full], options)], "all-reduce", ranks, unit)
-        return
     ALL_REDUCE_IN_PLACE(full, op, group)
 
 
 def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
     """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device."""
-    if watchdog.is_on() and type(full) is Tensor and not torch.compiler.is_compiling():
-        reduced = full.detach().clone()
-        start_all_reduce(reduced, group, op)
-        wait(reduced)
-        return reduced
     return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)
 
 
@@ -231,38 +233,15 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """What every rank of `group` (None: every rank) has for `mine`, anything that can be pickled, in order of ranks."""
     if not dist.is_initialized():
         return [mine]
-    if watchdog.is_on() and backends(group or _world()).get("cpu") == "gloo":
-        return _gather_pickled(pickle.dumps(mine), group or _world())
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return gathered
-
-
-def _gather_pickled(mine: bytes, group: dist.ProcessGroup) -> list[Any]:
-    """As `gather_objects`, by collectives that the watchdog sees."""
-
-    def gather(tensor: Tensor) -> Tensor:
-        full = tensor.new_empty(tensor.numel() * group.size())
-        start_all_gather(full, tensor, group.size(), group.group_name, watchdog.OBJECTS)
-        wait(full)
-        return full.view(group.size(), -1)
-
-    sizes = gather(torch.tensor([len(mine)])).flatten().tolist()
-    padded = torch.frombuffer(bytearray(mine.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(gather(padded), sizes, strict=True)]
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None  # the default group is initialized
-    return dist.group.WORLD
 
 
 def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
     """What the first rank of `group` (None: of all) has for `mine`, anything that can be pickled."""
     if not dist.is_initialized():
         return mine
-    if watchdog.is_on():
-        return gather_objects(mine if is_first(group) else None, group)[0]
     message = [mine]
     dist.broadcast_object_list(message, group=group, group_src=0)
     return message[0]
@@ -312,7 +291,8 @@ def start_asking_ranks(holds: bool, group: str, device: torch.device) -> Callabl
 
     @cache
     def answer() -> bool:
-        wait(denials)
+        with waiting_for("comparison", "all-gathers that were started early"):
+            wait(denials)
         return denials.item() == 0
 
     return answer

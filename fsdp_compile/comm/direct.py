@@ -15,8 +15,8 @@ a collective and its wait.
 import torch
 from torch import Tensor
 
-from fsdp_compile.comm import watchdog
 from fsdp_compile.comm._torch import group_named, start_all_to_all
+from fsdp_compile.comm.collectives import waiting_for
 from fsdp_compile.comm.prefetched import Filling, start_gather, take
 
 
@@ -61,15 +61,13 @@ class DirectCollectives:
         All slices have one size; the lists of sizes are those of torch's operator.
         """
         received = torch.empty_like(packed)
-        ranks = group_named(group)
-        sent = start_all_to_all(ranks, received, packed)
-        watched = watchdog.is_on() and packed.is_cpu
-        work = watchdog.WatchedCollective([sent], "reduce", ranks, packed.numel()) if watched else sent
-        self._in_flight[received.data_ptr()] = Filling(received, (work,))
+        work = start_all_to_all(group_named(group), received, packed)
+        self._in_flight[received.data_ptr()] = Filling(received, (work,), kind="reduce")
         return received
 
     def wait(self, full: Tensor) -> None:
         """Order what follows after the collective that fills `full`."""
         filling = self._in_flight.pop(full.data_ptr(), None)
         if filling is not None:  # else `at_start` was not first, and has waited for it
-            filling.wait()
+            with waiting_for(filling.kind, full.numel()):
+                filling.wait()

@@ -13,7 +13,7 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_compile.comm._torch import group_named, groups_joined, mesh_without_group, offer_name
+from fsdp_compile.comm._torch import group_named, groups_joined, mesh_without_group, offer_name, timeout_of
 from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.comparison import Subject, compare_in_groups
 
@@ -204,8 +204,9 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
     known = _made.setdefault(world, {})
     if ("nodes", size) not in known:
         nodes = [list(range(first, first + size)) for first in range(0, world.size(), size)]
-        shard, _ = dist.new_subgroups_by_enumeration(nodes)  # every rank takes part in making every group (E-PG-7)
-        replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
+        make = partial(dist.new_subgroups_by_enumeration, timeout=timeout_of(world))
+        shard, _ = make(nodes)  # every rank takes part in making every group (E-PG-7)
+        replicate, _ = make([list(ranks) for ranks in zip(*nodes, strict=True)])
         known["nodes", size] = (shard, replicate)
     return Groups(*known["nodes", size])
 
@@ -215,7 +216,7 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
 # one world share what the world, or one of its shard groups, has been divided into. Nothing of torch finds a group by
 # its ranks, and no model owns the world: the table is of the process, and forgets a world that is gone.
 _Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, float], _Pair]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], _Pair]] = weakref.WeakKeyDictionary()
 
 
 def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
@@ -281,17 +282,6 @@ def separate_group(name: str) -> dist.ProcessGroup:
     return known["separate", 0][0]
 
 
-def group_with_limit(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
-    """A gloo group of the ranks of `group`, whose collectives fail after `seconds`; made once, by all of them."""
-    known = _made.setdefault(group, {})
-    key = ("seconds", seconds)
-    if key not in known:
-        ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=seconds)
-        made = _group_within(group, ranks, timeout=limit, backend="gloo")
-        known[key] = (made, made)
-    return known[key][0]
-
-
 def host_group(group: dist.ProcessGroup, may_make: bool) -> dist.ProcessGroup | None:
     """What the ranks of `group` send tensors on the CPU in: `group`, or a group of gloo beside it, as of NCCL alone.
 
@@ -348,7 +338,7 @@ def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) ->
     """
     joined = f"a new process group\n{groups_joined()} groups"
     compare_in_groups([(group, joined)], _SECONDS_TO_COME, _NEW_GROUP)
-    return dist.new_group(ranks, use_local_synchronization=True, **options)
+    return dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, **options)
 
 
 def _node_size(given: int | None) -> int:

@@ -31,19 +31,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm import watchdog
 from fsdp_compile.comm._torch import group_named, start_all_gather
 from fsdp_compile.comm.collectives import broadcasts_in
-
-Awaitable = dist.Work | watchdog.WatchedCollective
 
 
 class Filling(NamedTuple):
     """A tensor, 1-D, that collectives fill: to be read after `wait`. What they send lives until then."""
 
     full: Tensor
-    works: Sequence[Awaitable]
+    works: Sequence[dist.Work]
     sent: Tensor | None = None
+    kind: str = "all-gather"
 
     def wait(self) -> None:
         """Order what follows after the collectives."""
@@ -51,19 +49,14 @@ class Filling(NamedTuple):
             work.wait()
 
 
-def start_gather(out: Tensor, shard: Tensor, group: str, unit: str | None = None) -> Filling:
+def start_gather(out: Tensor, shard: Tensor, group: str) -> Filling:
     """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`."""
     ranks = group_named(group)
     broadcasts = broadcasts_in(ranks) if out.is_cpu else None
-    works: Sequence[Awaitable]
     if broadcasts is not None:
-        works, sent = broadcasts.start(ranks, out, shard), None
-    else:
-        sent = shard.to(out.dtype)
-        works = (start_all_gather(ranks, out, sent),)
-    if watchdog.is_on() and out.is_cpu:
-        works = (watchdog.WatchedCollective(works, "all-gather", ranks, out.numel(), unit),)
-    return Filling(out, works, sent)
+        return Filling(out, broadcasts.start(ranks, out, shard))
+    sent = shard.to(out.dtype)
+    return Filling(out, (start_all_gather(ranks, out, sent),), sent)
 
 
 Key = tuple[int, int, str]
@@ -82,7 +75,6 @@ class PrefetchedGather:
         dtype: to what it is cast.
         groups: name and size of what the all-gather goes through, in order: one group or two. The second stage is
             started by `start_next_stage`.
-        unit: what the watchdog calls its unit.
 
     Attributes:
         key: what it is looked up by.
@@ -90,13 +82,11 @@ class PrefetchedGather:
         is_taken: whether a forward has taken the result.
     """
 
-    def __init__(
-        self, shard: Tensor, dtype: torch.dtype, groups: Sequence[tuple[str, int]], unit: str | None = None
-    ) -> None:
-        ((group, size), *self._later), self.dtype, self._unit = groups, dtype, unit
+    def __init__(self, shard: Tensor, dtype: torch.dtype, groups: Sequence[tuple[str, int]]) -> None:
+        ((group, size), *self._later), self.dtype = groups, dtype
         self.key = key_of(shard, group)
         full = shard.new_empty(shard.numel() * size, dtype=dtype)
-        self._filling: Filling | None = start_gather(full, shard, group, unit)
+        self._filling: Filling | None = start_gather(full, shard, group)
         self.then: PrefetchedGather | None = None
         self.is_taken = False
 
@@ -105,7 +95,7 @@ class PrefetchedGather:
         if self._later and self._filling is not None:
             self._filling.wait()
             self._filling = Filling(self._filling.full, ())
-            self.then, self._later = PrefetchedGather(self._filling.full, self.dtype, self._later, self._unit), []
+            self.then, self._later = PrefetchedGather(self._filling.full, self.dtype, self._later), []
 
     def take(self) -> Filling:
         """What is being filled; this object refers to its memory no more."""

@@ -55,22 +55,6 @@ def check_ranks_timeout() -> float | None:
         raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT: expected a number, found {given!r}") from None
 
 
-def watchdog_seconds() -> float | None:
-    """`FSDP_COMPILE_WATCHDOG`: seconds that a rank waits for a collective; None: without end.
-
-    Raises:
-        ValueError: it is no number above 0.
-    """
-    given = os.environ.get("FSDP_COMPILE_WATCHDOG")
-    try:
-        seconds = float(given) if given else None
-    except ValueError:
-        seconds = 0.0
-    if seconds is not None and not 0 < seconds < 1e9:
-        raise ValueError(f"FSDP_COMPILE_WATCHDOG: expected seconds above 0, found {given!r}")
-    return seconds
-
-
 def _is_on(name: str, harm: str | None = None) -> bool:
     variable = next((prefix + name for prefix in _PREFIXES if os.environ.get(prefix + name) == "1"), None)
     if variable and harm and variable not in _warned:

@@ -42,7 +42,6 @@ def start_average(
     how: "Averaging | None" = None,
     before_replicas: Callable[[Tensor], bool] | None = None,
     at_once: bool = False,
-    unit: str | None = None,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Begin to average `packed`, 1-D, over all ranks; where the mean will be, and what completes it.
 
@@ -56,19 +55,18 @@ def start_average(
             returns False, what follows, the reduce over `replicas` and a division, is left out.
         at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
             completed. For streams: a wait holds back the current one, where it would hold back a CPU.
-        unit: what the watchdog calls it.
     """
     how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
     if how.before != 1:
         packed.div_(how.before)
     if is_sharded:
-        mean, wait = _start_reduce_scatter(packed, groups, how.op, at_once, unit)
+        mean, wait = _start_reduce_scatter(packed, groups, how.op, at_once)
     else:
         mean, wait = packed, partial(collectives.wait, packed)
         for group in groups:
             if group.size > 1:
-                collectives.start_all_reduce(packed, group.name, how.op, unit)
-    average = _Average(mean, wait, how, replicas, before_replicas, unit)
+                collectives.start_all_reduce(packed, group.name, how.op)
+    average = _Average(mean, wait, how, replicas, before_replicas)
     if at_once:
         average.held = packed  # the stream of its memory has not waited for the reduce
         if replicas is not None:
@@ -85,7 +83,6 @@ class _Average:
     how: "Averaging"
     replicas: NamedGroup | None
     before_replicas: Callable[[Tensor], bool] | None
-    unit: str | None
     goes_on: bool | None = None  # whether replicas and a division follow; None: it is not reduced over groups yet
     held: Tensor | None = None  # memory that lives until the mean is complete
 
@@ -94,7 +91,7 @@ class _Average:
         self.wait()
         self.goes_on = self.before_replicas is None or self.before_replicas(self.mean)
         if self.goes_on and self.replicas is not None:
-            collectives.start_all_reduce(self.mean, self.replicas.name, self.how.op, self.unit)
+            collectives.start_all_reduce(self.mean, self.replicas.name, self.how.op)
 
     def finish(self) -> None:
         """Complete the mean."""
@@ -108,11 +105,11 @@ class _Average:
 
 
 def _start_reduce_scatter(
-    packed: Tensor, groups: Sequence[NamedGroup], op: str, at_once: bool, unit: str | None
+    packed: Tensor, groups: Sequence[NamedGroup], op: str, at_once: bool
 ) -> tuple[Tensor, Callable[[], None]]:
     """Of two stages, the second follows when the first is waited for: `at_once`, or when the mean is completed."""
     *peers, last = groups
-    part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op, unit)
+    part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op)
     if not peers:
         return part, wait
     if at_once:
@@ -170,7 +167,8 @@ def gradient_divide_factors(ranks: float) -> tuple[float, float]:
 def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
     if parsed.is_sharded:
-        return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
+        with collectives.waiting_for("all-gather", parsed.layout.numel):
+            return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
     local = shard.to(parsed.compute_dtype or shard.dtype)
     return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
 
@@ -179,5 +177,6 @@ def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | Non
 def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
     mean, finish = start_average(packed.clone(), parsed.groups, parsed.is_sharded, parsed.replicas)
-    finish()
+    with collectives.waiting_for("reduce", packed.numel()):
+        finish()
     return mean

@@ -85,7 +85,6 @@ class FlatParam:
         self.autograd_shard: Tensor | None = None
         self._splitter = ShardSplitter(self.layout, rank)
         self.bindings = 0
-        self.shown_unit: str | None = None  # what errors call its unit; known at the first forward
         self.name_in_root = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
         self.flat_param_id = FLAT_PARAMS.add(self)
         self.bind(self._copy_to_shard(device, pin_memory))

@@ -66,6 +66,7 @@ class Unit(UnshardedState):
         replica_group: hybrid sharding: the group of the ranks that store the same shards, by name and size; or None.
         flats: the flat parameters; parameters are indexed through all of them, in this order.
         tensor_parallel: for each parameter how it is distributed over other ranks beside, or None; empty if none is.
+        path: for errors: the first parameter's name; from the first forward on the path of the unit's module.
         locations: which modules hold the parameters.
         switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (state_dict/model.py), or None.
@@ -114,6 +115,7 @@ class Unit(UnshardedState):
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in kinds)
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
+        self.path = self.names[0]
         distributions = tuple(spec.tensor_parallel for spec in self.specs)
         self.tensor_parallel = distributions if any(distributions) else ()
         self.switches = Switches.from_environment()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile.comm import collectives, watchdog
+from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.core._torch import replicated_params
 from fsdp_compile.core.environment import check_ranks_timeout
@@ -198,11 +198,9 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
         return False
     units = _paths(module)
     for unit, path in units.items():
+        unit.path = path
         for flat in unit.flats:
-            flat.shown_unit = path
-            watchdog.name_unit(flat.layout.numel, path)
-            if unit.replicas is not None:  # whose average is of shards
-                watchdog.name_unit(flat.shard.numel(), path)
+            collectives.name_unit(flat.layout.numel, path)
     if timeout is None or not groups:
         return True
     for unit in units:

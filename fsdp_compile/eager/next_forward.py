@@ -93,7 +93,7 @@ class NextForward:
             if dtype is None or host_group(unit.group, may_make=False) is None:
                 continue
             if unit.is_sharded and unit.device == flat.shard.device:
-                gather = PrefetchedGather(flat.shard, dtype, unit.stages, flat.shown_unit)
+                gather = PrefetchedGather(flat.shard, dtype, unit.stages)
                 self._started.append(_Started(unit, weakref.ref(unit.group), unit.version_counters(), gather))
 
     def start_next_stages(self) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_compile.comm.collectives import waiting_for
 from fsdp_compile.core._torch import (
     allreduce_hook,
     bf16_compress_hook,
@@ -141,18 +142,20 @@ def reduce_or_accumulate(
     reduction.full_precision = full_precision
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
         streams.use_in_post_backward(packed)
-    with streams.reducing():
+    with streams.reducing(), waiting_for("reduce", unit.path):
         reduced, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
     if _defers_all_reduce(unit):
-        reduction.finish = partial(_complete, streams, complete)
+        reduction.finish = partial(_complete, streams, complete, unit.path)
         call_after_backward(reduction.wait)
         return None
     hook, hook_stream = options.all_reduce_hook, options.all_reduce_hook_stream
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
     result = reduced if as_stored else torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
 
+    path = unit.path
+
     def finish() -> None:  # an autograd node owns it: it must own no flat parameter and no unit, as `options` may
-        with streams.finishing():
+        with streams.finishing(), waiting_for("reduce", path):
             complete()
             _call_all_reduce_hook(hook, hook_stream, streams, reduced)
             if result is not reduced:
@@ -199,7 +202,7 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
     accumulated = take_accumulated(flat)
     if accumulated is None:
         accumulated = torch.zeros(flat.layout.numel, dtype=unit.sent_dtype(flat), device=unit.device)
-    with torch.no_grad():
+    with torch.no_grad(), waiting_for("reduce", unit.path):
         reduced, complete = _start_reduce(unit, flat, accumulated)
         complete()
         if _defers_all_reduce(unit):
@@ -224,7 +227,7 @@ def _start_reduce(
     if unit.is_sharded and unit.switches.fake_reduce:
         return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas, at_once=at_once)
     groups = options.reduce_groups or unit.stages
-    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once, flat.shown_unit)
+    return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once)
 
 
 def _defers_all_reduce(unit: Unit) -> bool:
@@ -242,8 +245,8 @@ def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced
     return all_reduces
 
 
-def _complete(streams: Streams, complete: Callable[[], None]) -> None:
-    with streams.finishing():
+def _complete(streams: Streams, complete: Callable[[], None], path: str) -> None:
+    with streams.finishing(), waiting_for("reduce", path):
         complete()
     streams.await_reduce()  # compute allocated what was reduced: it is dropped now, and compute may be given its memory
 

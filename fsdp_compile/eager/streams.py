@@ -218,7 +218,8 @@ class UnshardedBuffer:
         if first and self.slice is None:
             self.slice = self.full.new_empty(self.full.numel() // last.size)
             self._start_stage(self.slice, self.flat.shard, first[0])
-            self._wait(self.slice)
+            with collectives.waiting_for("all-gather", self.unit.path):
+                self._wait(self.slice)
         self._start_stage(self.full, self.flat.shard if self.slice is None else self.slice, last)
         self.storage = self.full.untyped_storage()
 
@@ -227,7 +228,7 @@ class UnshardedBuffer:
         self._prefetched = take(shard, full.dtype, group.name)
         if self._prefetched is None:
             sent = self._shard() if shard is self.flat.shard else shard
-            collectives.start_all_gather(full, sent, group.size, group.name, self.flat.shown_unit)
+            collectives.start_all_gather(full, sent, group.size, group.name)
         else:
             full.set_(self._prefetched.full.untyped_storage(), 0, full.shape, (1,))
 

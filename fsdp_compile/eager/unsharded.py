@@ -210,7 +210,7 @@ class UnshardedUnit:
         """Order compute after the all-gathers."""
         filling = [buffer for buffer in self.buffers if buffer.filling]
         if filling:
-            with self.streams.unsharding():
+            with self.streams.unsharding(), collectives.waiting_for("all-gather", self.unit.path):
                 for buffer in filling:
                     buffer.finish()
             self.streams.await_unshard(*[buffer.full for buffer in filling])

@@ -90,7 +90,6 @@ def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET: expected a number, found 'much'"),
         ("FSDP_COMPILE_DEVICE", "h100", "device: expected a link beside it"),
-        ("FSDP_COMPILE_WATCHDOG", "0", "FSDP_COMPILE_WATCHDOG: expected"),
         ("FSDP_COMPILE_DISABLE", "reordr", "FSDP_COMPILE_DISABLE: expected names among insert_collectives"),
     ],
 )

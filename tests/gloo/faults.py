@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import MixedPrecision, checkpoint, fully_shard
 
 STEPS, LIMIT = 3, 90.0
-WATCHDOG = {"eager": 3, "aot_eager": 10, "inductor": 20}  # seconds, by what runs the model: more than it compiles
+TIMEOUT = {
+    "eager": 3,
+    "aot_eager": 10,
+    "inductor": 20,
+}  # seconds, by what runs the model: more than it compiles
 
 
 def fail(scenario: str) -> None:
@@ -65,7 +69,7 @@ def train(rank: int, folder: Path, scenario: str, stage: str, how: str) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
     options: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "mixed_precision": precision}
     if dist.get_world_size() == 4:
-        options |= {"mesh": init_device_mesh("cpu", (2, 2)), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "devices_per_node": 2}
     model = fully_shard(model, **options)
     fault = Fault(rank, scenario, stage)
     if how == "eager":  # in the middle of the model
@@ -142,12 +146,17 @@ def live(rank: int, folder: Path, *row: str) -> None:
     """A rank's life, to its end or its error."""
     torch.set_num_threads(1)
     parent = os.getppid()
-    os.environ["FSDP_COMPILE_WATCHDOG"] = str(WATCHDOG[row[2].split()[0]])
     if row[0] == "cache":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
             str(folder.parent / "warm") if rank == 1 else str(folder / f"cold_{rank}")
         )
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks_of(row[2]))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        timeout=timedelta(seconds=TIMEOUT[row[2].split()[0]]),
+        rank=rank,
+        world_size=ranks_of(row[2]),
+    )
     try:
         train(rank, folder, *row)
     except BaseException as error:

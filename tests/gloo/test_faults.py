@@ -1,4 +1,4 @@
-"""One rank fails, in every stage: the others learn it in seconds, and which collective, unit and rank it was."""
+"""One rank fails, in every stage: the others raise within the group's timeout, with the collective and the unit."""
 
 import json
 import os
@@ -11,12 +11,9 @@ import pytest
 
 import fsdp_compile
 
-from .faults import WATCHDOG
+from .faults import TIMEOUT
 
-LATE = (
-    r"^RuntimeError: .*{where}.*: expected all ranks within {limit} s .*, found no sign of rank 1; "
-    r"ranks? {waiting} in the "
-)
+LATE = r"^RuntimeError: .*([Tt]imed out|[Tt]imeout|closed by peer|reset by peer|Broken pipe).* This was the .*{where}"
 LOST = r"^RuntimeError: .*(closed by peer|reset by peer|Broken pipe).* This was the .*{where}"
 SAID = {  # by scenario, what the other ranks say; rank 1 in the same place of a pair
     "raise": (LATE, "^ArithmeticError"),
@@ -35,8 +32,8 @@ WHERE = {  # by stage, the collective that the others wait for
 }
 HYBRID = r"(all-gather|reduce) of .*HYBRID_SHARD\) in (forward|backward)"  # in each of which other ranks wait
 MISSING = (
-    r"^RuntimeError: {where}: expected all ranks within {limit} s .*, found no sign of rank 1, last seen {last}; "
-    r"ranks {waiting}, waiting after {last}; .* newest checkpoint: step-0000000{newest}$"
+    r"^RuntimeError: .*([Tt]imed out|[Tt]imeout|closed by peer|reset by peer|Broken pipe).* This was {where}\.; "
+    r"newest checkpoint: step-0000000{newest}$"
 )
 TOLD = r"^CheckpointError: {where}: rank 1: {text} newest checkpoint: step-0000000{newest}$"
 SAID_OF_CHECKPOINTS = {
@@ -45,10 +42,10 @@ SAID_OF_CHECKPOINTS = {
     "stop": (MISSING, None),
     "kill": (MISSING, None),
 }
-CHECKPOINTS = {  # by stage, what is being done, in which the last of rank 1 was, and the newest checkpoint after it
-    "save": ("saving step 2 in .*", "collecting its state", 1),
-    "write": ("saving step 2 in .*", "writing its file", 1),
-    "load": ("loading .*step-00000002", "collecting its state", 2),
+CHECKPOINTS = {  # by stage, what is being done, and the newest checkpoint after it
+    "save": ("saving step 2 in .*", 1),
+    "write": ("saving step 2 in .*", 1),
+    "load": ("loading .*step-00000002", 2),
 }
 DAILY = [("stop", "forward", "eager"), ("stop", "write", "eager"), ("raise", "save", "eager")]
 ROWS = [
@@ -69,13 +66,12 @@ ROWS += [
 
 def _expected(scenario: str, stage: str, how: str) -> dict[str, str]:
     """By rank, the pattern of what it says."""
-    is_hybrid, limit = how.endswith("hybrid"), str(WATCHDOG[how.split()[0]])
+    is_hybrid = how.endswith("hybrid")
     ranks = ["0", "2", "3"] if is_hybrid else ["0", "2"]
-    doing, last, newest = CHECKPOINTS.get(stage, ("", "", 0))
+    doing, newest = CHECKPOINTS.get(stage, ("", 0))
     others, odd = (SAID_OF_CHECKPOINTS if doing else SAID)[scenario]
     where = doing or (HYBRID if is_hybrid else WHERE[stage])
-    waiting = "[023]" if is_hybrid and not doing else ", ".join(ranks)
-    named = {"where": where, "limit": limit, "last": last, "newest": newest, "waiting": waiting}
+    named = {"where": where, "newest": newest}
 
     def pattern(text: str) -> str:
         for name, value in named.items():
@@ -100,7 +96,7 @@ def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
     for line in found:
         print(json.dumps(line))
         (scenario, stage, how), said = line["row"], line["said"]
-        limit = WATCHDOG[how.split()[0]]
+        limit = TIMEOUT[how.split()[0]]
         for rank, pattern in _expected(scenario, stage, how).items():
             seconds, text = said.get(rank, [None, "nothing"])
             in_time = scenario == "option" if seconds is None else seconds <= limit + 5
@@ -111,8 +107,9 @@ def _run(folder: Path, rows: list[tuple[str, str, str]]) -> None:
 
 
 def test_a_rank_fails(tmp_path: Path) -> None:
-    """A rank is stopped, in forward or while it writes a checkpoint: the others raise when the time of the watchdog is
-    up, and name it. If it raises while it saves, all raise at once. The checkpoint before is still the newest.
+    """A rank is stopped, in forward or while it writes a checkpoint: the others raise when the group's timeout is over.
+
+    If it raises while it saves, all raise at once. The checkpoint before is still the newest.
     """
     _run(tmp_path, DAILY)
 

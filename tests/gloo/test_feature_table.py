@@ -15,7 +15,6 @@ from features import ROWS, Row
 from models import Inputs, part
 from torch import Tensor, nn
 
-from fsdp_compile.comm import watchdog
 from fsdp_compile.core.unit import unit_of
 
 from .emulation import Emulation, loss_of, windows_of
@@ -222,27 +221,3 @@ def test_row(request: pytest.FixtureRequest, name: str) -> None:
     finally:
         _write(row, green)
     assert all(green.values()), green
-
-
-def _train_watched(rank: int, names: list[str]) -> list[str]:
-    """The rows whose eager numbers the watchdog changes; it is on for models that are sharded meanwhile."""
-    changed = []
-    for name in names:
-        steps = _train(BY_NAME[name], "eager")
-        assert not watchdog.is_on()
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("FSDP_COMPILE_WATCHDOG", "100")
-                watched = _train(BY_NAME[name], "eager")
-            assert watchdog.is_on()
-        finally:
-            watchdog.set_up(None)
-        changed += [] if _equal(watched, steps) else [name]
-    return changed
-
-
-@pytest.mark.parametrize(("pool", "count"), [("two", 2), ("four", 4)])
-def test_watched(request: pytest.FixtureRequest, pool: str, count: int) -> None:
-    """With the watchdog on, every row trains eagerly with the same bits as without."""
-    names = [row.name for row in ROWS if row.ranks == count]
-    assert names and request.getfixturevalue(pool).run(_train_watched, names) == [[]] * count
