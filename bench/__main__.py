@@ -4,6 +4,7 @@ python -m bench                      all parts for this machine, then the report
 python -m bench link many_small      some of them (`--list` names them)
 python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
 python -m bench foresight            steps that were predicted from a calibration, beside the same steps measured
+python -m bench runs CSV             a table of training runs beside predictions; `fit` fits constants to reported ones
 python -m bench host_overhead        where host time goes, ours beside the unsharded model; others alike: ALONE
 """
 
@@ -14,21 +15,19 @@ import sys
 
 from bench import parts, pictures, report
 
-ALONE = (
-    "host_overhead",
-    "compile_time",
-    "planner",
-    "memory_choice",
-    "planned_step",
-    "foresight",
-    "checkpoint",
-)  # files of their own
+# Modules of their own, with options of their own.
+ALONE = {
+    name: f"bench.{name}"
+    for name in (
+        "host_overhead", "compile_time", "planner", "memory_choice", "planned_step", "foresight", "checkpoint", "runs",
+    )
+} | {"fit": "bench.runs.fit"}  # fmt: skip
 
 
 def main() -> None:
     """Measure and report."""
-    if sys.argv[1:2] and sys.argv[1] in ALONE:  # with options of its own
-        sys.exit(subprocess.run([sys.executable, "-m", f"bench.{sys.argv[1]}", *sys.argv[2:]]).returncode)
+    if sys.argv[1:2] and sys.argv[1] in ALONE:
+        sys.exit(subprocess.run([sys.executable, "-m", ALONE[sys.argv[1]], *sys.argv[2:]]).returncode)
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*", help=f"parts and `report`, or one of {', '.join(ALONE)}")
     arguments.add_argument("--list", action="store_true", help="name all parts")

@@ -1,7 +1,6 @@
 """The parts of the command `fsdp-compile` that predict: their arguments, and what they print and write.
 
     fsdp-compile explain FILE.py:FUNCTION --gpus 8,64 --seq 8192 --hardware h100-80
-    fsdp-compile explain --runs CSV
     fsdp-compile calibrate OUT.json
     fsdp-compile plan FILE.py --link LINK --world-size N
 
@@ -32,16 +31,14 @@ Several values with commas between them, as in --gpus 8,64, give one prediction 
 
 examples:
   fsdp-compile explain llama.py:make --gpus 8,64,512,4096 --batch 1,2 --seq 8192 --hardware h100-80 --html step.html
-  fsdp-compile explain llama.py:make --gpus 256 --seq 8192 --checkpointing "none,selective op,full" --json step.json
-  fsdp-compile explain --runs measured.csv --json predicted.json"""
+  fsdp-compile explain llama.py:make --gpus 256 --seq 8192 --checkpointing "none,selective op,full" --json step.json"""
 CALIBRATE = """Measure this machine and write a hardware file: matrix products by size, attention by length, fused
 chains, the optimizer's update, launches and, with several ranks, collectives by size."""
 CALIBRATE_EXAMPLE = """Measuring alternates between all cases, so that what disturbs the machine disturbs all alike.
 
 examples:
   fsdp-compile calibrate this_machine.json
-  torchrun --nproc-per-node 8 -m fsdp_compile calibrate this_node.json
-  fsdp-compile calibrate fitted.json --from-runs measured.csv --hardware h100-80"""
+  torchrun --nproc-per-node 8 -m fsdp_compile calibrate this_node.json"""
 PLAN = """Print the plan that a compiled training step would follow: each collective, how much of it
 computing hides and what limits it. No GPU, no other rank and no memory for the model are needed."""
 PLAN_EXAMPLE = """FILE.py defines two functions without arguments. make_model() returns the model, sharded or not;
@@ -78,9 +75,6 @@ def add_explain(explain: argparse.ArgumentParser) -> None:
     """The arguments of `explain`."""
     explain.set_defaults(run=run_explain)
     explain.add_argument("factory", nargs="?", metavar="FILE.py:FUNCTION", help="makes the model")
-    explain.add_argument(
-        "--runs", type=Path, dest="table", metavar="CSV", help="predict each row of a table of runs instead"
-    )
     cluster = explain.add_argument_group("cluster")
     cluster.add_argument("--gpus", type=_numbers, metavar="N[,N...]", help="number of GPUs, one rank each (default: 8)")
     cluster.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: as the hardware file says")
@@ -130,9 +124,6 @@ def add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
     calibrate.add_argument("--seconds", type=positive, default=120, metavar="N", help="to spend on measuring, at most "
                            "300 (default: 120)")  # fmt: skip
-    calibrate.add_argument(
-        "--from-runs", type=Path, dest="table", metavar="CSV", help="fit constants to a table of runs instead"
-    )
     calibrate.add_argument("--name", help="of the hardware in the file (default: that of --hardware)")
 
 
@@ -162,16 +153,12 @@ FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy":
 
 
 def run_explain(args: argparse.Namespace) -> None:
-    """Print and write the predictions for a model, or for a table of runs."""
+    """Print and write the predictions for a model."""
     given = {field: getattr(args, option) for option, field in FIELDS.items() if getattr(args, option) is not None}
     if args.hardware == "list":
         return _list_hardware()
-    if args.table is not None:
-        if args.factory or given or args.html or args.trace or args.calibration:
-            raise ValueError("--runs: expected no other option than --hardware and --json, found one")
-        return _explain_table(args)
     if args.factory is None:
-        raise ValueError("FILE.py:FUNCTION: expected what makes the model, or --runs, found neither")
+        raise ValueError("FILE.py:FUNCTION: name the file and the function that makes the model")
     make_model, example_inputs = load_factory(args.factory)
     for path in (args.json, args.html, args.trace):
         _check_folder(path)
@@ -258,21 +245,6 @@ def _list_hardware() -> None:
         print(f"{name:14} {peak / 1e12:,.1f} Tflop/s, {each.bandwidth / 1e12:,.3f} TB/s{memory}")
 
 
-def _explain_table(args: argparse.Namespace) -> None:
-    from fsdp_compile.explain import predict_runs
-    from fsdp_compile.explain.runs.run_table import RunTable
-
-    _check_folder(args.json)
-    table = RunTable(tuple(predict_runs(args.table, args.hardware)))
-    if args.json is None:
-        print(table, end="")
-    elif args.json == STANDARD_OUTPUT:
-        print(table.to_json(), end="")
-    else:
-        args.json.write_text(table.to_json(), encoding="utf-8")
-        print(f"wrote {args.json}")
-
-
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
@@ -305,22 +277,13 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
-    """Measure this machine, or fit constants to a table of runs, and write a hardware file."""
+    """Measure this machine and write a hardware file."""
+    from fsdp_compile.api import fully_shard
+    from fsdp_compile.explain.calibrate import calibrate
     from fsdp_compile.passes.cost.hardware import to_json
 
     _check_folder(args.out)
-    if args.table is not None:
-        from fsdp_compile.explain.settings import fit_to_table
-        from fsdp_compile.passes.cost.hardware import device
-
-        if args.hardware is None:
-            raise ValueError("--hardware: expected the name of the hardware that the runs used, found none")
-        made, rank = fit_to_table(args.table, device(args.hardware)), 0
-    else:
-        from fsdp_compile.api import fully_shard
-        from fsdp_compile.explain.calibrate import calibrate
-
-        made, rank = calibrate(args.device, args.hardware, args.seconds, fully_shard)
+    made, rank = calibrate(args.device, args.hardware, args.seconds, fully_shard)
     if args.name is not None:
         made = replace(made, name=args.name)
     if rank == 0:

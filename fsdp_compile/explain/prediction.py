@@ -6,8 +6,6 @@
 Seconds, bytes and tokens are per rank. `to_dict` of both is what the JSON of the command line holds.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -327,50 +325,3 @@ class Prediction:
         fields = asdict(self)
         fields["memory"]["fits"] = self.fits
         return {"format": FORMAT, "fits": self.fits, **fields}
-
-
-@dataclass(frozen=True)
-class RunPrediction:
-    """What a row of a table of runs would take.
-
-    Attributes:
-        row: the row, as read: text by column.
-        tok_s_gpu: predicted tokens per second and GPU; None if the row cannot be predicted.
-        peak_gib: predicted peak memory in GiB.
-        fits: whether that is within the GPU's memory.
-        error: why the row cannot be predicted, in words; None if it can.
-        prediction: all of it.
-    """
-
-    row: Mapping[str, str]
-    tok_s_gpu: float | None
-    peak_gib: float | None
-    fits: bool | None
-    error: str | None
-    prediction: Prediction | None = None
-
-    @property
-    def reported(self) -> float | None:
-        """Tokens per second and GPU that the row itself has, if it has them."""
-        try:
-            value = float(self.row.get("tok_s_gpu") or "nan")
-        except ValueError:
-            return None
-        return value if math.isfinite(value) and value > 0 else None
-
-    @property
-    def relative_error(self) -> float | None:
-        """Predicted over reported, less 1; None where one of them is missing."""
-        return None if self.tok_s_gpu is None or self.reported is None else self.tok_s_gpu / self.reported - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Row, prediction and error, as JSON has them; without the timeline."""
-        return {
-            "row": dict(self.row),
-            "tok_s_gpu": self.tok_s_gpu,
-            "reported_tok_s_gpu": self.reported,
-            "relative_error": self.relative_error,
-            "peak_gib": self.peak_gib,
-            "fits": self.fits,
-            "error": self.error,
-        }

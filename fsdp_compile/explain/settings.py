@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compile.explain import fit_hardware, predict_step
+from fsdp_compile.explain import predict_step
 from fsdp_compile.explain.explanation import Explanation
 from fsdp_compile.explain.prediction import Setting
-from fsdp_compile.explain.runs.tables import case_of, read_rows
 from fsdp_compile.passes.cost.hardware import Hardware, device, read_hardware
 
 USUAL = "h100-80"  # hardware, where none is named
@@ -99,22 +98,6 @@ def _copy(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(model, memo)
-
-
-def fit_to_table(path: Path, base: Hardware) -> Hardware:
-    """`base` with the constants that agree best with those rows of a table of runs that used it.
-
-    Raises:
-        ValueError: the file cannot be read, or no row can be predicted and says that it used `base`.
-    """
-    return fit_hardware([row for row in read_rows(path) if _used(row) == base.name], base)
-
-
-def _used(row: Mapping[str, str]) -> str | None:
-    try:
-        return case_of(row).hardware.name
-    except ValueError:
-        return None
 
 
 def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path | None) -> Hardware:

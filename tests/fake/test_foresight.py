@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_compile.explain import predict_runs, predict_step
+from bench.runs.tables import REPORTED, predict_runs
+from bench.runs.transformers import Run, Transformer, work_of
+from fsdp_compile.explain import predict_step
 from fsdp_compile.explain.prediction import Setting
-from fsdp_compile.explain.runs.tables import REPORTED
-from fsdp_compile.explain.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.explain.steps import Model
 from fsdp_compile.explain.work import BATCHES, Attention, Product, at_batch
 

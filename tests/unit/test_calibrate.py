@@ -113,23 +113,10 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["--seconds", "301"], "seconds: expected more than 0 and at most 300, found 301"),
         (["--hardware", "h1000"], "expected one of a100-40, "),
-        (["--from-runs", str(tmp_path / "none.csv"), "--hardware", "h100"], "expected a CSV file of runs"),
-        (["--from-runs", str(tmp_path / "none.csv")], "--hardware: expected the name of the hardware"),
     ):
         assert main(["calibrate", str(tmp_path / "out.json"), "--device", "cpu", *options]) == 2
         assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Constants are fitted to the rows of a table that used the hardware, and written with that origin."""
-    from fsdp_compile.explain.runs.tables import REPORTED
-
-    options = ["--from-runs", str(REPORTED), "--hardware", "h100-96-500w", "--name", "ours"]
-    assert main(["calibrate", str(tmp_path / "fitted.json"), *options]) == 0
-    made = read_hardware(tmp_path / "fitted.json")
-    assert made.name == "ours" and made.sources["product_efficiency"] == Source("fitted", "least squares over 1 runs")
-    assert "product_efficiency" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -105,12 +105,8 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["{model}:fails"], "it raised RuntimeError: no such checkpoint"),
         (["{model}:makes_a_list"], "expected a function that makes a module, found one that makes list"),
         (["{model}:on_a_gpu"], "model: expected "),
-        (["--runs", "{model}x"], "expected a CSV file of runs, found no regular file"),
-        (
-            ["--runs", "{model}", "--gpus", "8"],
-            "--runs: expected no other option than --hardware and --json, found one",
-        ),
-        ([], "FILE.py:FUNCTION: expected what makes the model, or --runs, found neither"),
+        (["--runs", "{model}"], "unrecognized arguments: --runs"),
+        ([], "FILE.py:FUNCTION: name the file and the function that makes the model"),
     ],
 )
 def test_bad_input(
@@ -178,28 +174,3 @@ def test_model_stays_as_it_is() -> None:
         explain(made, world_size=-8)
     with pytest.raises(ValueError, match="batch: expected at least one value, found none"):
         explain(made, world_size=8, batch=[])
-
-
-RUNS = """source,system,model,layers,hidden,heads,seq,gpus,device,precision,micro_batch,act_ckpt,sharding,tok_s_gpu
-here,composer FSDP1 eager,mpt-7b,32,4096,32,2048,8,h100-80,amp_bf16,6,none,FULL_SHARD,10643.0
-there,composer FSDP1 eager,mpt-7b,32,4096,32,2048,8,h100-80,amp_bf16,6,none,FULL_SHARD,
-there,composer FSDP1 eager,mpt-7b,32,4096,32,,8,h100-80,amp_bf16,6,none,FULL_SHARD,1.0
-"""
-
-
-def test_table_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--runs` predicts each row or says why not; --json prints or writes columns, predictions and a summary."""
-    (tmp_path / "runs.csv").write_text(RUNS)
-    assert main(["explain", "--runs", str(tmp_path / "runs.csv")]) == 0
-    assert "2 of 3 rows are predicted, 1 compared\nMAPE " in capsys.readouterr().out
-    assert main(["explain", "--runs", str(tmp_path / "runs.csv"), "--json"]) == 0
-    printed = capsys.readouterr().out
-    table = json.loads(printed)
-    assert [row["source"] for row in table["rows"]] == ["here", "there", "there"]
-    first, second, third = table["rows"]
-    assert first["relative_error"] == pytest.approx(first["predicted_tok_s_gpu"] / 10643 - 1)
-    assert second["predicted_tok_s_gpu"] == first["predicted_tok_s_gpu"] and second["relative_error"] is None
-    assert third["predicted_tok_s_gpu"] is None and third["error"].startswith("seq: expected ")
-    assert table["summary"]["mape"] == pytest.approx(abs(first["relative_error"]))
-    assert main(["explain", "--runs", str(tmp_path / "runs.csv"), "--json", str(tmp_path / "out.json")]) == 0
-    assert (tmp_path / "out.json").read_text() == printed

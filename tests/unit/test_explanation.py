@@ -1,4 +1,4 @@
-"""What is predicted, in each of its forms: text, JSON, trace, page; and a table of runs."""
+"""What is predicted, in each of its forms: text, JSON, trace, page."""
 
 import json
 import re
@@ -19,12 +19,10 @@ from fsdp_compile.explain.prediction import (
     Constant,
     Memory,
     Prediction,
-    RunPrediction,
     Setting,
     TimelineSpan,
     TopCollective,
 )
-from fsdp_compile.explain.runs.run_table import RunTable
 
 SCRIPT = "</script><script>alert(1)</script><!--"  # a name that must not end the element that holds the JSON
 
@@ -197,36 +195,3 @@ def test_every_field_is_documented() -> None:
     for kind in (Setting, Prediction, Memory, CollectiveTime, TopCollective, TimelineSpan, Alternative, Constant):
         missing = [each.name for each in fields(kind) if f"`{each.name}" not in text]
         assert not missing, (kind.__name__, missing)
-
-
-# --- a table of runs --------------------------------------------------------------------------------------------------
-
-
-def run(reported: str, predicted: float | None, error: str | None = None) -> RunPrediction:
-    row = {
-        "model": "mpt-7b",
-        "device": "h100-80",
-        "gpus": "8",
-        "seq": "2048",
-        "micro_batch": "6",
-        "tok_s_gpu": reported,
-    }
-    return RunPrediction(row, predicted, 61.5 if predicted else None, True if predicted else None, error)
-
-
-def test_table_of_runs() -> None:
-    """Rows have their columns and the predicted ones; only rows that have both figures are compared."""
-    table = RunTable(
-        (run("10000", 11000.0), run("10000", 9700.0), run("", 5000.0), run("9000", None, "seq: expected more"))
-    )
-    assert table.summary == pytest.approx(
-        {"rows": 4, "predicted": 3, "compared": 2, "mape": 0.065, "p90": 0.093, "bias": 0.035}
-    )
-    read = json.loads(table.to_json())
-    assert read["rows"][0]["tok_s_gpu"] == "10000" and read["rows"][0]["predicted_tok_s_gpu"] == 11000.0
-    assert read["rows"][0]["relative_error"] == pytest.approx(0.1) and read["rows"][2]["relative_error"] is None
-    assert "MAPE 6.5%, p90 9.3%, bias +3.5%" in str(table) and "seq: expected more" in str(table)
-    assert list(read["rows"][0])[:7] == [
-        "model", "device", "gpus", "seq", "micro_batch", "tok_s_gpu", "predicted_tok_s_gpu",
-    ]  # fmt: skip
-    assert RunTable((run("", 5000.0),)).summary["mape"] is None

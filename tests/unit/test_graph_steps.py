@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from bench.runs.tables import case_of
 from fsdp_compile.explain.pricing import Priced, price
-from fsdp_compile.explain.runs.tables import case_of
 from fsdp_compile.passes.cost.hardware import device
 
 ROW = {"model": "llama", "layers": "6", "hidden": "1024", "heads": "8", "vocab": "32000", "seq": "2048", "gpus": "8",

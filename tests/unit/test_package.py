@@ -50,14 +50,13 @@ def test_names_load_no_passes() -> None:
 
 
 def test_numbers_load_no_torch() -> None:
-    """Torch is not loaded where numbers alone are computed: by plans, costs, and `explain --runs` from start to end."""
-    table = Path(fsdp_compile.__file__).parent / "explain/runs/data/reported_runs.csv"
+    """Torch is not loaded where numbers alone are computed: by plans, costs, and options of the command line."""
     loaded = loaded_after(
         "import contextlib, io, fsdp_compile.passes.plan.search\n"
         "from fsdp_compile.cli import main\n"
-        f"with contextlib.redirect_stdout(io.StringIO()): main(['explain', '--runs', {str(table)!r}])"
+        "with contextlib.redirect_stdout(io.StringIO()): main(['explain', '--hardware', 'list'])"
     )
-    assert {"fsdp_compile.explain.runs.tables", "fsdp_compile.passes.cost.hardware"} <= loaded
+    assert {"fsdp_compile.explain.prediction", "fsdp_compile.passes.cost.hardware"} <= loaded
     assert not [name for name in loaded if name.split(".")[0] == "torch"]
 
 

@@ -1,15 +1,18 @@
 """Tables of runs: every row is predicted or answered, and constants fitted to other runs predict each reported one."""
 
 import csv
+import json
 import re
+from dataclasses import replace
 
 import pytest
+from predictions import prediction
 
-from bench.fit_runs import A100, FREE, cases
-from fsdp_compile.explain import fit_hardware, predict_runs
-from fsdp_compile.explain.runs.fit import fit, leave_one_out, predicted, summary
-from fsdp_compile.explain.runs.tables import REPORTED, read_rows
-from fsdp_compile.passes.cost.hardware import device
+from bench.runs.__main__ import as_json, as_text, main, totals
+from bench.runs.fit import A100, FREE, cases, fit, fit_to_table, leave_one_out, predicted, summary
+from bench.runs.fit import main as fit_main
+from bench.runs.tables import REPORTED, RunPrediction, predict_runs, read_rows
+from fsdp_compile.passes.cost.hardware import Source, device, read_hardware
 
 ROW = {"system": "composer FSDP1 eager", "model": "mpt-7b", "params": "6658859008", "layers": "32", "hidden": "4096",
        "heads": "32", "seq": "2048", "gpus": "8", "device": "a100-80", "precision": "amp_bf16", "micro_batch": "6",
@@ -89,11 +92,71 @@ def test_rows_are_read_generously(tmp_path):
     assert all(each.tok_s_gpu > 0 and each.peak_gib > 0 for each in answers)
 
 
-def test_fit_hardware_of_a_table():
+def test_fit_to_a_table(tmp_path):
     """Constants are fitted to a table of one's own runs: those of A100s make them predicted better than an H100's."""
-    rows = [row for row in read_rows(REPORTED) if row["device"] == "a100-80"]
-    fitted = fit_hardware(rows, device("a100-80"))
+    fitted = fit_to_table(REPORTED, device("a100-80"))
     assert fitted.product_efficiency != device("a100-80").product_efficiency
     assert fitted.sources["product_efficiency"].origin == "fitted"
-    with pytest.raises(ValueError, match="rows: expected some with a speed"):
-        fit_hardware([{**rows[0], "tok_s_gpu": ""}], device("a100-80"))
+    assert "over 10 runs" in fitted.sources["product_efficiency"].source
+    fit_main(["--runs", str(REPORTED), "--hardware", "h100-96-500w", str(tmp_path / "fitted.json")])
+    made = read_hardware(tmp_path / "fitted.json")
+    assert made.sources["product_efficiency"] == Source("fitted", "least squares over 1 runs")
+    with pytest.raises(ValueError, match="no row ran on cpu and has a speed"):
+        fit_to_table(REPORTED, device("cpu"))
+
+
+RUNS = """source,system,model,layers,hidden,heads,seq,gpus,device,precision,micro_batch,act_ckpt,sharding,tok_s_gpu
+here,composer FSDP1 eager,mpt-7b,32,4096,32,2048,8,h100-80,amp_bf16,6,none,FULL_SHARD,10643.0
+there,composer FSDP1 eager,mpt-7b,32,4096,32,2048,8,h100-80,amp_bf16,6,none,FULL_SHARD,
+there,composer FSDP1 eager,mpt-7b,32,4096,32,,8,h100-80,amp_bf16,6,none,FULL_SHARD,1.0
+"""
+
+
+def test_table_of_runs(tmp_path, capsys):
+    """Each row is predicted or says why not; --json prints or writes columns, predictions and a summary."""
+    (tmp_path / "runs.csv").write_text(RUNS)
+    main([str(tmp_path / "runs.csv")])
+    assert "2 of 3 rows are predicted, 1 compared\nMAPE " in capsys.readouterr().out
+    main([str(tmp_path / "runs.csv"), "--json"])
+    printed = capsys.readouterr().out
+    table = json.loads(printed)
+    assert [row["source"] for row in table["rows"]] == ["here", "there", "there"]
+    first, second, third = table["rows"]
+    assert first["relative_error"] == pytest.approx(first["predicted_tok_s_gpu"] / 10643 - 1)
+    assert second["predicted_tok_s_gpu"] == first["predicted_tok_s_gpu"] and second["relative_error"] is None
+    assert third["predicted_tok_s_gpu"] is None and third["error"].startswith("seq: expected ")
+    assert table["summary"]["mape"] == pytest.approx(abs(first["relative_error"]))
+    main([str(tmp_path / "runs.csv"), "--json", str(tmp_path / "out.json")])
+    assert (tmp_path / "out.json").read_text() == printed
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "missing.csv")])
+    assert "expected a CSV file of runs, found no regular file" in capsys.readouterr().err
+
+
+def run(reported, predicted, error=None):
+    """A row as if it were predicted so."""
+    row = {
+        "model": "mpt-7b",
+        "device": "h100-80",
+        "gpus": "8",
+        "seq": "2048",
+        "micro_batch": "6",
+        "tok_s_gpu": reported,
+    }
+    return RunPrediction(row, replace(prediction(), tokens_per_second=predicted) if predicted else None, error)
+
+
+def test_only_rows_that_have_both_figures_are_compared():
+    """Rows have their columns and the predicted ones; the summary compares predicted with reported speeds."""
+    rows = [run("10000", 11000.0), run("10000", 9700.0), run("", 5000.0), run("9000", None, "seq: expected more")]
+    assert totals(rows) == pytest.approx(
+        {"rows": 4, "predicted": 3, "compared": 2, "mape": 0.065, "p90": 0.093, "bias": 0.035}
+    )
+    read = json.loads(as_json(rows))
+    assert read["rows"][0]["tok_s_gpu"] == "10000" and read["rows"][0]["predicted_tok_s_gpu"] == 11000.0
+    assert read["rows"][0]["relative_error"] == pytest.approx(0.1) and read["rows"][2]["relative_error"] is None
+    assert "MAPE 6.5%, p90 9.3%, bias +3.5%" in as_text(rows) and "seq: expected more" in as_text(rows)
+    assert list(read["rows"][0])[:7] == [
+        "model", "device", "gpus", "seq", "micro_batch", "tok_s_gpu", "predicted_tok_s_gpu",
+    ]  # fmt: skip
+    assert totals([run("", 5000.0)])["mape"] is None

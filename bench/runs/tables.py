@@ -7,24 +7,68 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.runs.architectures import infer
+from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.config import read_text
-from fsdp_compile.explain.prediction import RunPrediction, Setting
+from fsdp_compile.explain.prediction import Prediction, Setting
 from fsdp_compile.explain.pricing import Priced, price
-from fsdp_compile.explain.runs.architectures import infer
-from fsdp_compile.explain.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.passes.cost.cluster import custom_network
 from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
 
 REPORTED = Path(__file__).parent / "data" / "reported_runs.csv"
 COMPOSER_MOVES = 1.8
 """How many times the bytes of their operators Composer's blocks move: at this, eager kernels of the reported runs reach
-0.7 of the bandwidth, as they do elsewhere (python -m bench.fit_runs). What moves the rest is not known."""
+0.7 of the bandwidth, as they do elsewhere (python -m bench fit). What moves the rest is not known."""
 
 Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """What a row would take.
+
+    Attributes:
+        row: the row as read, text by column.
+        prediction: the predicted step; None if the row cannot be predicted.
+        error: why it cannot be predicted; None if it can.
+    """
+
+    row: Row
+    prediction: Prediction | None = None
+    error: str | None = None
+
+    @property
+    def tok_s_gpu(self) -> float | None:
+        """Predicted tokens per second and GPU."""
+        return self.prediction.tokens_per_second if self.prediction else None
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Predicted peak memory in GiB."""
+        return self.prediction.memory.peak / 2**30 if self.prediction else None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is within the GPU's memory."""
+        return self.prediction.fits if self.prediction else None
+
+    @property
+    def reported(self) -> float | None:
+        """Tokens per second and GPU that the row itself gives, if it does."""
+        try:
+            value = float(self.row.get("tok_s_gpu") or "nan")
+        except ValueError:
+            return None
+        return value if math.isfinite(value) and value > 0 else None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Predicted over reported, less 1; None if either is missing."""
+        return None if self.tok_s_gpu is None or self.reported is None else self.tok_s_gpu / self.reported - 1
 
 
 @dataclass(frozen=True)
@@ -74,25 +118,25 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
     return rows
 
 
-def predict_rows(
-    rows: Sequence[Row], hardware: "Mapping[str, Hardware] | Hardware | None" = None
-) -> list[RunPrediction]:
-    """A prediction for each row, or why there is none."""
-    return [_predict(row, hardware) for row in rows]
+def predict_runs(path: str | Path, hardware: Hardware | None = None) -> list[RunPrediction]:
+    """A prediction for each row of a file, or why there is none; on `hardware`, or by the column `device`.
+
+    Raises:
+        ValueError: the file cannot be read or has no rows.
+    """
+    return [_predict(row, hardware) for row in read_rows(path)]
 
 
-def _predict(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None") -> RunPrediction:
+def _predict(row: Row, hardware: Hardware | None) -> RunPrediction:
     try:
         case = case_of(row, hardware)
-        answer = price(work_of(case.model, case.run), case.setting, case.hardware)
+        return RunPrediction(row, price(work_of(case.model, case.run), case.setting, case.hardware))
     except (ValueError, ArithmeticError) as error:
-        return RunPrediction(row, None, None, None, str(error))
-    gib = answer.memory.peak / 2**30
-    return RunPrediction(row, answer.tokens_per_second, gib, answer.fits, None, answer)
+        return RunPrediction(row, error=str(error))
 
 
-def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = None) -> Case:
-    """What a row says.
+def case_of(row: Row, hardware: Hardware | None = None) -> Case:
+    """What a row says; on `hardware`, or by the column `device`.
 
     Raises:
         ValueError: a column is missing or says nothing that is known; it is named.
@@ -105,11 +149,10 @@ def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = Non
     sizes = {field: _optional(row, column) for field, column in names.items()}
     system = row.get("system", "").lower()
     model = infer(row.get("model", ""), sizes, sequence)
-    composer = "composer" in system or "foundry" in system
-    if composer:
-        model = _as_composer(model)
+    if "composer" in system or "foundry" in system:  # the loss is one kernel, and eager kernels move more
+        model = replace(model, fused_loss=True, moves=COMPOSER_MOVES)
     strategy, shard_size = _strategy(row.get("sharding", ""), system)
-    used = hardware if isinstance(hardware, Hardware) else _device(row.get("device", ""), hardware or {})
+    used = hardware or _device(row.get("device", ""))
     setting = Setting(
         world_size=world,
         batch=_optional(row, "micro_batch") or 1,
@@ -127,11 +170,6 @@ def case_of(row: Row, hardware: "Mapping[str, Hardware] | Hardware | None" = Non
         reduce_dtype="float32" if "fsdp2" in system or "titan" in system else None,
     )
     return Case(model, setting, _with_network(used, row))
-
-
-def _as_composer(model: Transformer) -> Transformer:
-    """Composer's models compute the loss in one kernel, and move more than their operators need."""
-    return replace(model, fused_loss=True, moves=COMPOSER_MOVES)
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -211,15 +249,13 @@ def _strategy(text: str, system: str) -> tuple[str, int | None]:
     raise ValueError(f"sharding: expected FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD, found {text!r}")
 
 
-def _device(text: str, hardware: Mapping[str, Hardware]) -> Hardware:
+def _device(text: str) -> Hardware:
     """The hardware of the longest name whose words are all in `text`; of GPUs of several sizes, the usual one."""
-    if text in hardware:
-        return hardware[text]
     words = re.sub(r"[^a-z0-9]+", " ", text.lower())
     words = " ".join(re.sub(r"^(\d+)(?:gb|gib|g)$", r"\1", word) for word in words.split())
     words = re.sub(r"\b(h100|h200|a100|b200|gb200|mi300x)(?:sxm\d?|pcie|nvl)\b", r"\1", words)
     joined = re.sub(r"\bmi300\b", "mi300x", words).split()
-    known = {**devices(), **hardware}
+    known = devices()
     named = [name for name in known if set(name.lower().split("-")) <= set(joined)]
     if named:
         return known[max(named, key=len)]
@@ -243,8 +279,3 @@ def _with_network(hardware: Hardware, row: Row) -> Hardware:
         return custom_network(link(known[int(per_rank)]), hardware)
     usual = link("ib400")
     return custom_network(replace(usual, bandwidth=usual.bandwidth * per_rank / 400), hardware)
-
-
-def reported(rows: Iterable[Row]) -> list[Row]:
-    """The rows that have a speed to compare with."""
-    return [row for row in rows if RunPrediction(row, None, None, None, None).reported is not None]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fsdp_compile.explain.runs.transformers import Transformer
+from bench.runs.transformers import Transformer
 
 VOCABULARIES = (50257, 50277, 50280, 50304, 50368, 50432, 32000, 32768, 64000, 65024, 100352, 128256, 131072, 151936)
 
