@@ -17,7 +17,7 @@ from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
 from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
-from fsdp_compile.eager.forward import Prologue, gathering, hooked_call
+from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
@@ -69,7 +69,7 @@ def _refresh_own_units(module: Any) -> None:
             refresh(unit)
 
 
-class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
+class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
     """A module that `fully_shard` was called on, or that it chose as a unit: what it can do beside what its class does.
 
     An instance is also one of its original class. Type checkers cannot express that: to them the attributes that are
@@ -271,7 +271,7 @@ class FSDPModule(HasShardedParameters, ModuleOptions, Prologue, nn.Module):
         names = clean_names(self)
         for unit in units:
             for flat in unit.flats:
-                flat.name_in_root = names.get(flat.params[0], flat.name_in_root)
+                flat.fqn = names.get(flat.params[0], flat.fqn)
             unit.set_comm_hook(state, hook, compresses(hook))
 
 

@@ -85,7 +85,7 @@ class FlatParam:
         self.autograd_shard: Tensor | None = None
         self._splitter = ShardSplitter(self.layout, rank)
         self.bindings = 0
-        self.name_in_root = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
+        self.fqn = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
         self.flat_param_id = FLAT_PARAMS.add(self)
         self.bind(self._copy_to_shard(device, pin_memory))
 
@@ -215,7 +215,7 @@ class FlatParam:
         return new
 
 
-def by_kind(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
+def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
     """Parameters of one dtype and `requires_grad` together, in order of first appearance; inner tensors apart."""
     kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:

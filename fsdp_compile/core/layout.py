@@ -43,7 +43,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayoutSegment:
     """A run of the full buffer, in elements: one parameter or one gap of padding (E-FLAT-4, E-FLAT-18). Never empty."""
 
     offset: int
@@ -143,18 +143,18 @@ class FlatParamLayout:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[LayoutSegment, ...]:
         """Consecutive segments that cover each element of the buffer once, in order (E-FLAT-4).
 
         Zero-element parameters have none. Padding that meets padding is one segment.
         """
-        segments: list[Segment] = []
+        segments: list[LayoutSegment] = []
         end = 0
         for parameter, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             if numel:
-                segments += [Segment(end, offset - end, None), Segment(offset, numel, parameter)]
+                segments += [LayoutSegment(end, offset - end, None), LayoutSegment(offset, numel, parameter)]
                 end = offset + numel
-        segments.append(Segment(end, self.numel - end, None))
+        segments.append(LayoutSegment(end, self.numel - end, None))
         return tuple(segment for segment in segments if segment.numel)
 
     @property

@@ -17,6 +17,10 @@
     check_ranks(...)           an empty tensor                             Inductor, where ranks compare their graphs
     record_time(...)           an empty tensor                             Inductor, where a profile is recorded
     prefetch_next(shards)      an empty tensor                             Inductor's forwards, planned with an update
+    send_buffer(payload)       the payload, in one buffer                  Inductor's graphs
+    send_buffer_as(shard)      the shard, cast where its all-gather        Inductor's graphs
+                               starts
+    pack_segments, expand_scales, segment_maxima: at the end of this file
 
 This file has the signatures, the derivatives and the shapes, and `UnshardSpec`, the string that says how a unit is
 gathered and reduced. Bodies that communicate are in flat_collectives.py, those of `add_accumulated`, `defer_reduce`
@@ -28,7 +32,7 @@ and `update_shard` in eager/reduce.py, that of `prefetch_next` in eager/next_for
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -37,9 +41,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import without_dispatch_modes
-from fsdp_compile.core.layout import FlatParamLayout
+from fsdp_compile.core.layout import FlatParamLayout, round_up
 
 # Note [Why markers are operators]
 # An `autograd.Function` would be traced through: its collectives would end up in the graph as Dynamo met them, and
@@ -51,50 +56,47 @@ from fsdp_compile.core.layout import FlatParamLayout
 # reads. It makes autograd call the node behind `deferred` (autograd.DeferredGradient) when the graph has run. So does
 # `update_shard`, as what a unit was updated by shall not live until the graph has run.
 
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_OPAQUE = (*_TAGS, torch.Tag.cudagraph_unsafe)  # a replay would not call them
 
-torch.library.define(
-    "fsdp_flat::unshard",
-    "(Tensor shard, Tensor? flat_param_id, Tensor? deferred, str spec) -> Tensor",
-    tags=_TAGS,
-)
-torch.library.define("fsdp_flat::views", "(Tensor(a) full, str layout) -> Tensor(a)[]", tags=_TAGS)
-torch.library.define("fsdp_flat::reduce_grads", "(Tensor packed, str spec) -> Tensor", tags=_TAGS)
-torch.library.define("fsdp_flat::pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor", tags=_TAGS)
-torch.library.define(
-    "fsdp_flat::add_accumulated", "(Tensor packed, Tensor flat_param_id, bool in_place=False) -> Tensor", tags=_OPAQUE
-)
-torch.library.define("fsdp_flat::add_accumulated_", "(Tensor(a!) packed, Tensor flat_param_id) -> ()", tags=_OPAQUE)
-torch.library.define(
-    "fsdp_flat::defer_reduce",
-    "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False) -> Tensor",
-    tags=_OPAQUE,
-)
-torch.library.define(
-    "fsdp_flat::update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", tags=_OPAQUE
-)
-torch.library.define("fsdp_flat::wait_collective", "(Tensor full, Tensor sent) -> Tensor", tags=_TAGS)
-torch.library.define(
-    "fsdp_flat::check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor", tags=_TAGS
-)
-torch.library.define(
-    "fsdp_flat::record_time", "(str graph, int stretch, int index, Device device) -> Tensor", tags=_OPAQUE
-)
-torch.library.define("fsdp_flat::prefetch_next", "(Tensor[] shards, Device device) -> Tensor", tags=_OPAQUE)
+def _define(name: str, signature: str, *tags: torch.Tag) -> Any:
+    """Define the operator `fsdp_flat::name`; return it."""
+    torch.library.define(f"fsdp_flat::{name}", signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    return getattr(torch.ops.fsdp_flat, name).default
 
-UNSHARD = torch.ops.fsdp_flat.unshard.default
-VIEWS = torch.ops.fsdp_flat.views.default
-REDUCE_GRADS = torch.ops.fsdp_flat.reduce_grads.default
-PACK_GRADS = torch.ops.fsdp_flat.pack_grads.default
-ADD_ACCUMULATED = torch.ops.fsdp_flat.add_accumulated.default
-ADD_ACCUMULATED_ = torch.ops.fsdp_flat.add_accumulated_.default
-DEFER_REDUCE = torch.ops.fsdp_flat.defer_reduce.default
-UPDATE_SHARD = has_side_effect(torch.ops.fsdp_flat.update_shard.default)
-WAIT_COLLECTIVE = torch.ops.fsdp_flat.wait_collective.default
-CHECK_RANKS = has_side_effect(torch.ops.fsdp_flat.check_ranks.default)
-RECORD_TIME = has_side_effect(torch.ops.fsdp_flat.record_time.default)
-PREFETCH_NEXT = has_side_effect(torch.ops.fsdp_flat.prefetch_next.default)
+
+_OPAQUE = torch.Tag.cudagraph_unsafe  # a replay would not call it
+
+UNSHARD = _define("unshard", "(Tensor shard, Tensor? flat_param_id, Tensor? deferred, str spec) -> Tensor")
+VIEWS = _define("views", "(Tensor(a) full, str layout) -> Tensor(a)[]")
+REDUCE_GRADS = _define("reduce_grads", "(Tensor packed, str spec) -> Tensor")
+PACK_GRADS = _define("pack_grads", "(Tensor?[] grads, str layout, Tensor? into=None) -> Tensor")
+ADD_ACCUMULATED = _define(
+    "add_accumulated", "(Tensor packed, Tensor flat_param_id, bool in_place=False) -> Tensor", _OPAQUE
+)
+ADD_ACCUMULATED_ = _define("add_accumulated_", "(Tensor(a!) packed, Tensor flat_param_id) -> ()", _OPAQUE)
+DEFER_REDUCE = _define(
+    "defer_reduce", "(Tensor packed, Tensor flat_param_id, str layout, bool owned=False) -> Tensor", _OPAQUE
+)
+UPDATE_SHARD = has_side_effect(
+    _define("update_shard", "(Tensor grad, Tensor flat_param_id, bool at_once=False) -> Tensor", _OPAQUE)
+)
+WAIT_COLLECTIVE = _define("wait_collective", "(Tensor full, Tensor sent) -> Tensor")
+CHECK_RANKS = has_side_effect(
+    _define("check_ranks", "(str sequence, str[] groups, float timeout, Device device) -> Tensor")
+)
+RECORD_TIME = has_side_effect(
+    _define("record_time", "(str graph, int stretch, int index, Device device) -> Tensor", _OPAQUE)
+)
+PREFETCH_NEXT = has_side_effect(_define("prefetch_next", "(Tensor[] shards, Device device) -> Tensor", _OPAQUE))
+SEND_BUFFER = _define("send_buffer", "(Tensor payload) -> Tensor")
+SEND_BUFFER_AS = _define("send_buffer_as", "(Tensor shard, ScalarType dtype) -> Tensor")
+PACK_SEGMENTS = _define(
+    "pack_segments", "(Tensor local, str layout, str[] groups, int[] params, ScalarType dtype) -> Tensor"
+)
+EXPAND_SCALES = _define("expand_scales", "(Tensor values, str layout, str[] groups, int[] counts) -> Tensor")
+SEGMENT_MAXIMA = _define(
+    "segment_maxima",
+    "(Tensor local, str layout, str[] groups, int[] params, int[] counts, bool smallest) -> Tensor",
+)
 MARKERS = (UNSHARD, REDUCE_GRADS, PACK_GRADS, DEFER_REDUCE, UPDATE_SHARD)
 
 
@@ -198,44 +200,28 @@ def _pack_grads_fake(grads: list[Tensor | None], layout: str, into: Tensor | Non
     return _first(grads).new_empty(FlatParamLayout.parse(layout).numel)
 
 
-@torch.library.register_fake("fsdp_flat::add_accumulated")
-def _add_accumulated_fake(packed: Tensor, flat_param_id: Tensor, in_place: bool = False) -> Tensor:
-    return torch.empty_like(packed)
+torch.library.register_fake("fsdp_flat::add_accumulated_", lambda packed, flat_param_id: None)
+for _name in ("add_accumulated", "wait_collective", "send_buffer"):
+    torch.library.register_fake(f"fsdp_flat::{_name}", lambda tensor, *_, **__: torch.empty_like(tensor))
+for _name in ("defer_reduce", "update_shard"):
+    torch.library.register_fake(f"fsdp_flat::{_name}", lambda grad, *_, **__: grad.new_empty((), dtype=torch.float32))
+for _name in ("check_ranks", "record_time", "prefetch_next"):
+    torch.library.register_fake(f"fsdp_flat::{_name}", lambda *given: torch.empty(0, device=given[-1]))
 
 
-@torch.library.register_fake("fsdp_flat::add_accumulated_")
-def _add_accumulated_in_place_fake(packed: Tensor, flat_param_id: Tensor) -> None:
-    return None
+@torch.library.impl("fsdp_flat::send_buffer", "default")
+def _send_buffer(payload: Tensor) -> Tensor:
+    return payload.clone()
 
 
-@torch.library.register_fake("fsdp_flat::defer_reduce")
-def _defer_reduce_fake(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
-    return packed.new_empty((), dtype=torch.float32)
+@torch.library.impl("fsdp_flat::send_buffer_as", "default")
+def _send_buffer_as(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return shard.to(dtype, copy=True)
 
 
-@torch.library.register_fake("fsdp_flat::update_shard")
-def _update_shard_fake(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
-    return grad.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake("fsdp_flat::wait_collective")
-def _wait_collective_fake(full: Tensor, sent: Tensor) -> Tensor:
-    return torch.empty_like(full)
-
-
-@torch.library.register_fake("fsdp_flat::check_ranks")
-def _check_ranks_fake(sequence: str, groups: list[str], timeout: float, device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
-
-
-@torch.library.register_fake("fsdp_flat::record_time")
-def _record_time_fake(graph: str, stretch: int, index: int, device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
-
-
-@torch.library.register_fake("fsdp_flat::prefetch_next")
-def _prefetch_next_fake(shards: list[Tensor], device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
+@torch.library.register_fake("fsdp_flat::send_buffer_as")
+def _send_buffer_as_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(shard, dtype=dtype)
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:
@@ -368,3 +354,143 @@ def shard_order(groups: Sequence[NamedGroup]) -> tuple[int, ...]:
         return ()
     peers, neighbors = (group.size for group in groups)
     return tuple(rank // neighbors + peers * (rank % neighbors) for rank in range(peers * neighbors))
+
+
+# --- operators on a shard that ask for the rank when they run ---------------------------------------------------------
+
+# A graph is the same on all ranks, but which parameters a shard has segments of is not. These operators take the layout
+# and the groups as text, find this rank's segments when they run, and have results of one size on all ranks. A
+# parameter has `counts` blocks of equally many consecutive elements: one, its rows, or smaller ones.
+#
+#     pack_segments(local)     the segments of some parameters, end to end       what a second all-gather sends
+#     expand_scales(values)    for each element of the shard its block's value   one scale for each parameter, or row
+#     segment_maxima(local)    the largest element of each block                 what an all-reduce completes
+
+_START = 16  # segments start at multiples of so many elements, aligned for every dtype
+
+
+class StoredSegment(NamedTuple):
+    """A rank's segment of one parameter: where it starts in the shard and in what `pack_segments` gives; its length."""
+
+    in_shard: int
+    in_packed: int
+    numel: int
+
+
+def shard_index(groups: list[str]) -> int:
+    """Which shard this rank stores: with two groups its rank in the first varies fastest."""
+    index, stride = 0, 1
+    for group in map(group_named, groups):
+        index += group.rank() * stride
+        stride *= group.size()
+    return index
+
+
+@lru_cache(maxsize=4096)
+def segments_of(layout: FlatParamLayout, params: tuple[int, ...], rank: int) -> tuple[StoredSegment | None, ...]:
+    """For each of `params` the segment that `rank` stores, or None."""
+    segments: list[StoredSegment | None] = []
+    end = 0
+    for param in params:
+        record = layout.record(param, rank)
+        segments.append(None if record is None else StoredSegment(record.offset, end, record.numel))
+        end += 0 if record is None else round_up(record.numel, _START)
+    return tuple(segments)
+
+
+@lru_cache(maxsize=4096)
+def packed_numel(layout: FlatParamLayout, params: tuple[int, ...]) -> int:
+    """Elements that `pack_segments` gives: as many as the rank with the most of `params` needs."""
+    ranks = range(layout.world_size)
+    return max(
+        sum(round_up(each.numel, _START) for each in segments_of(layout, params, rank) if each) for rank in ranks
+    )
+
+
+@torch.library.impl("fsdp_flat::pack_segments", "default")
+def _pack_segments(local: Tensor, layout: str, groups: list[str], params: list[int], dtype: torch.dtype) -> Tensor:
+    """This rank's segments of `params` in `local`, 1-D `[shard_numel]`, then zeros, 1-D, seen as `dtype`."""
+    parsed = FlatParamLayout.parse(layout)
+    packed = local.new_zeros(packed_numel(parsed, tuple(params)))
+    for segment in segments_of(parsed, tuple(params), shard_index(groups)):
+        if segment is not None:
+            packed.narrow(0, segment.in_packed, segment.numel).copy_(local.narrow(0, segment.in_shard, segment.numel))
+    return packed.view(dtype)
+
+
+@torch.library.register_fake("fsdp_flat::pack_segments")
+def _pack_segments_fake(local: Tensor, layout: str, groups: list[str], params: list[int], dtype: torch.dtype) -> Tensor:
+    packed = packed_numel(FlatParamLayout.parse(layout), tuple(params))
+    return local.new_empty(packed * local.dtype.itemsize // dtype.itemsize, dtype=dtype)
+
+
+@torch.library.impl("fsdp_flat::expand_scales", "default")
+def _expand_scales(values: Tensor, layout: str, groups: list[str], counts: list[int]) -> Tensor:
+    """The value of each element's block, 1-D `[shard_numel]`, from the `counts` values of each parameter, end to end.
+
+    Padding, and parameters without values, get ones.
+    """
+    parsed = FlatParamLayout.parse(layout)
+    expanded = values.new_ones(parsed.shard_numel)
+    begin = 0
+    for param, count in enumerate(counts):
+        record = parsed.record(param, shard_index(groups))
+        if record is not None and count:
+            block = parsed.numels[param] // count
+            first, end = record.first // block, record.last // block + 1
+            each = values.narrow(0, begin + first, end - first)
+            if count > 1:
+                each = each.repeat_interleave(block).narrow(0, record.first - first * block, record.numel)
+            expanded.narrow(0, record.offset, record.numel).copy_(each.expand(record.numel))
+        begin += count
+    return expanded
+
+
+@torch.library.register_fake("fsdp_flat::expand_scales")
+def _expand_scales_fake(values: Tensor, layout: str, groups: list[str], counts: list[int]) -> Tensor:
+    return values.new_empty(FlatParamLayout.parse(layout).shard_numel)
+
+
+@torch.library.impl("fsdp_flat::segment_maxima", "default")
+def _segment_maxima(
+    local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
+) -> Tensor:
+    """Of the blocks of `params`, `counts` of each, the maxima of what this rank stores, and 1 where that has a NaN:
+    float32 `[2, sum(counts)]`.
+
+    A maximum that ranks reduce would lose a NaN, so it travels beside them. Of the smallest elements: their negation.
+    A block of which the rank has no element: minus infinity, and 0.
+    """
+    parsed = FlatParamLayout.parse(layout)
+    maxima = local.new_full((2, sum(counts)), -inf, dtype=torch.float32)
+    begin = 0
+    for param, count in zip(params, counts, strict=True):
+        record = parsed.record(param, shard_index(groups))
+        if record is not None:
+            block = parsed.numels[param] // count
+            elements = local.narrow(0, record.offset, record.numel)
+            extrema = _extrema_of_blocks(elements, record.first % block, block, smallest)
+            maxima[0].narrow(0, begin + record.first // block, len(extrema)).copy_(-extrema if smallest else extrema)
+        begin += count
+    maxima[1] = maxima[0].isnan()
+    maxima[0].masked_fill_(maxima[1] > 0, -inf)
+    return maxima
+
+
+def _extrema_of_blocks(elements: Tensor, skipped: int, block: int, smallest: bool) -> Tensor:
+    """The largest or smallest of each block of `elements`; `skipped` elements of the first block are missing."""
+    reduce = torch.amin if smallest else torch.amax
+    head = min(block - skipped, len(elements)) if skipped else 0
+    blocks = (len(elements) - head) // block
+    tail = elements[head + blocks * block :]
+    extrema = [reduce(elements[:head], 0, True)] if head else []
+    extrema += [reduce(elements[head : head + blocks * block].view(blocks, block), 1)] if blocks else []
+    extrema += [reduce(tail, 0, True)] if len(tail) else []
+    return torch.cat(extrema)
+
+
+@torch.library.register_fake("fsdp_flat::segment_maxima")
+def _segment_maxima_fake(
+    local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
+) -> Tensor:
+    return local.new_empty((2, sum(counts)), dtype=torch.float32)

@@ -453,7 +453,7 @@ def _local_only(func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0].local, *args[1:], **kwargs) if is_sharded(args[0]) else gather(func, args, kwargs)
 
 
-Reduce = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
+Reduction = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, over dims, with keepdim
 
 
 def _of_sharded(rule: Rule) -> Rule:
@@ -468,7 +468,7 @@ def _of_sharded(rule: Rule) -> Rule:
     return of_any
 
 
-def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduce) -> Tensor:
+def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduction) -> Tensor:
     """`reduce` over all ranks, plain. `fill` is its neutral element, `op` combines the ranks."""
     spec, ndim = x.spec, x.dim()
     if not ndim or not dims or len({dim % ndim for dim in dims}) == ndim:
@@ -522,7 +522,7 @@ def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     return total.div_(x.numel() / total.numel() if total.numel() else 1).to(wanted)
 
 
-def _extreme(fill: float, op: str, reduce: Reduce) -> Rule:
+def _extreme(fill: float, op: str, reduce: Reduction) -> Rule:
     def rule(func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]
         if not x.numel():

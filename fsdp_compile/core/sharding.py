@@ -47,7 +47,7 @@ class ModuleSharding:
             The passes place their all-gathers where they are needed.
         units_below: `units`, and those of all sharded modules below.
         is_root: whether no sharded module is around this one.
-        is_called: whether a call of the module runs that gathered around its hooks. Changes while steps run.
+        in_hooked_call: whether a call of the module runs that gathered around its hooks. Changes while steps run.
         ignored_modules: the modules that the call of `fully_shard` on this module left alone.
         ignored_params: likewise the parameters.
     """
@@ -64,7 +64,7 @@ class ModuleSharding:
     traced_units: tuple[Unit, ...] = ()
     units_below: tuple[Unit, ...] = ()
     is_root: bool = True
-    is_called: bool = False
+    in_hooked_call: bool = False
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_params: frozenset[nn.Parameter] = frozenset()
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
 from fsdp_compile.core.environment import Switches
-from fsdp_compile.core.flat_param import FlatParam, NamedParams, by_kind
+from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
@@ -111,7 +111,7 @@ class Unit(UnshardedState):
         if shards > 1:
             self.ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name)
         order = shard_order(self.stages) if shards > 1 else ()
-        kinds = [kind for section in sections for kind in by_kind(section)]
+        kinds = [kind for section in sections for kind in group_by_dtype(section)]
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in kinds)
         self.params = [param for flat in self.flats for param in flat.params]
         self.names = [name for flat in self.flats for name in flat.layout.names]
@@ -250,7 +250,7 @@ class Unit(UnshardedState):
         return any(flat.trains for flat in self.flats)
 
     @property
-    def stays_unsharded(self) -> bool:
+    def keep_unsharded(self) -> bool:
         """Whether a backward pass that ends now leaves the parameters unsharded (E-STRAT-5)."""
         stays_under_no_sync = not self.reshard_after_forward and not self.syncs
         return self.is_sharded and (stays_under_no_sync or not self.options.reshard_after_backward)

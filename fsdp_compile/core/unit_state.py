@@ -129,7 +129,7 @@ class UnshardedState:
         prefetched: what `FSDPModule.unshard` gathered, until a forward takes it, or None.
         summoned: the full parameters while they stand in the place of the sharded ones, or None.
         may_keep: whether a backward pass of what was gathered last may leave it unsharded; equal on all ranks.
-        kept_unsharded: what a backward pass left unsharded for the next forward, or None.
+        kept: what a backward pass left unsharded for the next forward, or None.
     """
 
     def become_idle(self) -> None:
@@ -141,7 +141,7 @@ class UnshardedState:
         self.prefetched: UnshardedMemory | None = None
         self.summoned: SummonedParams | None = None
         self.may_keep = False
-        self.kept_unsharded: UnshardedMemory | None = None
+        self.kept: UnshardedMemory | None = None
 
     @property
     def state(self) -> UnitState:

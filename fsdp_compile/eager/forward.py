@@ -32,7 +32,7 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, casting_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unshard import free_kept_unsharded, free_prefetched
+from fsdp_compile.eager.unshard import free_kept, free_prefetched
 from fsdp_compile.eager.unsharded import Reader, UnshardedUnit
 from fsdp_compile.eager.writeback import refresh
 
@@ -50,7 +50,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
     A unit that is unsharded already, by an enclosing module or by the backward pass that recomputes this forward, is
     used as it is. If forward raises, the units are resharded and the module stays usable.
     """
-    if module._fsdp.is_called:
+    if module._fsdp.in_hooked_call:
         return cast_outputs(module, forward(module, *args, **kwargs))
     try:  # Note [Graph breaks in the forward of a sharded module]
         args, kwargs = prepare_inputs(module, args, kwargs)
@@ -80,20 +80,20 @@ def hooked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, the `_call_impl` of a sharded module's class, with the units gathered around hooks and forward alike."""
 
     def call_inside(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        allowed_in_regions(_set_is_called, module._fsdp, True)
+        allowed_in_regions(_set_in_hooked_call, module._fsdp, True)
         try:
             return call(module, *args, **kwargs)
         finally:
-            allowed_in_regions(_set_is_called, module._fsdp, False)
+            allowed_in_regions(_set_in_hooked_call, module._fsdp, False)
 
     return gathering(call_inside)
 
 
-def _set_is_called(sharding: ModuleSharding, is_called: bool) -> None:
-    sharding.is_called = is_called
+def _set_in_hooked_call(sharding: ModuleSharding, in_hooked_call: bool) -> None:
+    sharding.in_hooked_call = in_hooked_call
 
 
-class Prologue:
+class CheckParams:
     """Before a compiled forward, checks the parameters of all units below the module, once and outside of Dynamo.
 
         torch.compile(model), model.compile()   the call of the module is not traced: the check happens here
@@ -171,7 +171,7 @@ def _prepare(module: Any) -> None:
         if not unit.is_unsharded:
             refresh(unit)
             free_prefetched(unit)
-            free_kept_unsharded(unit)
+            free_kept(unit)
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ class StatePerFlatParam(Protocol):
 def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
     """Let `hook` reduce `packed` over the group; the result (Note [Communication hooks])."""
     if isinstance(state, StatePerFlatParam):
-        state = state.of_flat_param(flat, flat.name_in_root, unit.group)
+        state = state.of_flat_param(flat, flat.fqn, unit.group)
     if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
         first, second = unit.stages
         packed = packed.view(second.size, first.size, -1).transpose(0, 1).reshape(-1)

@@ -68,7 +68,7 @@ def reshard(unit: Unit) -> None:
     if unit.is_unsharded:
         raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
     free_prefetched(unit)
-    free_kept_unsharded(unit)
+    free_kept(unit)
     for gathered in unit.awaiting_backward:
         if cast(UnshardedUnit, gathered).can_free:
             gathered.free()
@@ -81,11 +81,11 @@ def free_prefetched(unit: Unit) -> None:
         unit.prefetched = None
 
 
-def free_kept_unsharded(unit: Unit) -> None:
+def free_kept(unit: Unit) -> None:
     """Free what a backward pass under no_sync left unsharded for the next forward."""
-    if unit.kept_unsharded is not None:
-        unit.kept_unsharded.free()
-        unit.kept_unsharded = None
+    if unit.kept is not None:
+        unit.kept.free()
+        unit.kept = None
 
 
 def take_prefetched(unit: Unit, full_precision: bool, iteration: object | None) -> UnshardedUnit | None:

@@ -141,7 +141,7 @@ class UnshardedUnit:
         self.opaque: type | None = None  # of an output that may have tensors inside
         self.as_flats = self.can_free = self.prefetched = self.is_differentiated = self.in_root_forward = False
         self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
-        reused = self._take_kept_unsharded()
+        reused = self._take_kept()
         self.reused = reused is not None
         if reused is not None:
             self.buffers = reused.buffers
@@ -154,17 +154,17 @@ class UnshardedUnit:
             for buffer in self.buffers:
                 buffer.start()
 
-    def _take_kept_unsharded(self) -> KeptUnsharded | None:
+    def _take_kept(self) -> KeptUnsharded | None:
         """The buffers that an earlier backward pass left, if they have the values that an all-gather would bring.
 
         A backward pass under no_sync has no collectives: some ranks may have left it out, and have nothing. So whether
         ranks ask each other follows from what all of them did, namely this unit's last all-gather.
         """
         unit = self.unit
-        asks, unit.may_keep = unit.may_keep, unit.stays_unsharded and torch.is_grad_enabled()
+        asks, unit.may_keep = unit.may_keep, unit.keep_unsharded and torch.is_grad_enabled()
         if not asks:
             return None
-        earlier, unit.kept_unsharded = cast(KeptUnsharded | None, unit.kept_unsharded), None
+        earlier, unit.kept = cast(KeptUnsharded | None, unit.kept), None
         usable = (
             earlier is not None
             and earlier.versions == self.versions
@@ -354,12 +354,12 @@ class UnshardedUnit:
         self.hide()
         if self.is_differentiated:
             return
-        if self.unit.stays_unsharded and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
+        if self.unit.keep_unsharded and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
             self._keep()
             return
-        if self.unit.kept_unsharded is not None:
-            self._free(cast(KeptUnsharded, self.unit.kept_unsharded).buffers)
-            self.unit.kept_unsharded = None
+        if self.unit.kept is not None:
+            self._free(cast(KeptUnsharded, self.unit.kept).buffers)
+            self.unit.kept = None
         self.free()
 
     def hide(self) -> None:
@@ -367,10 +367,10 @@ class UnshardedUnit:
         self.unit.hide_unsharded(self.views)
 
     def _keep(self) -> None:
-        earlier = cast(KeptUnsharded | None, self.unit.kept_unsharded)
+        earlier = cast(KeptUnsharded | None, self.unit.kept)
         if earlier is not None and earlier.buffers is not self.buffers:
             self._free(earlier.buffers)
-        self.unit.kept_unsharded = KeptUnsharded(self.buffers, self.versions, self.full_precision)
+        self.unit.kept = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:
         if [param._version for param in self.unit.params] == self.versions.params:

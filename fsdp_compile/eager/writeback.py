@@ -5,7 +5,7 @@
     module.weight = Parameter    the new object replaces the old one in the unit, its values go into a new shard
     param.requires_grad_(...)    the parameters are bound to the shard again if one was thawed
 
-Every eager forward asks `Unit.is_current` of each unit, and so does what precedes a compiled one (`forward.Prologue`).
+Every eager forward asks `Unit.is_current` of each unit, and `forward.CheckParams` before a compiled one does too.
 Measured on one CPU core that takes 0.35 us per parameter. All else here runs only after a change.
 """
 

@@ -37,12 +37,7 @@ def _gathers(model: nn.Module, seed: int, sync: bool) -> list[str]:
 
 def _bytes(model: nn.Module) -> int:
     """What is left of full parameters."""
-    return sum(
-        buffer.storage.nbytes()
-        for unit in units(model)
-        if unit.kept_unsharded
-        for buffer in unit.kept_unsharded.buffers
-    )
+    return sum(buffer.storage.nbytes() for unit in units(model) if unit.kept for buffer in unit.kept.buffers)
 
 
 def _accumulate(rank: int, strategy: str) -> list[list[str]]:
@@ -173,7 +168,7 @@ def _root_alone(rank: int) -> None:
     model = shard(CASE)
     with model.no_sync():
         backward(model, CASE, mine(CASE, 1))
-    assert all(unit.kept_unsharded is None for unit in units(model))
+    assert all(unit.kept is None for unit in units(model))
 
 
 def test_full_shard_keeps_nothing(two: Ranks) -> None:

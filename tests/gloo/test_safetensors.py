@@ -143,7 +143,7 @@ def _loaded_between_steps(rank: int, folder: Path) -> None:
     model = fully_shard(build(case, 1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     with model.no_sync():  # backward leaves what it gathered to the next forward
         backward(model, case, mine(case, 0))
-    assert any(unit.kept_unsharded is not None for unit in units(model))
+    assert any(unit.kept is not None for unit in units(model))
     checkpoint.load_safetensors(model, folder)
     assert backward(model, case, mine(case, 0)) == backward(build(case), case, mine(case, 0))
     with summon_full_params(model), pytest.raises(ValueError, match="leave summon_full_params"):

@@ -21,7 +21,7 @@ ALLOWED = {
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
     "passes": {
-        *("core.ops", "core.flat_collectives", "core.shard_ops", "core.host_copies", "core.layout"),
+        *("core.ops", "core.flat_collectives", "core.host_copies", "core.layout"),
         *("config", "comm"),
     },
     "state_dict": {"core", "comm"},
@@ -32,7 +32,7 @@ ALLOWED = {
 PLAIN = {"passes.plan": {"torch"}, "passes.cost": {"torch"}}  # folders that import nothing of these packages
 
 
-KNOWN_CIRCLES = [{"core.unit", "core.unit_state"}, {"passes.graph.lifetimes", "passes.graph.reading"}]
+KNOWN_CIRCLES = [{"core.unit", "core.unit_state"}]
 
 Graph = dict[str, set[str]]  # for each module the modules that it imports
 

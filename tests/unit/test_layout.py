@@ -18,7 +18,7 @@ import fsdp_compile.core.layout
 from fsdp_compile.core.layout import (
     DEFAULT_ALIGNMENT,
     FlatParamLayout,
-    Segment,
+    LayoutSegment,
     ShardRecord,
 )
 
@@ -79,11 +79,11 @@ def test_segments_of_the_worked_examples(example, segments, mask, numel, shard_n
 def test_segments_name_their_place_and_parameter():
     """A segment carries its offset, and its parameter's index or None (E-FLAT-4)."""
     assert EXAMPLES["L1"].segments == (
-        Segment(0, 3, 0),
-        Segment(3, 1, None),
-        Segment(4, 4, 1),
-        Segment(8, 5, 2),
-        Segment(13, 1, None),
+        LayoutSegment(0, 3, 0),
+        LayoutSegment(3, 1, None),
+        LayoutSegment(4, 4, 1),
+        LayoutSegment(8, 5, 2),
+        LayoutSegment(13, 1, None),
     )
 
 
@@ -213,7 +213,7 @@ def test_zero_element_parameters_are_stored_nowhere():
 def test_padding_before_a_last_zero_element_parameter_is_one_segment():
     """Alignment padding and divisibility padding that meet are one run, which keeps segments minimal (E-FLAT-4)."""
     layout = FlatParamLayout.build([("a", (3,)), ("z", (0,))], 3, FP32)
-    assert layout.segments == (Segment(0, 3, 0), Segment(3, 3, None))
+    assert layout.segments == (LayoutSegment(0, 3, 0), LayoutSegment(3, 3, None))
 
 
 def test_unit_without_data_is_legal():

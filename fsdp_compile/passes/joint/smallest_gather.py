@@ -16,7 +16,7 @@ none, their segments travel in a second gather beside the first.
 
 Local programs read the shard and scales. They come again in backward, where the unit is gathered again. No constant
 depends on the rank, as Note [Graphs without a rank] demands: operators that need the rank ask for it when they run
-(core/shard_ops.py).
+(core/ops.py).
 """
 
 from collections import defaultdict
@@ -31,8 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import UnshardSpec
-from fsdp_compile.core.shard_ops import SEGMENT_MAXIMA, SPREAD, TAKE, most_taken, segments_of
+from fsdp_compile.core.ops import EXPAND_SCALES, PACK_SEGMENTS, SEGMENT_MAXIMA, UnshardSpec, packed_numel, segments_of
 from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, get_tag, is_view, set_tag, tag_of, tagged
 from fsdp_compile.passes.joint.parameter_values import MAXIMA, UNCHANGED, Elements, ParameterValues, Scales, nodes_in
 from fsdp_compile.passes.pipeline import GraphContext
@@ -181,8 +180,8 @@ def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterV
 
     def total(main: tuple[str, torch.dtype]) -> int:
         rest = [(dtype, items) for (program, dtype), items in classes.items() if (program, dtype) != main]
-        taken = [most_taken(unit.layout, tuple(param for param, _ in items)) * dtype.itemsize for dtype, items in rest]
-        return unit.layout.numel * main[1].itemsize + unit.layout.world_size * sum(taken)
+        sizes = [packed_numel(unit.layout, tuple(p for p, _ in items)) * dtype.itemsize for dtype, items in rest]
+        return unit.layout.numel * main[1].itemsize + unit.layout.world_size * sum(sizes)
 
     main = min(classes, key=total)
     if total(main) >= unit.layout.numel * unit.shard.meta["val"].element_size():
@@ -346,10 +345,10 @@ class _UnitPrograms:
         """Gather what is chosen, and take the nodes' new ones from that."""
         layout, emit = self.unit.layout, self.emit
         wire = _wire_dtype([items[0][1].meta["val"].dtype for items in (main, *rest)])
-        taken = [
-            emit("local", TAKE, self._sendable(items), layout.text, self.unit.groups, [p for p, _ in items], wire)
-            for items in rest
-        ]
+        groups, taken = self.unit.groups, []
+        for items in rest:
+            params = [param for param, _ in items]
+            taken.append(emit("local", PACK_SEGMENTS, self._sendable(items), layout.text, groups, params, wire))
         in_place = self._sendable(main)
         dtype = in_place.meta["val"].dtype
         sent = [in_place if dtype == wire else emit("local", aten.view.dtype, in_place, wire)]
@@ -406,7 +405,7 @@ class _UnitPrograms:
         params = range(len(self.unit.layout.shapes))
         counts = [scales[param].meta["val"].numel() if param in scales else 0 for param in params]
         values = self.emit("local", aten.cat.default, flat)
-        return self.emit("local", SPREAD, values, self.unit.layout.text, self.unit.groups, counts)
+        return self.emit("local", EXPAND_SCALES, values, self.unit.layout.text, self.unit.groups, counts)
 
     def _through_groups(self, sent: list[fx.Node]) -> list[fx.Node]:
         """All ranks' `sent`, gathered in as many stages as the unit; what an earlier stage brings is retained."""
@@ -429,7 +428,7 @@ class _UnitPrograms:
             for rank, segments in enumerate(by_rank):
                 segment = segments[position]
                 if segment is not None:
-                    at = rank * row + begin + segment.in_taken * wide
+                    at = rank * row + begin + segment.in_packed * wide
                     shares.append(self.emit("view", aten.slice.Tensor, full, 0, at, at + segment.numel * wide))
             run = shares[0] if len(shares) == 1 else self.emit("view", aten.cat.default, shares)
             if wire not in (dtype, _SENT_AS.get(dtype)):

@@ -26,8 +26,7 @@ from fsdp_compile.comm.collectives import (
     copies,
 )
 from fsdp_compile.core.host_copies import END_COPY, WAIT_COPY
-from fsdp_compile.core.ops import WAIT_COLLECTIVE
-from fsdp_compile.core.shard_ops import SEND, SEND_AS
+from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
@@ -143,7 +142,8 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
     shard: Any = computed.args[0]
     is_cast = computed.target is CAST and shard.op == "placeholder"
     with graph.inserting_after(computed):
-        sent = graph.call_function(SEND_AS, computed.args) if is_cast else graph.call_function(SEND, (computed,))
+        target, args = (SEND_BUFFER_AS, computed.args) if is_cast else (SEND_BUFFER, (computed,))
+        sent = graph.call_function(target, args)
     sent.meta = dict(computed.meta)
     gather.replace_input_with(computed, sent)
     if not computed.users:
@@ -165,14 +165,14 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
     gather.kwargs = {"out": buffer}
 
 
-@register_lowering(SEND, type_promotion_kind=None)
+@register_lowering(SEND_BUFFER, type_promotion_kind=None)
 def _lower_send(payload: Any) -> Any:
     """What is sent is in one buffer: Inductor would compute it anew for the gather and for its wait."""
     payload.realize()
     return payload
 
 
-@register_lowering(SEND_AS, type_promotion_kind=None)
+@register_lowering(SEND_BUFFER_AS, type_promotion_kind=None)
 def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
     """The stored shard under the dtype to which generated code casts it when it starts the gather.
 

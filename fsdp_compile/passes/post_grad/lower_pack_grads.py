@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from fsdp_compile.core.layout import FlatParamLayout, Segment
+from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
 from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
 from fsdp_compile.passes._torch import (
     V,
@@ -24,7 +24,7 @@ from fsdp_compile.passes._torch import (
     tree_leaves,
 )
 
-Contents = Sequence[tuple[Segment, Any]]
+Contents = Sequence[tuple[LayoutSegment, Any]]
 """Segments of a flat parameter, each with the IR of its gradient; None for padding and for unused parameters."""
 
 _EVERYTHING = (0, float("inf"))
@@ -91,7 +91,7 @@ class _Overwritten(ir.NopKernel):
         return False
 
 
-def _write(grad: Any, segment: Segment, box: Any) -> Any:
+def _write(grad: Any, segment: LayoutSegment, box: Any) -> Any:
     """Let `grad`, or zeros if it is None, be computed into its slice of the buffer in `box`."""
     size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
     layout = ir.FixedLayout(
@@ -186,7 +186,7 @@ def _reads_before(name: str, contents: Contents) -> list[Read] | None:
     return reads
 
 
-def _reads_of(reads: Iterable[Read], segment: Segment) -> list[str]:
+def _reads_of(reads: Iterable[Read], segment: LayoutSegment) -> list[str]:
     """What is computed from any element of `segment`."""
     end = segment.offset + segment.numel
     return [name for read in reads if read.first < end and segment.offset < read.end for name in read.computed]
