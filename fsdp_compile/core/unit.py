@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
-from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
@@ -68,7 +67,6 @@ class Unit(UnshardedState):
         tensor_parallel: for each parameter how it is distributed over other ranks beside, or None; empty if none is.
         path: for errors: the first parameter's name; from the first forward on the path of the unit's module.
         locations: which modules hold the parameters.
-        switches: what the environment asked for when the unit was made.
         state_settings: the kind of state dicts (state_dict/model.py), or None.
         ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
 
@@ -118,7 +116,6 @@ class Unit(UnshardedState):
         self.path = self.names[0]
         distributions = tuple(spec.tensor_parallel for spec in self.specs)
         self.tensor_parallel = distributions if any(distributions) else ()
-        self.switches = Switches.from_environment()
         self.state_settings: StateDictSettings | None = None
         self.locations = ParameterLocations(len(self.params))
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None

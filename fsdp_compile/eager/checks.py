@@ -3,10 +3,8 @@
 check_root       settings of units, parameters without a unit or without values, replication around the module
 compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
 compare_order    after the first complete eager forward: the order in which sharded units were gathered
-OrderCheck       the order in which units run in forward, at `TORCH_DISTRIBUTED_DEBUG=DETAIL`
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -91,81 +89,6 @@ def _check_not_replicated(module: Any) -> None:
                 )
 
 
-class OrderCheck:
-    """Compares the order in which units run in forward: among ranks at first, later with the first iteration.
-
-    Ranks that gather in different orders wait for each other for ever, or read each other's parameters as their own. At
-    `TORCH_DISTRIBUTED_DEBUG=DETAIL` the first training iteration compares the order before each all-gather, and later
-    ones are compared with the first, on each rank by itself (E-ORD-3).
-
-    Args:
-        module: the root. Units are identified by their index among all units of the root, equal on all ranks.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.names = {
-            unit: f"{path or type(each).__name__} ({_some_names(unit)})"
-            for unit, (path, each) in _gatherers(module).items()
-        }
-        self.indices = {unit: index for index, unit in enumerate(self.names)}
-        self.first: list[int] = []  # the units of the first iteration, in order
-        self.is_recorded = False  # whether the first iteration has ended
-        self.position = 0
-        self.warned = False
-
-    def begin(self) -> None:
-        """An iteration starts."""
-        self.position = 0
-        if not self.is_recorded:
-            self.first.clear()
-
-    def next(self, unit: Unit) -> None:
-        """`unit` is about to run. In the first iteration, RuntimeError on all ranks if a rank runs another one."""
-        self._compare(self.indices[unit])
-
-    def end(self) -> None:
-        """The iteration has run to its end. Raises as `next` does if another rank still has units to run."""
-        self._compare(len(self.names))
-        self.is_recorded = True
-
-    def _compare(self, index: int) -> None:
-        if not self.is_recorded:
-            self._compare_ranks(index)
-            self.first.append(index)
-        elif not self.warned and (self.position >= len(self.first) or self.first[self.position] != index):
-            self.warned = True
-            expected = self.first[self.position] if self.position < len(self.first) else len(self.names)
-            warnings.warn(
-                f"order of units: expected {self._name(expected)} next, as in the first iteration, found "
-                f"{self._name(index)}; prefetching works for one order, and ranks must change it together",
-                UserWarning,
-                stacklevel=2,
-            )
-        self.position += 1
-
-    def _compare_ranks(self, index: int) -> None:
-        unit = next(iter(self.names))
-        mine = torch.tensor([len(self.names), index], device=unit.device)
-        of_ranks = collectives.all_gather(mine, unit.group.size(), unit.group.group_name).view(-1, 2).tolist()
-        if all(each == of_ranks[0] for each in of_ranks):
-            return
-        ranks = dist.get_process_group_ranks(unit.group)
-        if any(count != len(self.names) for count, _ in of_ranks):
-            counts = ", ".join(f"rank {rank}: {count}" for rank, (count, _) in zip(ranks, of_ranks, strict=True))
-            raise RuntimeError(
-                f"order of units: expected equally many units on all ranks, found {counts}; build and shard the same "
-                f"model on all"
-            )
-        names = "; ".join(f"rank {rank}: {self._name(next)}" for rank, (_, next) in zip(ranks, of_ranks, strict=True))
-        raise RuntimeError(
-            f"order of units: expected the same unit next on all ranks after {self.position} equal ones, found "
-            f"{names}; let forward call the same modules in the same order on all ranks"
-        )
-
-    def _name(self, index: int) -> str:
-        return list(self.names.values())[index] if index < len(self.names) else "the end of forward"
-
-
 # --- among ranks, through the store -----------------------------------------------------------------------------------
 
 # Neither comparison costs anything later. Texts hold no ranks and no names of groups, which differ from rank to rank
@@ -225,26 +148,14 @@ def compare_order(module: nn.Module, order: Iterable[Unit]) -> None:
         compare_in_groups(texts, timeout, _ORDER)
 
 
-def _gatherers(module: nn.Module) -> dict[Unit, tuple[str, nn.Module]]:
-    """The units that `module` and modules below gather, each with the path of the first that does, and that module."""
-    gatherers: dict[Unit, tuple[str, nn.Module]] = {}
+def _paths(module: nn.Module) -> dict[Unit, str]:
+    """The units that `module` and modules below gather, each with path, class and strategy of the first that does."""
+    paths: dict[Unit, str] = {}
     for path, each in module.named_modules():
         sharding = sharding_of(each)
         for unit in sharding.units if sharding else ():
-            gatherers.setdefault(unit, (path, each))
-    return gatherers
-
-
-def _some_names(unit: Unit) -> str:
-    return ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
-
-
-def _paths(module: nn.Module) -> dict[Unit, str]:
-    """The units that `module` and modules below gather, each with path, class and strategy of the first that does."""
-    return {
-        unit: f"{path or 'root'} ({_class_name(each)}, {each._fsdp.strategy.name})"  # type: ignore[union-attr]  # it gathers, so it is sharded
-        for unit, (path, each) in _gatherers(module).items()
-    }
+            paths.setdefault(unit, f"{path or 'root'} ({_class_name(each)}, {sharding.strategy.name})")  # type: ignore[union-attr]  # has units
+    return paths
 
 
 def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
@@ -280,7 +191,8 @@ def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
                 yield f"{path}: {name} {shape}"
         replicates = group is unit.replicas or not unit.is_sharded
         if replicates and unit.summoned is None and unit.trains:
-            yield f"{path}: replicated values of {_some_names(unit)} with checksum {_checksum(unit.flats)}"
+            names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
+            yield f"{path}: replicated values of {names} with checksum {_checksum(unit.flats)}"
 
 
 def _class_name(module: nn.Module) -> str:

@@ -224,8 +224,6 @@ def _start_reduce(
     if unit.comm_hook is not None:
         reduced = _call_comm_hook(unit, flat, *unit.comm_hook, packed)
         return start_average(reduced, (), False, replicas, None, before_replicas, at_once)  # over replicas (E-HOOK-7)
-    if unit.is_sharded and unit.switches.fake_reduce:
-        return start_average(packed.chunk(unit.group_size)[unit.rank].clone(), (), False, replicas, at_once=at_once)
     groups = options.reduce_groups or unit.stages
     return start_average(packed, groups, unit.is_sharded, replicas, how, before_replicas, at_once)
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
@@ -21,7 +20,7 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import ReduceQueue
-from fsdp_compile.eager.checks import OrderCheck, check_root, compare_order, compare_units
+from fsdp_compile.eager.checks import check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
@@ -68,8 +67,6 @@ class Runtime:
         self.converting = False
         self._order_is_known = self._is_checked = self._is_compared = False
         self._streams: dict[torch.device, Streams] = {}
-        self._order_check: OrderCheck | None = None
-        self._checks_order = False  # in the iteration under way
         self._prefetched_in_forward: UnshardedUnit | None = None
         self._prefetched_in_backward: weakref.ref[UnshardedUnit] | None = None
         self._last_forward: weakref.ref[UnshardedUnit] | None = None
@@ -122,15 +119,9 @@ class Runtime:
         for streams in self._streams.values():
             streams.begin_iteration(self.post_optim_event)
         self.post_optim_event = None
-        self._checks_order = module.training and dist.get_debug_level() == dist.DebugLevel.DETAIL
-        if self._checks_order:
-            self._order_check = self._order_check or OrderCheck(module)
-            self._order_check.begin()
 
     def complete_iteration(self, module: nn.Module) -> None:
         """The forward of the root `module` has run to its end. RuntimeError if it was the first and ranks differ."""
-        if self._checks_order and self._order_check is not None:
-            self._order_check.end()
         if not self._order_is_known:
             compare_order(module, filter(None, (unit() for unit in self.order)))
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
@@ -139,7 +130,6 @@ class Runtime:
         """The forward of the root module has ended, or failed."""
         self.iteration = None
         self._drop_prefetched()
-        self._checks_order = False
         if not torch.is_grad_enabled():  # no backward follows, after which the host may change what copies still read
             for streams in self._streams.values():
                 streams.block_on_unshard()
@@ -168,7 +158,7 @@ class Runtime:
         self.unread.clear()
         self.shared_in_forward.clear()
         self.iteration = self._prefetched_in_forward = self._prefetched_in_backward = self._last_forward = None
-        self._checks_order = self._is_compared = self._order_is_known = False
+        self._is_compared = self._order_is_known = False
         for unit in units_gathered_below(module):
             unit.become_idle()
             abandon_gradients(unit)
@@ -176,13 +166,7 @@ class Runtime:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit, full_precision: bool) -> UnshardedUnit:
-        """The unit's buffers, being filled: prefetched ones if they are up to date, else new ones.
-
-        Raises:
-            RuntimeError: another rank is about to gather another unit; checked at debug level DETAIL only.
-        """
-        if self._checks_order and self._order_check is not None:
-            self._order_check.next(unit)
+        """The unit's buffers, being filled: prefetched ones if they are up to date, else new ones."""
         running = self.iteration is not None
         if running and not self._order_is_known and self._position(unit) is None:
             self.order.append(weakref.ref(unit))

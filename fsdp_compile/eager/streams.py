@@ -206,7 +206,7 @@ class UnshardedBuffer:
             self.storage.resize_(self.nbytes)
         if not self.unit.is_sharded:
             self.full.copy_(self._shard())
-        elif not self.unit.switches.fake_all_gather:
+        else:
             self._start_all_gather()
         self.filling = True
 
