@@ -10,7 +10,6 @@ Nothing here imports torch before the command runs.
 """
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,9 @@ def run_build(args: argparse.Namespace) -> None:
     if not args.out.absolute().parent.is_dir():
         raise FileNotFoundError(f"{args.out}: expected its folder to exist, found none")
     import torch
-    import torch.distributed as dist
 
     from fsdp_compile.config import CompileConfig
-    from fsdp_compile.passes._torch import cache_hits, cache_misses, fake_store
-    from fsdp_compile.passes.artifacts import Artifacts, Origin, write
+    from fsdp_compile.passes.artifacts import build
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: expected a GPU here, as kernels are built and chosen on one, found none")
@@ -71,23 +68,12 @@ def run_build(args: argparse.Namespace) -> None:
     if example_inputs is None:
         raise ValueError(f"{args.factory}: expected a function example_inputs() beside it, found none")
     torch.set_num_threads(args.threads)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(args.world_size)}
-    dist.init_process_group("fake", rank=0, world_size=args.world_size, store=fake_store())
-    try:
-        _run(make(), example_inputs, args.steps)
-        artifacts, graphs = Artifacts.of_this_process(), cache_hits() + cache_misses()
-        if not graphs or not artifacts.entries:
-            raise ValueError(f"{args.factory}: expected a step that Inductor compiles and can cache, found none")
-        write(artifacts, Origin.here(args.device), args.out)
-    finally:
-        dist.destroy_process_group()
-    size = (len(artifacts.entries) + sum(map(len, artifacts.libraries.values()))) / 2**20
-    print(f"wrote {args.out}: {graphs} graphs and {len(artifacts.libraries)} libraries, {size:,.1f} MiB, for "
-          f"{args.world_size} ranks on {args.device}")  # fmt: skip
+    written = build(lambda: _step(make(), example_inputs), args.steps, args.world_size, args.device, args.out)
+    print(f"wrote {args.out}: {written}")
 
 
-def _run(made: Any, example_inputs: Callable[[], Any], steps: int) -> None:
-    """Run `steps` steps of what a user's function made."""
+def _step(made: Any, example_inputs: Callable[[], Any]) -> Callable[[], None]:
+    """A step of what a user's function made: that itself; of a model, forward and backward."""
     import torch
     from torch import nn
 
@@ -97,26 +83,27 @@ def _run(made: Any, example_inputs: Callable[[], Any], steps: int) -> None:
 
     if not callable(made):
         raise ValueError(f"FUNCTION: expected a model or a function that runs a step, found {type(made).__name__}")
-    is_model = isinstance(made, nn.Module)
+    is_model, run = isinstance(made, nn.Module), made
     if is_model and not hasattr(made, "_orig_mod"):
-        sharded = made if any(isinstance(each, FSDPModule) for each in made.modules()) else fully_shard(made)
-        made = torch.compile(sharded) if sharded._compiled_call_impl is None else sharded
-    for _ in range(steps):
+        run = made if any(isinstance(each, FSDPModule) for each in made.modules()) else fully_shard(made)
+        run = torch.compile(run) if run._compiled_call_impl is None else run
+
+    def step() -> None:
         args, kwargs = _arguments(example_inputs())
-        output = made(*args, **kwargs)
+        output = run(*args, **kwargs)
         if is_model:
             tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
             if not tensors:
                 raise ValueError("FUNCTION: expected a model whose output depends on its parameters, found another")
             torch.stack([each.float().sum() for each in tensors]).sum().backward()
-            made.zero_grad()
+            run.zero_grad()
+
+    return step
 
 
 def _arguments(given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    if isinstance(given, dict):
-        return (), given
     if isinstance(given, tuple) and [type(each) for each in given] == [tuple, dict]:
         return given
-    if isinstance(given, (tuple, list)):
-        return given, {}
-    raise ValueError(f"example_inputs: expected a tuple, a dict, or a pair of both, found {type(given).__name__}")
+    if not isinstance(given, (tuple, list, dict)):
+        raise ValueError(f"example_inputs: expected a tuple, a dict, or a pair of both, found {type(given).__name__}")
+    return ((), given) if isinstance(given, dict) else (given, {})

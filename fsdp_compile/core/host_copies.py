@@ -22,84 +22,61 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # events of a
 
 torch.library.define("fsdp_flat::to_host", "(Tensor tensor) -> Tensor", tags=_TAGS)
 torch.library.define("fsdp_flat::from_host", "(Tensor host, Tensor after) -> Tensor", tags=_TAGS)
-torch.library.define("fsdp_flat::wait_copy", "(Tensor(a) copy, Tensor source) -> Tensor(a)", tags=_TAGS)
-torch.library.define("fsdp_flat::end_copy", "(Tensor copy) -> Tensor", tags=_TAGS)  # what generated code calls
+# Generated code gives no source: it keeps that alive in a way of its own.
+torch.library.define("fsdp_flat::wait_copy", "(Tensor(a) copy, Tensor? source=None) -> Tensor(a)", tags=_TAGS)
 
 TO_HOST = torch.ops.fsdp_flat.to_host.default
 FROM_HOST = torch.ops.fsdp_flat.from_host.default
 WAIT_COPY = torch.ops.fsdp_flat.wait_copy.default
-END_COPY = torch.ops.fsdp_flat.end_copy.default
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # the copying stream of each device
+_events: dict[int, tuple[torch.cuda.Event, torch.device]] = {}  # of copies that are not waited for yet, by address
 
 
-class _Copies:
-    """The copying stream of each device, and the events of copies that have not been waited for, by address."""
-
-    def __init__(self) -> None:
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.events: dict[int, tuple[torch.cuda.Event, torch.device]] = {}
-
-    def start(self, copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
-        """Begin to fill `copy`, behind what the device's current stream has been given."""
-        if device not in self.streams:
-            self.streams[device] = torch.cuda.Stream(device)
-        stream = self.streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            copy.copy_(source, non_blocking=True)
-            self.events[copy.data_ptr()] = stream.record_event(), device
-        return copy
-
-    def end(self, copy: Tensor) -> Tensor:
-        """Have the current stream wait for `copy`."""
-        if copy.data_ptr() in self.events:
-            event, device = self.events.pop(copy.data_ptr())
-            torch.cuda.current_stream(device).wait_event(event)
-        return copy
-
-
-_copies = _Copies()
+def _start(copy: Tensor, source: Tensor, device: torch.device) -> Tensor:
+    """Begin to fill `copy`, behind what the device's current stream has been given."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    stream = _streams[device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        copy.copy_(source, non_blocking=True)
+        _events[copy.data_ptr()] = stream.record_event(), device
+    return copy
 
 
 @torch.library.impl("fsdp_flat::to_host", "default")
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return _copies.start(host, tensor, tensor.device)
+    return _start(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor, tensor.device)
 
 
 @torch.library.impl("fsdp_flat::from_host", "default")
 def _from_host(host: Tensor, after: Tensor) -> Tensor:
     if after.device.type == "cpu":
         return host.clone()
-    return _copies.start(torch.empty(host.shape, dtype=host.dtype, device=after.device), host, after.device)
+    return _start(torch.empty(host.shape, dtype=host.dtype, device=after.device), host, after.device)
 
 
 @torch.library.impl("fsdp_flat::wait_copy", "default")
-def _wait_copy(copy: Tensor, source: Tensor) -> Tensor:
-    return _copies.end(copy)
-
-
-@torch.library.impl("fsdp_flat::end_copy", "default")
-def _end_copy(copy: Tensor) -> Tensor:
-    return _copies.end(copy)
+def _wait_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
+    if copy.data_ptr() in _events:
+        event, device = _events.pop(copy.data_ptr())
+        torch.cuda.current_stream(device).wait_event(event)
+    return copy
 
 
 @torch.library.register_fake("fsdp_flat::to_host")
-def _fake_to_host(tensor: Tensor) -> Tensor:
+def _to_host_fake(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 @torch.library.register_fake("fsdp_flat::from_host")
-def _fake_from_host(host: Tensor, after: Tensor) -> Tensor:
+def _from_host_fake(host: Tensor, after: Tensor) -> Tensor:
     return torch.empty(host.shape, dtype=host.dtype, device=after.device)
 
 
 @torch.library.register_fake("fsdp_flat::wait_copy")
-def _fake_wait_copy(copy: Tensor, source: Tensor) -> Tensor:
-    return copy
-
-
-@torch.library.register_fake("fsdp_flat::end_copy")
-def _fake_end_copy(copy: Tensor) -> Tensor:
+def _wait_copy_fake(copy: Tensor, source: Tensor | None = None) -> Tensor:
     return copy

@@ -1,10 +1,8 @@
 """All that sees a graph. `PASSES` lists what is done to it, in order; this is where each step lies.
 
-all_passes.py  `PASSES`, which is imported when it is asked for: only compiling needs Inductor, and costs do not
+inductor.py    `PASSES`; the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
 pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided; graphs as text
-inductor.py    the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
-artifacts.py   what compiling has left behind, in a folder or on the way to other ranks
-sharing.py     the first rank compiles, and the others load what it compiled
+artifacts.py   what compiling leaves behind, in a folder or on the way to other ranks
 _torch.py      private names of the compiler
 
 graph/         reading a graph: what its nodes are to us, what they cost, which tasks and units it has
@@ -21,15 +19,12 @@ A step of training goes through
     backward    the same, with separate_reduces, pack_in_place and reuse_gathered before it is read
 """
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fsdp_compile.passes.all_passes import PASSES as PASSES
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:
     if name != "PASSES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp_compile.passes.all_passes import PASSES
+    from fsdp_compile.passes.inductor import PASSES  # imports Inductor, seconds that plans and costs do not need
 
     return PASSES

@@ -8,18 +8,13 @@ config.post_grad_custom_post_pass         called on forward and backward each, b
 config.realize_reads_threshold            how many buffers a value that several read may take before it is stored
 config._post_fusion_custom_pass           called on the scheduler's nodes once loops are fused
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
-callback_handler.end_callbacks            called with one argument when a frame or a deferred backward has been
-                                          compiled, or compiling it has failed
+callback_handler.end_callbacks            called when a frame or a deferred backward has been compiled, or has failed to
 config.force_non_lazy_backward_lowering   of AOTAutograd: whether a backward is compiled together with its forward
-counters["inductor"]["fxgraph_cache_hit"] how many graphs this process has found in the caches
 cache_dir                                 where the caches are; two levels below it are the C++ backend's libraries
 get_graph_being_compiled                  "model__<index>_<joint|forward|backward|inference>_<n>"
 TracingContext.fw_metadata                num_forward_returns: outputs behind those are saved for backward
 names of placeholders                     primals_<n>: inputs and parameters; tangents_<n>: gradients of outputs
-ShapeEnv.backed_var_to_val                the size that each symbol had in tracing
-FakeStore                                 a store that holds nothing, for process groups of the backend "fake". It may
-                                          leave `torch.testing`; `init_process_group("fake", store=...)` must accept it
-FakeTensorMode                            tensors without memory: a model made under it may be larger than this machine
+FakeStore                                 may leave `torch.testing`; `init_process_group("fake", store=...)` accepts it
 reset_dynamo                              `torch.compiler.reset` clears more than Dynamo (also the caches of Inductor)
 
 Order of nodes: `preserve_node_ordering(graph, {node: OrderedSet(earlier)})` wraps nodes in `control_deps`, which pins
@@ -125,7 +120,7 @@ def compiling_backward_at_once() -> AbstractContextManager[Any]:
 
 
 def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile `gm` by Inductor, with `patches` of its configuration for this compilation only."""
+    """Compile `gm` by Inductor with `patches` of its configuration."""
     from torch._inductor.compile_fx import compile_fx  # slow to import, and plain torch.compile imports it itself
 
     return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]  # declared wider
@@ -154,7 +149,7 @@ def restore_dependencies(nodes: list[Any]) -> list[Any]:
         lost = [each for each in members if _restore(each)]
         if lost and len(members) > 1:
             refresh_group_node_dependencies(node)
-        changed = changed or bool(lost)
+        changed |= bool(lost)
     return V.graph.scheduler.topological_sort_schedule(nodes) if changed else nodes
 
 

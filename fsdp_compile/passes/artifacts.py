@@ -1,9 +1,9 @@
-"""What compiling has left behind, to be taken to where the same graphs are compiled again.
+"""What compiling leaves behind, for others that compile the same graphs: the other ranks, or a later run.
 
-    Artifacts.of_this_process()             entries of the compiler's caches, and libraries that the C++ backend built
-        through a process group's store     from the first rank to the others (sharing.py)
-        write(FOLDER), load_folder(FOLDER)  from `fsdp-compile build` to `CompileConfig.artifacts`
-    .load()                                 into the cache folder of another process, before it compiles
+    Artifacts.of_this_process()         entries of the compiler's caches, and libraries that the C++ backend built
+        through the group's store       from the first rank to the others: `CompileConfig.share_artifacts`
+        write(FOLDER), read(FOLDER)     from `fsdp-compile build` to `CompileConfig.artifacts`
+    .load()                             into the cache folder of another process, before it compiles
 
 Entries are what `torch.compiler.save_cache_artifacts` returns; they hold no libraries of the C++ backend.
 """
@@ -13,26 +13,39 @@ Entries are what `torch.compiler.save_cache_artifacts` returns; they hold no lib
 # artifact that does not fit is never found, and the process compiles for itself and says so in the log. Two things are
 # missing from these keys that decide how C++ is generated and built: what the processor can do, for code written for
 # wide vectors is wrong on another one, and the number of threads. So artifacts with libraries are loaded only where
-# both are the same. Of a folder, which may be an old one, more is compared, to say what has changed; not the
-# configuration, of which each compilation may have its own.
+# both are the same. The other things are compared to say what has changed; not the configuration, of which each
+# compilation may have its own.
 
 import hashlib
 import json
 import logging
 import os
+import pickle
 import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.passes._torch import cache_folder, cache_hits, call_after_compiling
+from fsdp_compile.comm._torch import store_of
+from fsdp_compile.comm.comparison import exists
+from fsdp_compile.core.ops import call_before_tracing
+from fsdp_compile.passes._torch import (
+    cache_folder,
+    cache_hits,
+    cache_misses,
+    call_after_compiling,
+    compiling_backward_at_once,
+    fake_store,
+)
 
 log = logging.getLogger("fsdp_compile")
 
@@ -47,39 +60,91 @@ class Artifacts(NamedTuple):
     Attributes:
         entries: of the compiler's caches, as torch serializes them; empty if nothing can be cached.
         libraries: contents of shared libraries, by their paths in the cache folder.
-        target: what the libraries were built for.
+        origin: where they come from: they fit where all of this is the same (`origin_of_this_process`).
     """
 
     entries: bytes
     libraries: dict[str, bytes]
-    target: str
+    origin: dict[str, Any]
 
     @classmethod
-    def of_this_process(cls) -> "Artifacts":
-        """What this process has compiled or loaded so far."""
+    def of_this_process(cls, device: str = "cpu") -> "Artifacts":
+        """What this process has compiled or loaded so far, for `device`, "cpu" or "cuda"."""
         saved = torch.compiler.save_cache_artifacts()
         root = cache_folder()
         libraries = {path.relative_to(root).as_posix(): path.read_bytes() for path in _libraries(root)}
-        return cls(saved[0] if saved is not None else b"", libraries, _target())
+        return cls(saved[0] if saved is not None else b"", libraries, origin_of_this_process(device))
 
     def load(self) -> None:
         """Put them into the cache folder of this process. What is there already stays.
 
         Raises:
-            ValueError: there are libraries for another processor, or another number of threads; nothing was loaded.
+            ValueError: they come from another version, device or world size, or have libraries for another processor or
+                number of threads; nothing was loaded.
             OSError: the folder cannot be written.
         """
-        if self.libraries and self.target != _target():
-            raise ValueError("they were compiled for another kind of processor, or another number of threads per rank")
+        here = origin_of_this_process("cpu" if self.origin["device"] == "cpu" else "cuda")
+        for name, found in here.items():
+            if self.origin[name] != found and (name != "processor" or self.libraries):
+                raise ValueError(f"they were built for {name} {self.origin[name]}, found {found}; build them again")
         if self.entries:
             torch.compiler.load_cache_artifacts(self.entries)
         root = cache_folder()
         for name, content in self.libraries.items():
             if not (target := root / name).exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                partial = target.with_name(f"{target.name}.{dist.get_rank()}.partial")
-                partial.write_bytes(content)
-                partial.rename(target)
+                staged = target.with_name(f"{target.name}.{dist.get_rank()}.partial")
+                staged.write_bytes(content)
+                staged.rename(target)
+
+    def write(self, folder: Path) -> None:
+        """Write them into `folder`, which does not exist yet: OSError if it does, or cannot be written."""
+        staged = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        contents = {_ENTRIES: self.entries, **{f"libraries/{name}": each for name, each in self.libraries.items()}}
+        for name, content in contents.items():
+            (staged / name).parent.mkdir(parents=True, exist_ok=True)
+            (staged / name).write_bytes(content)
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        listed = {"format": _FORMAT, "origin": self.origin, "files": digests}
+        (staged / _LIST).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+        staged.rename(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Artifacts":
+        """The artifacts in `folder`. ValueError if it holds none, or files are missing or damaged."""
+        try:
+            listed = json.loads((folder / _LIST).read_text(encoding="utf-8"))
+            if listed["format"] != _FORMAT:
+                raise ValueError(f"expected format {_FORMAT}, found {listed['format']}")
+            contents = {name: (folder / name).read_bytes() for name in listed["files"]}
+            for name, content in contents.items():
+                if hashlib.sha256(content).hexdigest() != listed["files"][name]:
+                    raise ValueError(f"{name} is not what was written")
+            entries = contents.pop(_ENTRIES)
+            libraries = {name.removeprefix("libraries/"): content for name, content in contents.items()}
+            return cls(entries, libraries, {name: listed["origin"][name] for name in origin_of_this_process("cpu")})
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"expected what fsdp-compile build has written, found none: {error}") from None
+
+
+def origin_of_this_process(device: str) -> dict[str, Any]:
+    """What artifacts for `device` are built for here: torch's version, a digest of this package, the number of ranks.
+
+    Then the device, "cpu" or the name of the GPU; and the processor with all that it can do, threads and Python.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    able = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    digest = hashlib.sha256(f"{able} {sys.version}".encode()).hexdigest()
+    return {
+        "torch": torch.__version__,
+        "package": hash_of_sources(),
+        "ranks": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device,
+        "processor": f"{platform.machine()} {digest[:16]} with {torch.get_num_threads()} threads for each rank",
+    }
 
 
 def _libraries(root: Path) -> list[Path]:
@@ -90,17 +155,6 @@ def _libraries(root: Path) -> list[Path]:
     except OSError:  # not on Linux
         mapped = set()
     return sorted(path for path in young | mapped if path.is_relative_to(root) and path.is_file())
-
-
-def _target() -> str:
-    """What a library is built for: the kind of processor with all that it can do, threads, Python and torch."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    able = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    text = f"{platform.machine()} {able} {torch.get_num_threads()} {sys.version} {torch.__version__}"
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
@@ -115,94 +169,185 @@ def hash_of_sources() -> str:
 # --- in a folder ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where the artifacts in a folder come from. They fit where all of this is the same.
+def build(make: Callable[[], Callable[[], None]], steps: int, world_size: int, device: str, folder: Path) -> str:
+    """Compile what `make` returns by running it, as rank 0 of `world_size`, and write the artifacts into `folder`.
 
-    Attributes:
-        torch: its version.
-        package: a digest of the files of this package.
-        ranks: the world size.
-        device: "cpu", or the name of the GPU.
-    """
+    The other ranks do not exist; all ranks compile the same graphs, so what is compiled here serves each of them.
 
-    torch: str
-    package: str
-    ranks: int
-    device: str
-
-    @classmethod
-    def here(cls, device: str) -> "Origin":
-        """Of artifacts that this process compiles for `device`, "cpu" or "cuda"."""
-        known = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
-        return cls(torch.__version__, hash_of_sources(), dist.get_world_size(), known)
-
-
-def write(artifacts: Artifacts, origin: Origin, folder: Path) -> None:
-    """Write `artifacts` into `folder`, which does not exist yet.
+    Returns:
+        What was written, in words.
 
     Raises:
-        FileExistsError: it does.
-        OSError: it cannot be written.
+        ValueError: nothing was compiled that can be cached.
     """
-    staged = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    contents = {
-        _ENTRIES: artifacts.entries,
-        **{f"libraries/{name}": each for name, each in artifacts.libraries.items()},
-    }
-    for name, content in contents.items():
-        (staged / name).parent.mkdir(parents=True, exist_ok=True)
-        (staged / name).write_bytes(content)
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    listed = {"format": _FORMAT, "origin": asdict(origin), "target": artifacts.target, "files": digests}
-    (staged / _LIST).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
-    staged.rename(folder)
-
-
-def read(folder: Path) -> tuple[Artifacts, Origin]:
-    """The artifacts in `folder`, and where they come from.
-
-    Raises:
-        ValueError: it holds none, or files are missing or damaged.
-    """
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
     try:
-        listed = json.loads((folder / _LIST).read_text(encoding="utf-8"))
-        if listed["format"] != _FORMAT:
-            raise ValueError(f"expected format {_FORMAT}, found {listed['format']}")
-        contents = {name: (folder / name).read_bytes() for name in listed["files"]}
-        damaged = [name for name, each in contents.items() if hashlib.sha256(each).hexdigest() != listed["files"][name]]
-        if damaged:
-            raise ValueError(f"{damaged[0]} is not what was written")
-        entries = contents.pop(_ENTRIES)
-        libraries = {name.removeprefix("libraries/"): content for name, content in contents.items()}
-        return Artifacts(entries, libraries, listed["target"]), Origin(**listed["origin"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"expected what fsdp-compile build has written, found none: {error}") from None
+        step = make()
+        for _ in range(steps):
+            step()
+        made, graphs = Artifacts.of_this_process(device), cache_hits() + cache_misses()
+        if not graphs or not made.entries:
+            raise ValueError("expected a step that Inductor compiles and can cache, found none")
+        made.write(folder)
+    finally:
+        dist.destroy_process_group()
+    size = (len(made.entries) + sum(map(len, made.libraries.values()))) / 2**20
+    return f"{graphs} graphs and {len(made.libraries)} libraries, {size:,.1f} MiB, for {world_size} ranks on {device}"
 
 
 @cache
 def load_folder(folder: str) -> None:
     """Load the artifacts in `folder` before this process compiles; where they do not fit, log why."""
     try:
-        artifacts, origin = read(Path(folder))
-        here = asdict(Origin.here("cpu" if origin.device == "cpu" else "cuda"))
-        for name, built in asdict(origin).items():
-            if built != here[name]:
-                raise ValueError(f"they were built for {name} {built}, found {here[name]}; build them again")
-        artifacts.load()
+        Artifacts.read(Path(folder)).load()
     except (OSError, ValueError) as error:
         log.warning("artifacts: nothing was loaded from %s, and this rank compiles: %s", folder, error)
         return
-    call_after_compiling(_check_use(folder))
-
-
-def _check_use(folder: str) -> Callable[[Any], None]:
-    """What looks, after the first compilation, whether it has found anything."""
     before = [cache_hits()]
 
-    def check(_: Any) -> None:
+    def check_use(_: Any) -> None:
+        """Look, after the first compilation, whether it has found anything."""
         if before and cache_hits() == before.pop():
             log.warning("artifacts: nothing in %s is what this rank has compiled: its model, its inputs or settings of "
                         "compilation differ, or the compiler's caches are off", folder)  # fmt: skip
 
-    return check
+    call_after_compiling(check_use)
+
+
+# --- among ranks ------------------------------------------------------------------------------------------------------
+
+# Note [The first rank compiles]
+# All ranks compile the same graphs (Note [Graphs without a rank]), so what one of them put into the caches of the
+# compiler serves the others as well. Of the n-th compilation of a graph with sharded parameters:
+#
+#     the first rank                                   every other rank
+#     says that it begins                              waits until the first rank has ended
+#     compiles forward and backward
+#     writes its artifacts into the store              loads them into its caches, if it does not share their folder
+#                                                      traces, and finds both graphs there
+#
+# All waits end: when the first rank does not begin in time or does not end in time, this rank compiles. Ranks that are
+# at another compilation than the first rank compile for themselves (Note [Only time depends on artifacts]).
+
+BEGIN_LIMIT = 60.0  # seconds that a rank waits for the first rank to begin its compilation
+_CHUNK = 16 << 20  # bytes of a value in the store
+
+
+class ArtifactSharing:
+    """The compilations of the ranks of one process group, whose first rank compiles for the others.
+
+    Attributes:
+        count: how many compilations were begun; the same number on ranks that run the same program.
+    """
+
+    by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, ArtifactSharing]"] = WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
+        self.store, self.is_first, self.limit = store_of(group), group.rank() == 0, limit
+        self.count, self.hits = 0, 0
+        self._compiling: ExitStack | None = None
+        self._begins_at_tracing = False
+
+    def begin(self, at_tracing: bool = False) -> None:
+        """A graph with sharded parameters is being compiled on this rank; returns when artifacts are in the caches.
+
+        Args:
+            at_tracing: whether it is called when a graph is traced, and is to be called at the next one again.
+        """
+        self._begins_at_tracing |= at_tracing
+        if self._compiling is not None:  # the same compilation
+            return
+        self._compiling = ExitStack()
+        self._compiling.enter_context(compiling_backward_at_once())
+        self.count, self.hits = self.count + 1, cache_hits()
+        if self.is_first:
+            self.store.set(f"{self._key}/begun", "")
+        else:
+            self._load()
+
+    def end(self) -> None:
+        """Dynamo has ended a compilation, whether it failed or not."""
+        if self._compiling is None:
+            return
+        self._compiling.close()
+        self._compiling = None
+        if self.is_first:
+            self._write()
+        elif cache_hits() == self.hits:
+            log.warning(
+                "share_artifacts: this rank has compiled for itself, as what the first rank compiled did not fit: they "
+                "differ in versions, devices, groups or shapes, or the compiler's caches are off"
+            )
+        if self._begins_at_tracing:
+            call_before_tracing(partial(share_artifacts, self.limit, at_tracing=True))
+
+    @property
+    def _key(self) -> str:
+        return f"fsdp_flat/artifacts/{self.count}"
+
+    def _write(self) -> None:
+        header: tuple[str, int] | None = None
+        try:
+            content = pickle.dumps(Artifacts.of_this_process())
+            chunks = [content[at : at + _CHUNK] for at in range(0, len(content), _CHUNK)]
+            for index, chunk in enumerate(chunks):
+                self.store.set(f"{self._key}/{index}", chunk)  # type: ignore[arg-type]  # bytes will do
+            header = hashlib.sha256(content).hexdigest(), len(chunks)
+            _mark_as_loaded(header[0])
+        except OSError as error:  # of the cache folder
+            log.warning(
+                "share_artifacts: the other ranks compile for themselves, as reading the caches failed: %s", error
+            )
+        self.store.set(f"{self._key}/ended", json.dumps(header))
+
+    def _load(self) -> None:
+        for event, limit in (("begun", BEGIN_LIMIT), ("ended", self.limit)):
+            try:
+                self.store.wait([f"{self._key}/{event}"], timedelta(seconds=limit))
+            except RuntimeError:  # time is up, or the store is gone
+                log.warning("share_artifacts: the first rank has not %s compilation %d within %g s; this rank compiles "
+                            "for itself", event, self.count, limit)  # fmt: skip
+                return
+        header = json.loads(self.store.get(f"{self._key}/ended"))
+        if header is None or _marker(header[0]).exists():
+            return
+        content = b"".join(self.store.get(f"{self._key}/{index}") for index in range(header[1]))
+        try:
+            pickle.loads(content).load()
+            _mark_as_loaded(header[0])
+        except (OSError, ValueError) as error:
+            log.warning("share_artifacts: this rank compiles for itself: %s", error)
+
+
+def _marker(digest: str) -> Path:
+    """A file that says that a cache folder, which ranks of one host may share, has some artifacts."""
+    return cache_folder() / "fsdp_compile" / digest
+
+
+def _mark_as_loaded(digest: str) -> None:
+    _marker(digest).parent.mkdir(parents=True, exist_ok=True)
+    _marker(digest).touch()
+
+
+def share_artifacts(limit: float, at_tracing: bool = False) -> None:
+    """A graph with sharded parameters is being compiled on this rank: let the first rank compile it for all.
+
+    Nothing happens without other ranks.
+
+    Args:
+        limit: seconds that the first rank may take, after which this rank compiles for itself.
+        at_tracing: see `ArtifactSharing.begin`.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is not None and exists(group):
+        sharings = ArtifactSharing.by_group
+        if group not in sharings:
+            sharings[group] = ArtifactSharing(group, limit)
+        call_after_compiling(_end)
+        sharings[group].begin(at_tracing)
+
+
+def _end(_: object) -> None:
+    for sharing in list(ArtifactSharing.by_group.values()):
+        sharing.end()

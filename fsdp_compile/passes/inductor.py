@@ -19,7 +19,6 @@ from torch import fx
 from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import MARKERS
-from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
     CustomSchedulerPass,
@@ -31,11 +30,57 @@ from fsdp_compile.passes._torch import (
     sort,
     tree_leaves,
 )
-from fsdp_compile.passes.artifacts import hash_of_sources, load_folder
+from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
 from fsdp_compile.passes.graph.nodes import is_ours
+from fsdp_compile.passes.joint.choose_memory import choose_activations
+from fsdp_compile.passes.joint.insert_collectives import insert_collectives
+from fsdp_compile.passes.joint.reshard import check_saved, choose_reshard, reshard
+from fsdp_compile.passes.joint.smallest_gather import smallest_gather
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
-from fsdp_compile.passes.post_grad.lower_collectives import wait_before_loops
-from fsdp_compile.passes.sharing import share_artifacts
+from fsdp_compile.passes.post_grad.in_place_grads import pack_in_place, reuse_gathered, separate_reduces
+from fsdp_compile.passes.post_grad.lower_collectives import (
+    all_gather_into_buffer,
+    coalesce_launches,
+    reduce_scatter_by_all_to_all,
+    wait_before_loops,
+)
+from fsdp_compile.passes.post_grad.order import (
+    check_order,
+    check_ranks,
+    name_prefetched,
+    order,
+    pin_order,
+    place_deferred_reduces,
+    place_updates,
+)
+from fsdp_compile.passes.post_grad.plan_pass import choose_plan, read_graph, record_times, verify_plan
+
+PASSES = (
+    Pass("insert_collectives", "joint", insert_collectives),
+    Pass("smallest_gather", "joint", smallest_gather, needs=("insert_collectives",)),
+    Pass("choose_activations", "joint", choose_activations),
+    Pass("choose_reshard", "joint", choose_reshard),
+    Pass("reshard", "joint", reshard),
+    Pass("check_saved", "post_grad", check_saved),
+    Pass("separate_reduces", "post_grad", separate_reduces),
+    Pass("pack_in_place", "post_grad", pack_in_place),
+    Pass("reuse_gathered", "post_grad", reuse_gathered),
+    Pass("place_deferred_reduces", "post_grad", place_deferred_reduces),
+    Pass("read_graph", "post_grad", read_graph),
+    Pass("choose_plan", "post_grad", choose_plan, needs=("read_graph",)),
+    Pass("verify_plan", "post_grad", verify_plan, needs=("choose_plan",)),
+    Pass("order", "post_grad", order, needs=("choose_plan",)),
+    Pass("check_order", "post_grad", check_order, needs=("order",)),
+    Pass("place_updates", "post_grad", place_updates),
+    Pass("name_prefetched", "post_grad", name_prefetched, needs=("read_graph",)),
+    Pass("record_times", "post_grad", record_times, needs=("read_graph",)),
+    Pass("coalesce_launches", "post_grad", coalesce_launches),
+    Pass("reduce_scatter_by_all_to_all", "post_grad", reduce_scatter_by_all_to_all),
+    Pass("all_gather_into_buffer", "post_grad", all_gather_into_buffer),
+    Pass("check_ranks", "post_grad", check_ranks),
+    Pass("pin_order", "post_grad", pin_order),
+)
+"""What is done to a graph, in order, which docs/compiling.md explains."""
 
 _HOOKS: dict[str, Stage] = {"joint_custom_post_pass": "joint", "post_grad_custom_post_pass": "post_grad"}
 _AFTER_FUSION = "_post_fusion_custom_pass"
@@ -77,7 +122,7 @@ def fsdp_compile_backend(
 
 
 def _take_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
-    """Before a graph with sharded parameters is compiled: load what was compiled elsewhere, as `config` says."""
+    """Load what was compiled elsewhere, as `config` says, before a graph with sharded parameters is compiled."""
     if config.artifacts is not None:
         load_folder(config.artifacts)
     if config.share_artifacts:
@@ -95,14 +140,12 @@ def compile_with(
 def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline | AfterFusion"]:
     """What goes into each hook of Inductor, to run after the pass that somebody else registered there."""
     chosen = enabled(passes, config)
-    hooks = {hook: Pipeline(chosen, stage, config, _foreign(hook)) for hook, stage in _HOOKS.items()}
-    return {**hooks, _AFTER_FUSION: AfterFusion(_foreign(_AFTER_FUSION))}
-
-
-def _foreign(hook: str) -> Any:
-    """The pass that somebody else has registered in `hook`."""
-    registered = getattr(inductor_config, hook)
-    return registered.previous if isinstance(registered, (Pipeline, AfterFusion)) else registered
+    registered = {hook: getattr(inductor_config, hook) for hook in (*_HOOKS, _AFTER_FUSION)}
+    previous = {
+        hook: each.previous if isinstance(each, (Pipeline, AfterFusion)) else each for hook, each in registered.items()
+    }
+    hooks = {hook: Pipeline(chosen, stage, config, previous[hook]) for hook, stage in _HOOKS.items()}
+    return {**hooks, _AFTER_FUSION: AfterFusion(previous[_AFTER_FUSION])}
 
 
 class Pipeline(CustomGraphPass):
@@ -120,11 +163,10 @@ class Pipeline(CustomGraphPass):
         for before in _as_tuple(self.previous):
             before(graph)
         if is_ours(graph, MARKERS):
-            _check_registered()
             sort(graph)
-            _check_settings(graph)  # of later stages
+            _check_settings(graph)
             run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_index()))
-            _check_settings(graph)  # of the joint graph, which has collectives from now on
+            _check_settings(graph)  # again: the joint graph has collectives from now on
 
     def uuid(self) -> Any | None:
         """The caches' key. See Note [What the compile caches key on].
@@ -182,18 +224,6 @@ def _has_known_source(step: Pass) -> bool:
     return module.startswith(f"{__name__.partition('.')[0]}.") and bool(name) and "<locals>" not in name
 
 
-def _check_registered() -> None:
-    """Raise if only the joint half of the pipeline is in place: the result would be right, slow, and silent.
-
-    `check_saved` looks for the other half.
-    """
-    if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
-        raise RuntimeError(
-            "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
-            "found another pass; register yours before fully_shard (ours runs after it)"
-        )
-
-
 # Note [Collectives and CUDA graphs]
 # A CUDA graph replays kernels and calls no Python. torch captures what lies between operators that are tagged
 # `cudagraph_unsafe`. Its collectives are not, so they would be captured too. A replay would not take what
@@ -205,11 +235,17 @@ def _check_registered() -> None:
 
 
 def _check_settings(graph: fx.Graph) -> None:
-    """Raise if Inductor would do with the collectives of the graph what goes wrong.
+    """RuntimeError if Inductor's configuration cannot be used with our passes or with collectives.
 
-    Calling them from C++ is refused by torch 2.13, and ends in a crash with torch 2.11. For CUDA graphs see Note
-    [Collectives and CUDA graphs].
+    With only the joint half of the pipeline, results would be right but slow, silently; `check_saved` looks for the
+    other half. Calling collectives from C++ is refused by torch 2.13, and crashes with torch 2.11. For CUDA graphs see
+    Note [Collectives and CUDA graphs].
     """
+    if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
+        raise RuntimeError(
+            "torch._inductor.config.post_grad_custom_post_pass: expected the pipeline that fully_shard registered, "
+            "found another pass; register yours before fully_shard (ours runs after it)"
+        )
     starts = [node for node in graph.nodes if node.target in STARTS]
     devices = {leaf.device.type for node in starts for leaf in tree_leaves(node.meta["val"])}
     if inductor_config.triton.cudagraphs and devices - {"cpu"}:
@@ -232,14 +268,11 @@ def _as_tuple(previous: Any) -> tuple[Any, ...]:
 
 
 class CompileNotice:
-    """Says in one line on rank 0 that a sharded model is being compiled, if the first compilation takes long.
-
-    A timer of `after` seconds runs until Dynamo says that the compilation has ended.
-    """
+    """Says on rank 0 that a sharded model is being compiled, if that takes more than `after` seconds."""
 
     def __init__(self, after: float = 5.0) -> None:
         self.after = after
-        self.timer: threading.Timer | None = None
+        self.timer: threading.Timer | None = None  # runs until Dynamo says that the compilation has ended
 
     def start(self) -> None:
         """A compilation begins."""

@@ -22,20 +22,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.graph.nodes import Kind, get_tag, tagged
-
-if TYPE_CHECKING:
-    from fsdp_compile.core.ops import UnshardSpec
-    from fsdp_compile.passes.graph.analyze import GraphInfo
-    from fsdp_compile.passes.plan.plan import Plan
-    from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.core.ops import UnshardSpec
+from fsdp_compile.passes.graph.analyze import GraphInfo
+from fsdp_compile.passes.graph.nodes import get_tag, tagged
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.workload import Workload
 
 log = logging.getLogger("fsdp_compile")
 
@@ -61,10 +59,10 @@ class GraphContext:
     config: CompileConfig
     direction: str
     graph_index: int
-    specs: "Mapping[int, UnshardSpec]" = field(init=False)
-    info: "GraphInfo" = field(init=False)
-    workload: "Workload" = field(init=False)
-    plan: "Plan" = field(init=False)
+    specs: Mapping[int, UnshardSpec] = field(init=False)
+    info: GraphInfo = field(init=False)
+    workload: Workload = field(init=False)
+    plan: Plan = field(init=False)
 
 
 @dataclass(frozen=True)
@@ -107,21 +105,42 @@ def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
 
 def run_passes(passes: Sequence[Pass], context: GraphContext) -> None:
     """Run `passes` on the graph of `context`, which is printed after each of them if that is asked for."""
-    printed = PrintedGraph(context.direction, context.graph_index)
-    for step in passes:
+    graph, folder = context.graph, _folder_of(context)
+    for index, step in enumerate(passes):
         step.run(context)
-        context.graph.lint()
-        printed.write(context.graph, step.name)
-    printed.summarize(context.graph)
+        graph.lint()
+        if graph_log.isEnabledFor(logging.DEBUG):
+            graph_log.debug("--- %s graph after %s\n%s", context.direction, step.name, format_graph(graph))
+        if folder is not None:
+            (folder / f"{index:02}_{step.name}.txt").write_text(format_graph(graph) + "\n")
+    if folder is not None and _rank() == 0:
+        gathers, reduces = len(tagged(graph, "gather")), len(tagged(graph, "reduce"))
+        print(f"fsdp_compile: {context.direction} graph, {len(graph.nodes)} nodes, {gathers} all-gathers, {reduces} "
+              f"reduce-scatters; after each of {len(passes)} passes in {folder}", file=sys.stderr)  # fmt: skip
 
 
 # --- graphs as text ---------------------------------------------------------------------------------------------------
 
 graph_log = logging.getLogger("fsdp_compile.graphs")
 
-_COUNTED: dict[Kind, str] = {"gather": "all-gather", "reduce": "reduce-scatter"}
 _ORDER = {"joint": 1, "forward": 2, "backward": 3, "inference": 2}
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64", torch.int64: "i64"}
+
+
+def _folder_of(context: GraphContext) -> Path | None:
+    """Where the texts of the graph go; None if they are not asked for."""
+    asked = os.environ.get("FSDP_COMPILE_PRINT", "0")
+    if asked in ("", "0"):
+        return None
+    root = Path("fsdp_compile_graphs" if asked == "1" else asked)
+    direction = context.direction
+    folder = root / f"rank{_rank()}" / f"graph{context.graph_index}_{_ORDER[direction]}_{direction}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def format_graph(graph: fx.Graph) -> str:
@@ -130,26 +149,21 @@ def format_graph(graph: fx.Graph) -> str:
 
 
 def _format_node(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_format_argument(node.args[0])}"
+    value = node.meta.get("val")
+    shown = type(value).__name__
+    if isinstance(value, Tensor):
+        shown = f"{_DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(map(str, value.shape))}]"
+    if node.op == "placeholder":
+        return f"{node.name}: {shown}"
+    arguments = [*map(_format_argument, node.args), *(f"{k}={_format_argument(v)}" for k, v in node.kwargs.items())]
+    target = str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.").removesuffix(".default")
     notes = [str(tag)] if (tag := get_tag(node)) else []
     if "recompute" in node.meta:
         notes.append(node.meta["recompute"].name)
     note = f"  # {', '.join(notes)}" if notes else ""
-    if node.op == "placeholder":
-        return f"{node.name}: {_format_value(node)}"
-    if node.op == "output":
-        return f"return {_format_argument(node.args[0])}"
-    arguments = [_format_argument(a) for a in node.args] + [
-        f"{k}={_format_argument(v)}" for k, v in node.kwargs.items()
-    ]
-    target = str(node.target).removeprefix("aten.").removeprefix("_c10d_functional.").removesuffix(".default")
-    return f"{node.name}: {_format_value(node)} = {target}({', '.join(arguments)}){note}"
-
-
-def _format_value(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(map(str, value.shape))}]"
-    return type(value).__name__
+    return f"{node.name}: {shown} = {target}({', '.join(arguments)}){note}"
 
 
 def _format_argument(argument: Any) -> str:
@@ -158,32 +172,3 @@ def _format_argument(argument: Any) -> str:
     if isinstance(argument, str):
         return repr(argument) if "\n" not in argument else f"<{argument.count(chr(10)) + 1} lines>"
     return str(argument)
-
-
-class PrintedGraph:
-    """The files and log records of one graph on its way through the passes of one stage."""
-
-    def __init__(self, direction: str, graph_index: int) -> None:
-        asked = os.environ.get("FSDP_COMPILE_PRINT", "0")
-        self.direction, self.files = direction, 0
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.folder: Path | None = None
-        if asked not in ("", "0"):
-            root = Path("fsdp_compile_graphs" if asked == "1" else asked)
-            self.folder = root / f"rank{self.rank}" / f"graph{graph_index}_{_ORDER[direction]}_{direction}"
-            self.folder.mkdir(parents=True, exist_ok=True)
-
-    def write(self, graph: fx.Graph, name: str) -> None:
-        """Note what `graph` is after the pass `name`."""
-        if graph_log.isEnabledFor(logging.DEBUG):
-            graph_log.debug("--- %s graph after %s\n%s", self.direction, name, format_graph(graph))
-        if self.folder is not None:
-            (self.folder / f"{self.files:02}_{name}.txt").write_text(format_graph(graph) + "\n")
-            self.files += 1
-
-    def summarize(self, graph: fx.Graph) -> None:
-        """Say on rank 0 what has been written."""
-        if self.folder is not None and self.rank == 0:
-            counts = [f"{len(tagged(graph, kind))} {word}s" for kind, word in _COUNTED.items()]
-            print(f"fsdp_compile: {self.direction} graph, {len(graph.nodes)} nodes, {', '.join(counts)}; after each "
-                  f"of {self.files} passes in {self.folder}", file=sys.stderr)  # fmt: skip

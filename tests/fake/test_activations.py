@@ -145,16 +145,16 @@ def test_activations_on_the_host_in_cuda_code() -> None:
         both = programs(lambda: squared_error(run, inputs))
     names = [[_kind(step) for step in program.steps if _kind(step)] for program in both]
     block = ["product", "to_host", "product"]  # the next one's end: its copy, waited for behind the products of two
-    assert names[0] == ["product", *block, *block, "end_copy", "product", "product", "end_copy", "product"]
+    assert names[0] == ["product", *block, *block, "wait_copy", "product", "product", "wait_copy", "product"]
     copies = [name for name in names[1] if name != "product"]
-    assert copies == ["from_host", "from_host", "end_copy", "end_copy"]
-    first, last = names[1].index("from_host"), names[1].index("end_copy")
+    assert copies == ["from_host", "from_host", "wait_copy", "wait_copy"]
+    first, last = names[1].index("from_host"), names[1].index("wait_copy")
     assert names[1][first:last].count("product") >= 3  # the backward of a block
     for program in both:
         assert not re.search(r"synchronize\(|\.cpu\(|\.item\(", program.code[program.code.index("def call") :])
     code = both[0].code
     for copied, result in re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code):
-        assert 0 < code.index(f"end_copy.default({result})") < code.index(f"del {copied}")
+        assert 0 < code.index(f"wait_copy.default({result})") < code.index(f"del {copied}")
     assert len(re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code)) == 2
     with pytest.raises(Exception, match="activations: expected a device whose hardware file has a host_bandwidth"):
         graphs_of(MODELS["mlp"].build, link=LINK, activations="offload")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_compile.passes._torch import cache_folder
-from fsdp_compile.passes.artifacts import Artifacts, Origin, load_folder, read, write
+from fsdp_compile.passes.artifacts import Artifacts, load_folder
 
 LIBRARY = "zz/cnothing.main.so"
 
@@ -20,8 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one library and no entries, written by this process; empty caches."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     made = Artifacts.of_this_process()._replace(entries=b"", libraries={LIBRARY: b"code"})
-    write(made, Origin.here("cpu"), tmp_path / "made")
-    assert read(tmp_path / "made") == (made, Origin.here("cpu"))
+    made.write(tmp_path / "made")
+    assert Artifacts.read(tmp_path / "made") == made
     return tmp_path / "made"
 
 
@@ -62,7 +62,7 @@ def test_another_processor_or_number_of_threads(folder: Path, caplog: pytest.Log
         found, said = loaded(folder, caplog)
     finally:
         torch.set_num_threads(threads)
-    assert not found and "another number of threads" in said
+    assert not found and "built for processor" in said and f"{threads} threads" in said
 
 
 @pytest.mark.parametrize("fault", ["none", "damaged", "missing", "format"])
@@ -82,7 +82,7 @@ def test_what_is_no_artifact(folder: Path, caplog: pytest.LogCaptureFixture, fau
 
 def test_folders_are_not_overwritten(folder: Path) -> None:
     """OSError, and what was there stays."""
-    before = read(folder)
+    before = Artifacts.read(folder)
     with pytest.raises(OSError, match="made"):
-        write(before[0]._replace(libraries={}), before[1], folder)
-    assert read(folder) == before
+        before._replace(libraries={}).write(folder)
+    assert Artifacts.read(folder) == before

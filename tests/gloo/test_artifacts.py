@@ -205,8 +205,7 @@ def _cannot_read(rank: int) -> None:
     """What hooks do around a compilation, where the first rank's disk fails, and then where the other's does."""
     import torch.distributed as dist
 
-    from fsdp_compile.passes.artifacts import Artifacts
-    from fsdp_compile.passes.sharing import ArtifactSharing
+    from fsdp_compile.passes.artifacts import Artifacts, ArtifactSharing
 
     assert dist.group.WORLD is not None
     sharing = ArtifactSharing(dist.group.WORLD, limit=30.0)

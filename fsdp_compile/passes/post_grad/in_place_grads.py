@@ -24,6 +24,7 @@ from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
 from fsdp_compile.passes.graph.nodes import (
     SAME_ORDER,
+    derived,
     get_tag,
     is_pointwise,
     is_product,
@@ -37,9 +38,6 @@ from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
 
 aten = torch.ops.aten
-
-
-# --- reduces ----------------------------------------------------------------------------------------------------------
 
 
 def separate_reduces(context: GraphContext) -> None:
@@ -64,28 +62,20 @@ def _copy_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
     wait.replace_input_with(start, copies[start])
 
 
-# --- packs ------------------------------------------------------------------------------------------------------------
-
-
 def pack_in_place(context: GraphContext) -> None:
     """Make each gradient of a pack a node that can write straight into the packed buffer."""
     graph = context.graph
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in pack.args[0]])
-        if len(pack.users) == 1:
-            _let_reader_overwrite(pack)
+        packed: fx.Node | None = pack
+        while packed is not None and len(packed.users) == 1:  # its only reader may overwrite it, and would copy it else
+            (reader,) = packed.users
+            packed = reader if reader.target is ADD_ACCUMULATED else None
+            if reader.target is ALL_REDUCE:
+                reader.target = ALL_REDUCE_IN_PLACE
+            elif reader.target in (DEFER_REDUCE, ADD_ACCUMULATED):
+                reader.args = (*reader.args, True)
     graph.eliminate_dead_code()
-
-
-def _let_reader_overwrite(packed: fx.Node) -> None:
-    """Let the only reader of a packed buffer work in place: out of place, each of these would copy it first."""
-    reader = next(iter(packed.users))
-    if reader.target is ALL_REDUCE:
-        reader.target = ALL_REDUCE_IN_PLACE
-    elif reader.target in (DEFER_REDUCE, ADD_ACCUMULATED):
-        reader.args = (*reader.args, True)
-        if reader.target is ADD_ACCUMULATED and len(reader.users) == 1:
-            _let_reader_overwrite(reader)
 
 
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
@@ -195,22 +185,12 @@ def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int])
     if position[gradient] < position[last]:
         last.append(gradient)
     end = max(position[gradient], position[last])
-    before = [node for node in _fused_with(reading) if position[node] <= end]
+    fused = {node for node in reading if is_pointwise(node)}  # kernels that read the parameters
+    fused.update(*(derived(node, lambda each: is_pointwise(each) or is_view(each)) for node in tuple(fused)))
+    before = [node for node in fused if position[node] <= end]
     for node in _next_pointwise(sorted(before, key=position.__getitem__), position, end):
         if gradient not in node.all_input_nodes:
             gradient.prepend(node)
-
-
-def _fused_with(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The pointwise ones of `nodes`, and what is computed from them in the same kernel: that reads what they read."""
-    fused: set[fx.Node] = set()
-    work = [node for node in nodes if is_pointwise(node)]
-    while work:
-        node = work.pop()
-        if node not in fused:
-            fused.add(node)
-            work += [user for user in node.users if is_pointwise(user) or is_view(user)]
-    return fused
 
 
 def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end: int) -> list[fx.Node]:
@@ -222,11 +202,11 @@ def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end:
     following: list[fx.Node] = []
     for node in before:
         for user in sorted(node.users, key=position.__getitem__):
-            chain = []
+            views = []
             while is_view(user) and position[user] > end and len(user.users) == 1:
-                chain.append(user)
+                views.append(user)
                 user = next(iter(user.users))
-            ready = all(position[each] <= end or each in chain for each in user.all_input_nodes)
+            ready = all(position[each] <= end or each in views for each in user.all_input_nodes)
             if position[user] > end and is_pointwise(user) and ready and user not in following:
-                following += [*chain, user]
+                following += [*views, user]
     return following

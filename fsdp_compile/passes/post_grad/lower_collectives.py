@@ -25,7 +25,7 @@ from fsdp_compile.comm.collectives import (
     WAIT,
     copies,
 )
-from fsdp_compile.core.host_copies import END_COPY, WAIT_COPY
+from fsdp_compile.core.host_copies import WAIT_COPY
 from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
@@ -51,9 +51,8 @@ def coalesce_launches(context: GraphContext) -> None:
         launch = tag_of(start).launch
         if launch is not None:
             launches.setdefault(launch, []).append(start)
-    for starts in launches.values():
-        if can_coalesce(starts):
-            _coalesce(graph, starts)
+    for starts in filter(can_coalesce, launches.values()):
+        _coalesce(graph, starts)
 
 
 def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
@@ -98,8 +97,7 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
 
 
 def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
-    args: Any = reduce.args
-    packed, op, ranks, group = args
+    packed, op, ranks, group = reduce.args  # type: ignore[misc]  # fx arguments are untyped
     (wait,) = (user for user in reduce.users if user.target is WAIT)
     part = reduce.meta["val"].numel()
     received = reduce.meta["val"].new_empty(part * ranks)
@@ -126,12 +124,20 @@ def all_gather_into_buffer(context: GraphContext) -> None:
     that they finished last in one string without a lock, and only the coalesced all-gather's name is too long to be
     stored inside that string: two threads that finish at once free its memory twice. Eager code never uses that form.
     """
-    graph = context.graph
-    for gather in tagged(graph, "gather", "maximum"):
+    for gather in tagged(context.graph, "gather"):
         if gather.target is ALL_GATHER:
-            _allocate(graph, gather)
-            _mark_sent(graph, gather)
+            _allocate(context.graph, gather)
+            _mark_sent(context.graph, gather)
             _call_directly(gather)
+
+
+def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
+    full, name = gather.meta["val"], f"full_{gather.name.removeprefix('gather_')}"
+    options = {"dtype": full.dtype, "device": full.device, "pin_memory": False}
+    with graph.inserting_before(gather):
+        buffer = graph.create_node("call_function", aten.empty.memory_format, (list(full.shape),), options, name)
+    buffer.meta["val"] = full
+    gather.target, gather.kwargs = ALL_GATHER_INTO, {"out": buffer}
 
 
 def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
@@ -139,8 +145,7 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
     computed: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     if computed.op != "call_function" or computed.target in (WAIT, WAIT_COLLECTIVE):
         return
-    shard: Any = computed.args[0]
-    is_cast = computed.target is CAST and shard.op == "placeholder"
+    is_cast = computed.target is CAST and computed.all_input_nodes[0].op == "placeholder"
     with graph.inserting_after(computed):
         target, args = (SEND_BUFFER_AS, computed.args) if is_cast else (SEND_BUFFER, (computed,))
         sent = graph.call_function(target, args)
@@ -148,21 +153,6 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
     gather.replace_input_with(computed, sent)
     if not computed.users:
         graph.erase_node(computed)
-
-
-def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
-    full = gather.meta["val"]
-    with graph.inserting_before(gather):
-        buffer = graph.create_node(
-            "call_function",
-            aten.empty.memory_format,
-            (list(full.shape),),
-            {"dtype": full.dtype, "device": full.device, "pin_memory": False},
-            name=f"full_{gather.name.removeprefix('gather_')}",
-        )
-    buffer.meta["val"] = full
-    gather.target = ALL_GATHER_INTO
-    gather.kwargs = {"out": buffer}
 
 
 @register_lowering(SEND_BUFFER, type_promotion_kind=None)
@@ -183,7 +173,6 @@ def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
 
 
 # --- calls of the process group ---------------------------------------------------------------------------------------
-
 
 _DIRECT = {ALL_GATHER_INTO: "all_gather", ALL_TO_ALL: "all_to_all"}  # methods of `DirectCollectives`
 
@@ -221,13 +210,10 @@ def _lower_wait(full: Any, sent: Any) -> Any:
     return full
 
 
-# --- copies to the host -----------------------------------------------------------------------------------------------
-
-
 @register_lowering(WAIT_COPY, type_promotion_kind=None)
 def _lower_wait_copy(copy: Any, source: Any) -> Any:
     """Keep the source alive until the wait, as `_lower_wait` does: see Note [What keeps a copied tensor alive]."""
-    WaitKernel.create_wait(END_COPY, copy)
+    WaitKernel.create_wait(WAIT_COPY, copy)
     if source.get_name() in V.graph.name_to_buffer:
         V.graph.additional_star_deps[V.graph.operations[-1].get_operation_name()].add(source.get_name())
     return copy
@@ -245,13 +231,5 @@ def _lower_wait_copy(copy: Any, source: Any) -> Any:
 
 
 def wait_before_loops(nodes: list[Any]) -> list[Any]:
-    """Let each fused loop wait again for all that it reads (Note [Loops that forget the wait]).
-
-    Args:
-        nodes: the nodes of Inductor's scheduler after fusion, in order.
-
-    Returns:
-        The nodes in an order in which each comes after those that it waits for. Those of a graph without collectives
-        are returned as they are.
-    """
+    """The scheduler's nodes after fusion, each after all that it waits for (Note [Loops that forget the wait])."""
     return restore_dependencies(nodes) if any(isinstance(each, WaitKernel) for each in V.graph.operations) else nodes

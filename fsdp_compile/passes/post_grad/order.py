@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, pairwise, zip_longest
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,7 +35,7 @@ from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import Kind, Plan, PlanError, Step
+from fsdp_compile.passes.plan.plan import Kind, PlanError, Step
 
 
 def place_deferred_reduces(context: GraphContext) -> None:
@@ -54,7 +55,10 @@ def order(context: GraphContext) -> None:
     first collective; they are waited for where a gather reads what follows from them, behind gathers that do not.
     """
     info, plan = context.info, context.plan
-    _tag_launches(info, plan)
+    for launch, step in enumerate(plan.of("gather", "reduce")):  # what the plan launches at once is tagged
+        starts = [start for name in step.units for start in _starts(step.kind, name, info)]
+        for start in starts if len(starts) > 1 else ():
+            set_tag(start, replace(tag_of(start), launch=launch))
     steps_before: list[list[Step]] = [[] for _ in range(len(info.tasks) + 1)]  # each task, and what follows the last
     for step in plan.steps:
         steps_before[step.at].append(step)
@@ -75,28 +79,19 @@ def order(context: GraphContext) -> None:
         output.prepend(node)
 
 
-def _tag_launches(info: GraphInfo, plan: Plan) -> None:
-    """Note on the nodes that start collectives which of them the plan launches at once."""
-    for launch, step in enumerate(plan.of("gather", "reduce")):
-        gathers = [info.gathers[name].starts for name in step.units if step.kind == "gather"]
-        reduces = [info.reduces[name].start[-1:] for name in step.units if step.kind == "reduce"]
-        starts = list(chain(*gathers, *reduces))
-        for start in starts if len(starts) > 1 else ():
-            set_tag(start, replace(tag_of(start), launch=launch))
+def _starts(kind: Kind, name: str, info: GraphInfo) -> list[fx.Node]:
+    return info.gathers[name].starts if kind == "gather" else info.reduces[name].start[-1:]
 
 
 def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
     """The nodes of a step. If it has several units, all that prepares the launch comes before the launch itself."""
-    of_units = [nodes for name in step.units if (nodes := _nodes_of_unit(step.kind, name, info))]
+    if step.kind == "free":
+        return []  # Inductor frees what nothing reads any more
+    by_unit = info.gathers if step.kind in ("gather", "wait") else info.reduces
+    collectives = [by_unit[name] for name in step.units]
+    of_units = [each.start if step.kind in ("gather", "reduce") else each.wait for each in collectives]
     stages = [info.gathers[name].first + ahead.get(name, []) for name in step.units if step.kind == "gather"]
     return [*chain(*stages), *chain(*(nodes[:-1] for nodes in of_units)), *(nodes[-1] for nodes in of_units)]
-
-
-def _nodes_of_unit(kind: Kind, name: str, info: GraphInfo) -> list[fx.Node]:
-    if kind == "free":
-        return []  # Inductor frees what nothing reads any more
-    collective = info.gathers[name] if kind in ("gather", "wait") else info.reduces[name]
-    return collective.start if kind in ("gather", "reduce") else collective.wait
 
 
 def check_order(context: GraphContext) -> None:
@@ -142,11 +137,15 @@ def name_prefetched(context: GraphContext) -> None:
         return
     gathers = [gather for gather in info.gathers.values() if tag_of(gather.start[-1]).arrives is not None]
     shards = [shard for gather in gathers if (shard := stored_shard(gather)) is not None]
-    value = starts[0].meta["val"]
+    _put_first(graph, "prefetch_next", PREFETCH_NEXT, (shards, starts[0].meta["val"].device), starts[0])
+
+
+def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], like: fx.Node) -> None:
+    """Call an operator of ours before all else."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        node = graph.create_node("call_function", PREFETCH_NEXT, (shards, value.device), name="prefetch_next")
-    with value.fake_mode:
-        node.meta["val"] = PREFETCH_NEXT([shard.meta["val"] for shard in shards], value.device)
+        node = graph.create_node("call_function", target, args, name=name)
+    with like.meta["val"].fake_mode:
+        node.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))
 
 
 # Note [Why the order is pinned]
@@ -166,13 +165,12 @@ def pin_order(context: GraphContext) -> None:
     """Chain collectives, waits and matrix products by control dependencies (Note [Why the order is pinned])."""
     if tagged(context.graph, "gather", "reduce", "defer_reduce"):
         events = [node for node in context.graph.nodes if _is_event(node)]
-        dependencies = {after: OrderedSet([_result_of(before)]) for before, after in pairwise(events)}
+        dependencies = {
+            # on a call that returns several tensors: on the first of them, which comes next
+            after: OrderedSet([before.next if isinstance(before.meta["val"], list) else before])
+            for before, after in pairwise(events)
+        }
         preserve_node_ordering(context.graph, dependencies)
-
-
-def _result_of(event: fx.Node) -> fx.Node:
-    """The node to depend on: of a call that returns several tensors, the first of them."""
-    return event.next if isinstance(event.meta["val"], list) else event
 
 
 def _is_event(node: fx.Node) -> bool:
@@ -211,21 +209,15 @@ def check_ranks(context: GraphContext) -> None:
         return
     names: list[str] = [start.args[GROUP_ARGUMENT[start.target]] for start in starts]  # type: ignore[misc,index]  # fx arguments are untyped
     groups = list(dict.fromkeys(names))
-    described = [_describe(start, groups.index(name)) for start, name in zip(starts, names, strict=True)]
-    sequence = "\n".join(map(str.__add__, described, _local_programs(starts)))
-    value = _sent(starts[0])[0].meta["val"]
-    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        arguments = (sequence, groups, context.config.check_ranks_timeout, value.device)
-        node = graph.create_node("call_function", CHECK_RANKS, arguments, name="check_ranks")
-    with value.fake_mode:
-        node.meta["val"] = CHECK_RANKS(*node.args)
-
-
-def _describe(start: fx.Node, group: int) -> str:
-    values = [sent.meta["val"] for sent in _sent(start)]
-    sizes = " + ".join(str(value.numel() * value.element_size()) for value in values)
-    dtype = str(values[0].dtype).removeprefix("torch.")
-    return f"{get_tag(start)}, {sizes} bytes of {dtype}, group {group}"
+    lines = []
+    for start, name, program in zip(starts, names, _local_programs(starts), strict=True):
+        values = [sent.meta["val"] for sent in _sent(start)]
+        sizes = " + ".join(str(value.numel() * value.element_size()) for value in values)
+        dtype = str(values[0].dtype).removeprefix("torch.")
+        lines.append(f"{get_tag(start)}, {sizes} bytes of {dtype}, group {groups.index(name)}{program}")
+    first = _sent(starts[0])[0]
+    arguments = ("\n".join(lines), groups, context.config.check_ranks_timeout, first.meta["val"].device)
+    _put_first(graph, "check_ranks", CHECK_RANKS, arguments, first)
 
 
 def _sent(start: fx.Node) -> list[fx.Node]:

@@ -25,11 +25,9 @@ import torch
 
 from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.passes.cost.roofline import (
-    graph_name,
-    with_profile,
-)
-from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stretches_of
+from fsdp_compile.core.text_files import read_text
+from fsdp_compile.passes.cost.roofline import graph_name, with_profile
+from fsdp_compile.passes.graph.analyze import analyze, stretches_of
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.joint.reshard import units_updated_in_backward, update_cost
@@ -37,7 +35,6 @@ from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
 from fsdp_compile.passes.plan.update import UpdateCost, updating_in_backward
-from fsdp_compile.passes.plan.workload import Workload
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
@@ -56,19 +53,14 @@ def read_graph(context: GraphContext) -> None:
     if config.profile is not None:
         stretches = stretches_of(context.info.tasks)
         context.workload = with_profile(context.workload, stretches, context.direction, config.profile)
-    if context.direction == "forward" and config.update is not None:
-        context.workload = _with_arrivals(context.info, context.workload)
+    if context.direction == "forward" and config.update is not None:  # tags say what the step before has launched
+        arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in context.info.gathers.items()}
+        units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in context.workload.units)
+        context.workload = replace(context.workload, units=units)
     if in_backward := units_updated_in_backward(context.info):
         nothing = (0.0,) * len(context.workload.units)
         update = update_cost(context.info, costs, config) or UpdateCost(nothing, (), in_backward=in_backward)
         context.workload = updating_in_backward(context.workload, update)
-
-
-def _with_arrivals(info: GraphInfo, workload: Workload) -> Workload:
-    """`workload`, of a forward, whose first gathers the step before has launched, as their tags say."""
-    arrivals = {name: tag_of(gather.start[-1]).arrives for name, gather in info.gathers.items()}
-    units = tuple(replace(unit, arrives=arrivals.get(unit.name)) for unit in workload.units)
-    return replace(workload, units=units)
 
 
 def choose_plan(context: GraphContext) -> None:
