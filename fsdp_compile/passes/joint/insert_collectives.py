@@ -73,7 +73,10 @@ def insert_collectives(context: GraphContext) -> None:
         _EXPANSIONS[marker.target](graph, marker, unit)
     _tag_updates(graph)
     _remove_unread_gathers(graph)
-    _name_groups(graph)
+    for node in graph.nodes:  # collectives of others, such as those of DTensor, name their groups as ours do
+        at = collectives.GROUP_ARGUMENT.get(node.target)
+        if at is not None and isinstance(node.args[at], str):
+            node.update_arg(at, shared_name(group_named(node.args[at])))
 
 
 def _tag_updates(graph: fx.Graph) -> None:
@@ -92,14 +95,6 @@ def _tag_updates(graph: fx.Graph) -> None:
         set_tag(update, replace(unit, kind="update"))
 
 
-def _name_groups(graph: fx.Graph) -> None:
-    """Let collectives of others, such as those of DTensor, name their groups as ours do: equally on all ranks."""
-    for node in graph.nodes:
-        at = collectives.GROUP_ARGUMENT.get(node.target)
-        if at is not None and isinstance(node.args[at], str):
-            node.update_arg(at, shared_name(group_named(node.args[at])))
-
-
 def _remove_unread_gathers(graph: fx.Graph) -> None:
     """Erase gathers that nothing reads, such as those of `loss + 0 * weight.sum()`, whose zeros Inductor has folded."""
     graph.eliminate_dead_code()
@@ -112,11 +107,7 @@ def _remove_unread_gathers(graph: fx.Graph) -> None:
 
 
 def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, Tag]:
-    """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard.
-
-    Raises:
-        RuntimeError: no unshard before a reduce has its sequence number.
-    """
+    """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard."""
     units: dict[fx.Node, Tag] = {}
     by_sequence: dict[Any, Tag] = {}
     for node in graph.nodes:
@@ -143,26 +134,20 @@ def _spec(unshard: fx.Node) -> UnshardSpec:
 
 def _merge_calls(graph: fx.Graph) -> None:
     """Let equal unshards be one, and reduces that are only added up."""
-    sequences = _merge_unshards(graph)
-    for target in _REDUCES:
-        for marker in graph.find_nodes(op="call_function", target=target):
-            marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
-    totals = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    if sum(_merge_reduces(graph, total) for total in totals):
-        graph.eliminate_dead_code()
-
-
-def _merge_unshards(graph: fx.Graph) -> dict[Any, Any]:
-    """By the autograd sequence number of an unshard that was merged, that of the one which stays."""
     first_calls: dict[tuple[Any, ...], fx.Node] = {}
-    sequences: dict[Any, Any] = {}
+    sequences: dict[Any, Any] = {}  # by that of an unshard that is merged: that of the other
     for marker in graph.find_nodes(op="call_function", target=UNSHARD):
         first = first_calls.setdefault(marker.args, marker)
         if first is not marker:
             sequences[marker.meta.get("seq_nr")] = first.meta.get("seq_nr")
             marker.replace_all_uses_with(first)
             graph.erase_node(marker)
-    return sequences
+    for target in _REDUCES:
+        for marker in graph.find_nodes(op="call_function", target=target):
+            marker.meta["seq_nr"] = sequences.get(marker.meta.get("seq_nr"), marker.meta.get("seq_nr"))
+    totals = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    if sum(_merge_reduces(graph, total) for total in totals):
+        graph.eliminate_dead_code()
 
 
 def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
@@ -293,10 +278,17 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.
     if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(layout.segments):
         _view_at_once(sent)
         return sent if divisor == 1 else emit("scale", SCALE, sent, divisor)
+    steps: list[tuple[Kind, Any, Any]] = [("cast", CAST, dtype)] if dtype is not None else []
+    steps += [("scale", SCALE, divisor)] if divisor > 1 else []
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
     for grad, segment in zip(concatenated.args[0], layout.segments, strict=True):
         if segment.parameter is not None and not _is_zeros(grad):
-            grads[segment.parameter] = _prepare(grad, dtype, divisor, emit)
+            for kind, target, argument in steps:
+                prepared = emit(kind, target, grad, argument)
+                if grad.op != "placeholder":
+                    grad.append(prepared)  # as soon as it exists
+                grad = prepared
+            grads[segment.parameter] = grad
     return emit("pack", PACK_GRADS, grads, layout.text)
 
 
@@ -310,15 +302,3 @@ def _view_at_once(gradient: fx.Node) -> None:
     while gradient is not source and len(gradient.all_input_nodes) == 1 and source.op != "placeholder":
         source.append(gradient)  # the last view first: each of the others comes to stand before it
         gradient = gradient.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-
-
-def _prepare(grad: fx.Node, dtype: Any, divisor: float, emit: Emit) -> fx.Node:
-    """Cast and divide one gradient as soon as it exists."""
-    steps: list[tuple[Kind, Any, Any]] = [("cast", CAST, dtype)] if dtype is not None else []
-    steps += [("scale", SCALE, divisor)] if divisor > 1 else []
-    for kind, target, argument in steps:
-        prepared = emit(kind, target, grad, argument)
-        if grad.op != "placeholder":
-            grad.append(prepared)
-        grad = prepared
-    return grad

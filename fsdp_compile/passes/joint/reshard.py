@@ -219,7 +219,9 @@ def check_saved(context: GraphContext) -> None:
         while is_view_or_cast(origin) and not _is_gathered(origin):  # under autocast, a cast of a gathered buffer
             origin = origin.args[0]  # type: ignore[assignment]  # fx arguments are untyped
         is_gathered = _is_gathered(origin) and tag_of(origin).reshard
-        if is_gathered or _was_to_be_recomputed(node):
+        # tagged by `reshard`; checkpoints do so too, and add a region
+        was_tagged = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and "ac_graph_id" not in node.meta
+        if is_gathered or was_tagged:
             path = tag_of(origin).path if is_gathered else module_path(node)
             raise RuntimeError(
                 f"unit {path or 'root'}: {node.name}, {'a view of' if is_gathered else 'computed from'} its gathered "
@@ -232,8 +234,3 @@ def check_saved(context: GraphContext) -> None:
 def _is_gathered(node: fx.Node) -> bool:
     tag = get_tag(node)
     return tag is not None and tag.kind in ("gather", "wait")
-
-
-def _was_to_be_recomputed(node: fx.Node) -> bool:
-    """Whether `reshard` tagged the node; checkpoints do so too, and add a region."""
-    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and "ac_graph_id" not in node.meta
