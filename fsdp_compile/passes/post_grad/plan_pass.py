@@ -25,7 +25,6 @@ import torch
 
 from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
-from fsdp_compile.core.text_files import read_text
 from fsdp_compile.passes.cost.roofline import graph_name, with_profile
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
