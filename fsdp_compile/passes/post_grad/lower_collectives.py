@@ -97,7 +97,8 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
 
 
 def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
-    packed, op, ranks, group = reduce.args  # type: ignore[misc]  # fx arguments are untyped
+    args: Any = reduce.args
+    packed, op, ranks, group = args
     (wait,) = (user for user in reduce.users if user.target is WAIT)
     part = reduce.meta["val"].numel()
     received = reduce.meta["val"].new_empty(part * ranks)
