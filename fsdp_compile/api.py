@@ -8,7 +8,7 @@ All but the first is in construct/. See Note [Nothing is changed on refusal] in 
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, overload
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.construct.arguments import (
-    PlacementFn,
     check_type,
     given_device,
     ignored_of,
@@ -34,17 +33,15 @@ from fsdp_compile.construct.arguments import (
     precision_of,
     resolve_strategy,
 )
-from fsdp_compile.construct.initial_values import InitFn
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
-from fsdp_compile.construct.validate import Settings, prepare_units
+from fsdp_compile.construct.validate import prepare_units
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored, exempt_classes
-from fsdp_compile.core._torch import mark_as_sharded
+from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.ops import call_before_tracing
-from fsdp_compile.core.sharding import add_mixin
+from fsdp_compile.core.settings import InitFn, PlacementFn, Settings
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
-from fsdp_compile.eager.casting import cast_buffers
-from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters, gather_around_compiled
+from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
 if TYPE_CHECKING:
@@ -53,40 +50,25 @@ if TYPE_CHECKING:
     from fsdp_compile.passes.cost.hardware import Hardware
 
 
-class FullyShardOptions(TypedDict, total=False):
-    """The keyword arguments of `fully_shard`, for type checkers."""
-
-    mesh: DeviceMesh | None
-    process_group: GroupArgument | None
-    sharding_strategy: ShardingStrategy | None
-    reshard_after_forward: bool | int | Literal["auto"] | None
-    auto_wrap_policy: AutoWrapPolicy
-    mixed_precision: MixedPrecision | None
-    cpu_offload: CPUOffload | None
-    ignored_modules: Iterable[nn.Module] | None
-    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
-    device_id: int | str | torch.device | None
-    param_init_fn: InitFn | None
-    sync_module_states: bool
-    devices_per_node: int | None
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    mp_policy: MixedPrecisionPolicy | None
-    offload_policy: OffloadPolicy | None
-    ignored_params: Iterable[nn.Parameter] | None
-    shard_placement_fn: PlacementFn | None
-    dp_mesh_dims: Any
+Options = ParamSpec("Options")
 
 
-@overload
-def fully_shard(module: nn.Module, **options: Unpack[FullyShardOptions]) -> FSDPModule: ...
+class _FullyShard(Protocol[Options]):
+    """The type of `fully_shard`: what it returns depends on whether it is given a module or a list."""
+
+    @overload
+    def __call__(self, module: nn.Module, *_: Options.args, **options: Options.kwargs) -> FSDPModule: ...
+    @overload
+    def __call__(
+        self, module: Sequence[nn.Module], *_: Options.args, **options: Options.kwargs
+    ) -> list[FSDPModule]: ...
 
 
-@overload
-def fully_shard(module: Sequence[nn.Module], **options: Unpack[FullyShardOptions]) -> list[FSDPModule]: ...
+def _typed(function: Callable[Concatenate[Any, Options], Any]) -> _FullyShard[Options]:
+    return function  # type: ignore[return-value]  # the implementation of both overloads
 
 
+@_typed
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
@@ -199,51 +181,39 @@ def fully_shard(
     check_type("limit_all_gathers", limit_all_gathers, bool)
     mesh = mesh_to_shard(mesh, dp_mesh_dims)
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
-    precision = precision_of(mixed_precision, mp_policy)
+    precision, output_dtype = precision_of(mixed_precision, mp_policy)
+    ignored = collect_ignored(model, ignored_modules, ignored_of(ignored_states, ignored_params))
+    device = given_device(device_id)
+    groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
+    groups = divide(groups, reshard_after_forward)
+    offload, pin_memory = offload_of(cpu_offload, offload_policy)
     settings = Settings(
         strategy=strategy,
-        ignored=collect_ignored(model, ignored_modules, ignored_of(ignored_states, ignored_params)),
-        device=given_device(device_id),
-        groups=divide(
-            resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node),
-            reshard_after_forward,
-        ),
-        init=param_init_fn,
-        sync=sync_module_states,
-        precision=precision.dtypes,
-        output_dtype=precision.output,
-        offload=offload_of(cpu_offload, offload_policy),
-        may_stay=reshard_after_forward == "auto",
+        groups=groups,
+        reshard_after_forward=reshard_after_forward,
+        device=device,
+        precision=precision,
+        output_dtype=output_dtype,
+        offload=offload,
+        pin_memory=pin_memory,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
-        placements=shard_placement_fn,
+        full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
+        param_init_fn=param_init_fn,
+        sync_module_states=sync_module_states,
+        shard_placement_fn=shard_placement_fn,
     )
     policy = None if is_list else auto_wrap_policy
-    chosen = choose_units(model, policy, settings.ignored, exempt_classes(precision.dtypes))
-    prepared_units = prepare_units(model, chosen, settings)
+    chosen = choose_units(model, policy, ignored, exempt_classes(precision))
+    prepared_units = prepare_units(model, chosen, settings, ignored)
     # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
-    join_divided(model)
+    join_divided(model, FSDPModule)
     for prepared in prepared_units:
-        for sharded in make_unit(model, prepared):
-            _become_fsdp_module(sharded)
-    runtime = Runtime(backward_prefetch, forward_prefetch, limit_all_gathers)
-    connect(model, settings.ignored, runtime, HasShardedParameters)
-    casts_buffers = mixed_precision is not None and mixed_precision.buffer_dtype is not None
-    if auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers:  # undoing would lose their digits
-        options: FullyShardOptions = dict(
-            auto_wrap_policy=None,
-            mesh=mesh,
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            reshard_after_forward=reshard_after_forward,
-            mixed_precision=mixed_precision,
-            mp_policy=mp_policy,
-            cpu_offload=cpu_offload,
-            offload_policy=offload_policy,
-            ignored_params=list(settings.ignored.params),
-            device_id=device_id,
-            limit_all_gathers=limit_all_gathers,
-        )
-        runtime.shard_as_one = functools.partial(fully_shard, model, **options)
+        make_unit(model, prepared, ignored, FSDPModule)
+    casts_buffers = precision.buffer_dtype is not None  # joining units again would lose their digits
+    is_divided = auto_wrap_policy == "auto" and len(prepared_units) > 1 and not casts_buffers
+    connect(model, ignored, Runtime(settings, is_divided), HasShardedParameters)
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
@@ -351,14 +321,6 @@ def _check_environment() -> None:
         from fsdp_compile.passes.inductor import pipelines  # imports Inductor
 
         pipelines(config)
-
-
-def _become_fsdp_module(module: Any) -> None:
-    """Let `module`, which knows its unit, have the methods of an `FSDPModule` and gather around its forward."""
-    cast_buffers(module)
-    add_mixin(module, FSDPModule)
-    mark_as_sharded(module)
-    gather_around_compiled(module)
 
 
 def _install_passes() -> None:

@@ -91,6 +91,12 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
         return gathering(forward)
 
     @staticmethod
+    def on_swap(module: Any) -> None:
+        """What remains when the class was swapped: buffers are cast, and a compiled call gathers around itself."""
+        cast_buffers(module)
+        gather_around_compiled(module)
+
+    @staticmethod
     def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
         """What the swapped class does in a call if there are hooks: `call` with the module's units gathered around."""
         return hooked_call(call)
@@ -331,13 +337,13 @@ def _check_reduced(param: nn.Parameter, grad: Tensor) -> None:
 
 def _describe(unit: Unit, sharding: ModuleSharding) -> str:
     """Parameters, strategy, precision and memory of a unit, for `repr`."""
-    strategy = sharding.strategy.name
+    strategy = sharding.settings.strategy.name
     if unit.is_sharded:
         strategy += f" over {unit.group_size} ranks"
     if unit.replicas is not None:
         strategy += f" in {unit.replicas.size()} copies"
     stored = ", ".join(sorted({str(flat.shard.dtype).removeprefix("torch.") for flat in unit.flats}))
-    precision = unit.precision
+    precision = unit.settings.precision
     casts = {"computed": precision.param_dtype, "reduced": precision.reduce_dtype, "buffers": precision.buffer_dtype}
     dtypes = [f"{verb} in {str(dtype).removeprefix('torch.')}" for verb, dtype in casts.items() if dtype is not None]
     nbytes = sum(flat.shard.nbytes for flat in unit.flats)

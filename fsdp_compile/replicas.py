@@ -319,7 +319,8 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, optimizers: Iterable[Optimi
 
 def _set_groups(unit: Unit, groups: Groups) -> None:
     """Let `unit` communicate in `groups`, as it did in the process groups before."""
-    strategy = ShardingStrategy.HYBRID_SHARD if unit.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    keeps = unit.reshard_after_forward is False
+    strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
     if len(unit.stages) == 2:
         groups = divide(groups, unit.stages[1].size)
     placement = place(strategy, groups)

@@ -205,18 +205,19 @@ class FullyShardedDataParallel(nn.Module):
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
         if self._units and not self._units[0].is_sharded:
             return ShardingStrategy.NO_SHARD
-        strategy: ShardingStrategy = self.module._fsdp.strategy
+        strategy: ShardingStrategy = self.module._fsdp.settings.strategy
         return strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The dtypes in force; those of the parameters where they are None."""
-        return self.module._fsdp.precision or MixedPrecision()
+        precision: MixedPrecision = self.module._fsdp.settings.precision
+        return precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
         """Whether shards and gradients are stored on the CPU."""
-        return CPUOffload(offload_params=any(unit.offload for unit in self._units))
+        return CPUOffload(offload_params=any(unit.settings.offload for unit in self._units))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -242,18 +243,18 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
         """The setting in force, that of the root, as of `forward_prefetch` and `limit_all_gathers`."""
-        setting: BackwardPrefetch | None = self.module._fsdp_runtime.backward_prefetch
+        setting: BackwardPrefetch | None = self.module._fsdp_runtime.settings.backward_prefetch
         return setting
 
     @property
     def forward_prefetch(self) -> bool:
         """Whether the eager forward prefetches."""
-        return bool(self.module._fsdp_runtime.forward_prefetch)
+        return bool(self.module._fsdp_runtime.settings.forward_prefetch)
 
     @property
     def limit_all_gathers(self) -> bool:
         """Whether the host waits before an all-gather for two units that were freed."""
-        return bool(self.module._fsdp_runtime.limit_all_gathers)
+        return bool(self.module._fsdp_runtime.settings.limit_all_gathers)
 
     @property
     def training_state(self) -> TrainingState:

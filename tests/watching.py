@@ -225,10 +225,10 @@ def watched(model: Any, limit_gathers: bool = True) -> Iterator[Record]:
     units = units_gathered_below(model)
     scopes = [(name or "root", module) for name, module in model.named_modules() if "_fsdp" in vars(module)]
     names = {flat: name for name, module in scopes for unit in module._fsdp.units for flat in unit.flats}
-    watch.offloads = any(unit.offload for unit in units)
+    watch.offloads = any(unit.settings.offload for unit in units)
     for unit in units:
         for flat in unit.flats:
-            watch.name(flat.shard, f"shard of {names.get(flat)}", unit.offload)
+            watch.name(flat.shard, f"shard of {names.get(flat)}", unit.settings.offload)
     free, start = UnshardedBuffer.free, UnshardedBuffer.start
 
     def freeing(buffer: UnshardedBuffer) -> None:

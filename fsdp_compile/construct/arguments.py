@@ -8,8 +8,7 @@ sharding_strategy, reshard_after_forward -> a strategy
 device_id                                -> a device with an index, or None
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from types import NoneType, UnionType
 from typing import Any
 
@@ -29,24 +28,7 @@ from torch.distributed.tensor import Shard
 from fsdp_compile.comm.groups import RESHARDING
 from fsdp_compile.construct._torch import DataParallelMeshDims
 from fsdp_compile.core.environment import warn_caller
-
-PlacementFn = Callable[[nn.Parameter], Shard | None]
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of a unit: those that FSDP1 knows, and that of floating outputs, which only FSDP2 sets."""
-
-    dtypes: MixedPrecision | None
-    output: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Whether shards are stored on the CPU, and whether they are pinned there where that speeds up copies."""
-
-    to_cpu: bool
-    pins: bool
+from fsdp_compile.core.settings import PlacementFn
 
 
 def check_type(name: str, value: Any, expected: type | UnionType) -> None:
@@ -64,15 +46,20 @@ def _check_one(**given: Any) -> None:
         raise ValueError(f"{' and '.join(names)}: expected at most one, found both; drop one of them")
 
 
-def precision_of(mixed_precision: MixedPrecision | None, mp_policy: MixedPrecisionPolicy | None) -> Precision:
-    """The dtypes that one of the two asks for. FSDP2's casts the inputs of every unit, and exempts no classes."""
+def precision_of(
+    mixed_precision: MixedPrecision | None, mp_policy: MixedPrecisionPolicy | None
+) -> tuple[MixedPrecision, torch.dtype | None]:
+    """The dtypes that one of the two asks for, and that of floating outputs, which only FSDP2 sets.
+
+    FSDP2's policy casts the inputs of every unit, and exempts no classes.
+    """
     check_type("mixed_precision", mixed_precision, MixedPrecision | None)
     check_type("mp_policy", mp_policy, MixedPrecisionPolicy | None)
     _check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
     if mp_policy is None:
-        return Precision(mixed_precision, None)
+        return mixed_precision or MixedPrecision(), None
     if mp_policy.param_dtype is None and mp_policy.reduce_dtype is None:
-        return Precision(None, mp_policy.output_dtype)
+        return MixedPrecision(), mp_policy.output_dtype
     casts = mp_policy.cast_forward_inputs
     dtypes = MixedPrecision(
         param_dtype=mp_policy.param_dtype,
@@ -81,17 +68,17 @@ def precision_of(mixed_precision: MixedPrecision | None, mp_policy: MixedPrecisi
         cast_root_forward_inputs=casts,
         _module_classes_to_ignore=(),
     )
-    return Precision(dtypes, mp_policy.output_dtype)
+    return dtypes, mp_policy.output_dtype
 
 
-def offload_of(cpu_offload: CPUOffload | None, offload_policy: OffloadPolicy | None) -> Offload:
-    """Where one of the two stores shards; neither: where the unit computes."""
+def offload_of(cpu_offload: CPUOffload | None, offload_policy: OffloadPolicy | None) -> tuple[bool, bool]:
+    """Whether one of the two stores shards on the CPU, and whether they are pinned there."""
     check_type("cpu_offload", cpu_offload, CPUOffload | None)
     check_type("offload_policy", offload_policy, OffloadPolicy | None)
     _check_one(cpu_offload=cpu_offload, offload_policy=offload_policy)
     if isinstance(offload_policy, CPUOffloadPolicy):
-        return Offload(to_cpu=True, pins=offload_policy.pin_memory)
-    return Offload(to_cpu=cpu_offload is not None and cpu_offload.offload_params, pins=True)
+        return True, offload_policy.pin_memory
+    return cpu_offload is not None and cpu_offload.offload_params, True
 
 
 def ignored_of(ignored_states: Iterable[Any] | None, ignored_params: Iterable[nn.Parameter] | None) -> Any:

@@ -9,7 +9,7 @@ initialized in the first module that has it. See Note [Initializing without chan
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,9 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.groups import Groups
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.ops import inner_tensors
+from fsdp_compile.core.settings import InitFn
 from fsdp_compile.core.unit import unit_of
 
-InitFn = Callable[[nn.Module], Any]
 NamedModules = Sequence[tuple[str, nn.Module]]
 
 

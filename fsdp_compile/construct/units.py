@@ -6,19 +6,26 @@ join_divided   makes one unit of what an earlier call divided: its parameters ar
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_compile.construct.initial_values import broadcast_states, materialize, move_from_cpu
-from fsdp_compile.construct.validate import NamedParams, PreparedUnit
+from fsdp_compile.construct.validate import NamedParams, PreparedUnit, prepare_units
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper
-from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.inner_params import put_back, take_apart
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, add_lookups, original_class, sharding_of, units_gathered_below
+from fsdp_compile.core.sharding import (
+    ModuleSharding,
+    add_lookups,
+    original_class,
+    sharding_of,
+    swap_class,
+    units_gathered_below,
+)
 from fsdp_compile.core.tensor_parallel import with_local_parameters
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.core.unit_state import check_idle
@@ -62,53 +69,37 @@ def check_module(module: Any) -> None:
         raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
 
 
-def make_unit(model: nn.Module, prepared: PreparedUnit) -> list[nn.Module]:
-    """Give one unit's tensors values, a device and equality, in this order; then shard it. The modules it is now of."""
+def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin: type) -> None:
+    """Give one unit's tensors values, a device and equality, in this order; then shard it.
+
+    Its module, or each module of a list, becomes an instance of `mixin`.
+    """
     settings = prepared.settings
+    has_data = any(param.numel() for _, param in prepared.params)  # else there is nothing to communicate (E-FLAT-12)
     modules = [module for _, module in prepared.modules]
     take_apart(model, prepared.inner)
     if not prepared.stays_on_meta:
-        materialize(prepared.modules, prepared.device, settings.init, settings.ignored.params)
+        materialize(prepared.modules, prepared.device, settings.param_init_fn, ignored.params)
     params = with_local_parameters(model, prepared.params)
     plain = [param for _, param in params]
     move_from_cpu(plain, modules, prepared.device)
-    if settings.sync:
+    if settings.sync_module_states:
         broadcast_states(plain, prepared.module, settings.groups)
-    unit = _new_unit(prepared, params) if prepared.has_data else None
+    unit = None
+    if has_data:
+        sections = divide_at_units(params, prepared.module)
+        unit = Unit(sections, settings, device=prepared.device, on_meta=prepared.stays_on_meta)
     is_group = isinstance(prepared.module, ModuleGroup)
     sharded = list(prepared.module.children()) if is_group else [prepared.module]
     for module in sharded:
         module.__dict__["_fsdp"] = ModuleSharding(
-            strategy=settings.strategy,
-            device=prepared.device,
-            precision=settings.precision,
-            output_dtype=settings.output_dtype,
-            buffer_dtypes=_buffer_dtypes(module, modules),
-            full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
-            limit_all_gathers=settings.limit_all_gathers,
+            settings,
+            prepared.device,
+            _buffer_dtypes(module, modules),
             units=(unit,) if unit else (),
             shared_units=frozenset((unit,) if unit and is_group else ()),
         )
-    return sharded
-
-
-def _new_unit(prepared: PreparedUnit, params: NamedParams) -> Unit:
-    settings = prepared.settings
-    group, shards, reshard_after_forward, replicas, stage_groups = prepared.placement
-    return Unit(
-        divide_at_units(params, prepared.module),
-        group,
-        shards,
-        reshard_after_forward,
-        replicas=replicas,
-        stage_groups=stage_groups,
-        may_stay=settings.may_stay,
-        precision=settings.precision,
-        offload=settings.offload.to_cpu,
-        pins=settings.offload.pins,
-        on_meta=prepared.stays_on_meta,
-        device=prepared.device,
-    )
+        swap_class(module, mixin)
 
 
 # Note [A unit around other units has several flat parameters]
@@ -209,37 +200,37 @@ def _widen(unit: Unit, scope: Any, users: list[nn.Module], model: nn.Module) -> 
 # --- from units to plain parameters again -----------------------------------------------------------------------------
 
 
-def join_divided(model: nn.Module) -> None:
-    """Make one unit of each module below that an earlier call divided by "auto".
+def join_divided(model: nn.Module, mixin: type) -> None:
+    """Make one unit of each module below that an earlier call divided by "auto"; all ranks take part.
 
     `fully_shard(block)` cannot know whether the block is a model of its own, which "auto" divides into units, or will
     lie in a model that is sharded by a later call. Only that call tells, so it undoes the division and makes one unit
     of the block, as FSDP2 does.
+
+    Raises:
+        ValueError: a unit is not idle, or has gradients. Nothing has been changed then.
     """
-    for module in list(_scopes(model)):
-        divided = "_fsdp" in vars(module) and module._fsdp.is_root  # a module below one that was joined has it no more
-        shard_as_one = module._fsdp_runtime.shard_as_one if divided else None
-        if shard_as_one is not None:
-            _undo(module)
-            shard_as_one()
+    divided = [module for module in _scopes(model) if module._fsdp.is_root and module._fsdp_runtime.is_divided]
+    for module in divided:
+        units = units_gathered_below(module)
+        check_idle(units, "fully_shard")
+        for unit in units:
+            for name, param in zip(unit.names, unit.params, strict=True):
+                if param.grad is not None:
+                    raise ValueError(f"parameter {name} has a gradient; call zero_grad() before fully_shard is called "
+                                     "on the module around it")  # fmt: skip
+    for module in divided:
+        settings = module._fsdp_runtime.settings
+        ignored = Ignored(module._fsdp.ignored_modules, module._fsdp.ignored_params)
+        _undo(module)
+        settings = replace(settings, param_init_fn=None, sync_module_states=False, shard_placement_fn=None)
+        for prepared in prepare_units(module, {module: {}}, settings, ignored):
+            make_unit(module, prepared, ignored, mixin)
 
 
 def _undo(module: nn.Module) -> None:
-    """Give `module` and all below full parameters and their own classes; all ranks take part.
-
-    Raises:
-        ValueError: a unit is not idle, or has gradients.
-    """
-    units = units_gathered_below(module)
-    check_idle(units, "fully_shard")
-    for unit in units:
-        for name, param in zip(unit.names, unit.params, strict=True):
-            if param.grad is not None:
-                raise ValueError(
-                    f"parameter {name}: expected no gradient before the module around it is sharded, found one; call "
-                    f"zero_grad() first"
-                )
-    for unit in units:
+    """Give `module` and all below full parameters and their own classes."""
+    for unit in units_gathered_below(module):
         full = [_full(param) for param in unit.params]
         for flat in unit.flats:
             flat.release()

@@ -15,20 +15,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile.comm.collectives import backends
-from fsdp_compile.comm.groups import HYBRID, Groups, Placement, place, resolve_groups
+from fsdp_compile.comm.groups import HYBRID, Placement, resolve_groups
 from fsdp_compile.construct.arguments import (
     CPU,
-    Offload,
-    PlacementFn,
     check_placements,
     current_device,
     given_device,
     offload_of,
 )
-from fsdp_compile.construct.initial_values import InitFn, must_stay_on_meta, unsent_buffers
+from fsdp_compile.construct.initial_values import must_stay_on_meta, unsent_buffers
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
-from fsdp_compile.core.environment import Switches, warn_caller
+from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others, plain_tensors
+from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of
@@ -46,24 +45,6 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Parameter
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all units of one call have in common."""
-
-    strategy: ShardingStrategy
-    groups: Groups
-    device: torch.device | None  # None: each unit decides
-    init: InitFn | None
-    sync: bool
-    ignored: Ignored
-    precision: MixedPrecision | None
-    output_dtype: torch.dtype | None
-    offload: Offload
-    may_stay: bool
-    limit_all_gathers: bool
-    placements: PlacementFn | None
-
-
-@dataclass(frozen=True)
 class PreparedUnit:
     """One unit before it is made."""
 
@@ -73,31 +54,25 @@ class PreparedUnit:
     inner: Mapping[nn.Parameter, InnerParams]  # those of `params` that take the place of a subclass around them
     modules: list[tuple[str, nn.Module]]  # `module` and those below, up to nested units and ignored modules
     settings: Settings  # those of the call, but for those in which a policy lets this unit differ
-    placement: Placement
     device: torch.device  # where it computes
     stays_on_meta: bool  # the script gives memory and values to what is on the meta device
 
-    @property
-    def has_data(self) -> bool:
-        """Whether there is anything to communicate (E-FLAT-12)."""
-        return any(param.numel() for _, param in self.params)
 
-
-def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[PreparedUnit]:
+def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored: Ignored) -> list[PreparedUnit]:
     """For each chosen module what becomes of it; every check of modules and parameters is made here.
 
     Raises:
         RuntimeError: a unit's parameters are spread over devices.
         ValueError: a module or parameter cannot be sharded; the message says which and what to do.
     """
-    _check_same_switch(model)
+    _check_same_switch(model, settings)
     paths = {module: path for path, module in model.named_modules()}
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
     carried = frozenset(backends(settings.groups.shard))  # device types
-    divided = list(_divide(chosen, settings.ignored))
+    divided = list(_divide(chosen, ignored))
     named_modules = [[(paths[each], each) for each in modules] for _, _, modules in divided]
     uninitialized = [
-        must_stay_on_meta(named, own.init, settings.ignored.params)
+        must_stay_on_meta(named, own.param_init_fn, ignored.params)
         for named, own in zip(named_modules, of_units, strict=True)
     ]
     prepared = []
@@ -105,19 +80,18 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings) -> list[
         path = paths[module]
         _check_container(module, path)
         _check_params(params, path)
-        check_placements(path, params, own.placements)
+        check_placements(path, params, own.shard_placement_fn)
         device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
         apart = [param for _, param in params if is_subclass_around_others(param) or has_attributes(param)]
         inner = {param: InnerParams(param, device) for param in apart}
         params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
         on_meta = any(uninitialized) and _are_on_meta(params, path)
-        placement = place(own.strategy, own.groups)
-        _check_distributions(params, path, placement)
-        prepared.append(PreparedUnit(module, path, params, inner, named, own, placement, device, on_meta))
+        _check_distributions(params, path, own.placement)
+        prepared.append(PreparedUnit(module, path, params, inner, named, own, device, on_meta))
     for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
-    if any(own.sync for own in of_units):
+    if any(own.sync_module_states for own in of_units):
         _check_sendable(model, prepared, carried)
     return prepared
 
@@ -190,16 +164,15 @@ def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Sett
             f"auto_wrap_policy: expected hybrid strategies for all units or for none, found {strategy.name} for module "
             f"{path} in a model of {settings.strategy.name}; set its process_group too, as it needs other groups"
         )
-    return replace(
-        settings,
-        strategy=strategy,
-        groups=groups,
-        precision=differs.get("mixed_precision", settings.precision),
-        offload=offload_of(differs["cpu_offload"], None) if "cpu_offload" in differs else settings.offload,
-        device=given_device(differs["device_id"]) if "device_id" in differs else settings.device,
-        init=differs.get("param_init_fn", settings.init),
-        sync=differs.get("sync_module_states", settings.sync),
-    )
+    as_given = {"param_init_fn", "sync_module_states"}
+    changed: dict[str, Any] = {name: value for name, value in differs.items() if name in as_given}
+    if "mixed_precision" in differs:
+        changed["precision"] = differs["mixed_precision"] or MixedPrecision()
+    if "cpu_offload" in differs:
+        changed["offload"], changed["pin_memory"] = offload_of(differs["cpu_offload"], None)
+    if "device_id" in differs:
+        changed["device"] = given_device(differs["device_id"])
+    return replace(settings, strategy=strategy, groups=groups, **changed)
 
 
 def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[nn.Module]:
@@ -295,12 +268,12 @@ def _check_container(module: nn.Module, path: str) -> None:
         )
 
 
-def _check_same_switch(model: nn.Module) -> None:
+def _check_same_switch(model: nn.Module, settings: Settings) -> None:
     """Refuse units that would leave mixed precision in eval mode beside others that would not (E-STRAT-11)."""
-    now = Switches.from_environment().full_precision_in_eval
+    now = settings.full_precision_in_eval
     for path, module in model.named_modules():
         sharding = sharding_of(module)
-        if sharding is not None and sharding.full_precision_in_eval != now:
+        if sharding is not None and sharding.settings.full_precision_in_eval != now:
             raise ValueError(
                 f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
                 f"sharded with {1 - now}; set the variable once, before the first fully_shard"

@@ -141,10 +141,10 @@ def choose_units(
     return {each: chosen.get(each, {}) | exempted.get(each, {}) for each in candidates if each in chosen | exempted}
 
 
-def exempt_classes(policy: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
+def exempt_classes(policy: MixedPrecision) -> tuple[type[nn.Module], ...]:
     """Classes that auto-wrapping leaves out of mixed precision (E-INIT-6); none if the settings change no dtype."""
-    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) if policy else ()
-    return tuple(policy._module_classes_to_ignore) if policy and any(dtypes) else ()
+    casts = policy.param_dtype or policy.reduce_dtype or policy.buffer_dtype
+    return tuple(policy._module_classes_to_ignore) if casts else ()
 
 
 def _ask(model: nn.Module, policy: AutoWrapPolicy, ignored: Ignored) -> Chosen:

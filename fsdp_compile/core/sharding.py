@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from fsdp_compile.core._torch import RNN_WITHOUT_LIST
+from fsdp_compile.core._torch import RNN_WITHOUT_LIST, mark_as_sharded
 from fsdp_compile.core.inner_params import Recipe, inner_names, recipes_of
+from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit, unit_of
 
 
@@ -33,13 +33,9 @@ class ModuleSharding:
     """How one module is sharded. `fully_shard` writes it; a call around the module may change it.
 
     Attributes:
-        strategy: the sharding strategy of the module's unit.
+        settings: those of the module's unit.
         device: where the module computes.
-        precision: its mixed precision, or None.
-        output_dtype: the dtype that floating outputs are cast to, or None.
         buffer_dtypes: the dtypes that its floating buffers had, by their names in the module.
-        full_precision_in_eval: whether the module computes without mixed precision in eval mode.
-        limit_all_gathers: the argument of `fully_shard`.
         units: the units that are gathered around the module's forward: its own one, unless that has no data or an
             enclosing module gathers it, and those that modules below share.
         shared_units: those of `units` that modules of one list share; of a root all such units below.
@@ -52,13 +48,9 @@ class ModuleSharding:
         ignored_params: likewise the parameters.
     """
 
-    strategy: ShardingStrategy
+    settings: Settings
     device: torch.device
-    precision: MixedPrecision | None
-    output_dtype: torch.dtype | None
     buffer_dtypes: dict[str, torch.dtype]
-    full_precision_in_eval: bool
-    limit_all_gathers: bool
     units: tuple[Unit, ...] = ()
     shared_units: frozenset[Unit] = frozenset()
     traced_units: tuple[Unit, ...] = ()
@@ -145,13 +137,16 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
     _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
 
 
-def add_mixin(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of `mixin` as well.
+def swap_class(module: nn.Module, mixin: Any) -> None:
+    """Make `module`, which knows its units, an instance of `mixin` as well.
 
-    If that has a `wrap_forward`, it wraps the original forward, and its `wrap_call` what runs hooks and forward.
+    Of a `mixin` that is sharded itself, `wrap_forward` wraps the original forward, `wrap_call` what runs hooks and
+    forward, and `on_swap` is called with the module.
     """
     constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
     _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
+    mark_as_sharded(module)
+    mixin.on_swap(module)
 
 
 def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants: tuple[str, ...]) -> None:

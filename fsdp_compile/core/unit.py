@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecision, StateDictSettings
+from torch.distributed.fsdp import StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
+from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
 from fsdp_compile.core.unit_state import (
     GradientDelivery,
@@ -48,19 +49,14 @@ class Unit(UnshardedState):
     Args:
         sections: each `(name, parameter)` pairs in full shape; no flat parameter has parameters of two. Each parameter
             keeps its identity.
-        group: the process group that the unit is sharded over; for NO_SHARD, that it averages gradients over.
-        shards: into how many shards flat parameters are split: the size of `group`, or 1 for NO_SHARD.
-        reshard_after_forward: whether unsharded parameters are freed between forward and backward.
-        replicas: hybrid sharding: the ranks that store the same shard; gradients are averaged over them too.
-        stage_groups: two groups that all-gathers go through, one after the other; backward uses the second.
-        may_stay: whether a compiled graph may keep parameters unsharded although `reshard_after_forward`.
-        precision: dtypes of computation and of reduction; None: that of the parameters.
-        offload: whether shards and gradients are stored on the CPU.
-        pins: whether what is stored on the CPU is pinned there, if the unit computes elsewhere.
+        settings: the options of `fully_shard`.
         on_meta: whether the shard has no memory until `to_empty` gives it some.
         device: where the unit computes; None: where its parameters are.
 
     Attributes that describe the unit:
+        settings: as given.
+        group: the process group that the unit is sharded over; for NO_SHARD, that it averages gradients over.
+        replicas: hybrid sharding: the ranks that store the same shard, over which gradients are averaged too; or None.
         stages: the groups that all-gathers go through, in order.
         replica_group: hybrid sharding: the group of the ranks that store the same shards, by name and size; or None.
         flats: the flat parameters; parameters are indexed through all of them, in this order.
@@ -71,6 +67,8 @@ class Unit(UnshardedState):
         ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
 
     Attributes that steps and the user change, beside those of `UnshardedState`:
+        reshard_after_forward: whether unsharded parameters are freed between forward and backward. None: an eager step
+            frees them, the plan of a compiled one decides.
         delivery: what a graph that is traced now does in backward with packed gradients.
         options: what the `set_*` methods of its module chose.
         syncs: whether backward reduces gradients.
@@ -82,29 +80,21 @@ class Unit(UnshardedState):
     def __init__(
         self,
         sections: Sequence[NamedParams],
-        group: dist.ProcessGroup,
-        shards: int,
-        reshard_after_forward: bool,
+        settings: Settings,
         *,
-        replicas: dist.ProcessGroup | None = None,
-        stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
-        may_stay: bool = False,
-        precision: MixedPrecision | None = None,
-        offload: bool = False,
-        pins: bool = True,
         on_meta: bool = False,
         device: torch.device | None = None,
     ) -> None:
+        self.settings = settings
+        group, shards, reshard_after_forward, replicas, stage_groups = settings.placement
         self._take_groups(group, replicas, stage_groups)
-        self.precision = precision or MixedPrecision()
         self.rank = dist.get_rank(group) if shards > 1 else 0
         self.device = device or sections[0][0][1].device
-        self.offload = offload
-        self.reshard_after_forward = reshard_after_forward and shards > 1
-        self.may_stay = may_stay
-        stored = torch.device("meta" if on_meta else "cpu") if offload or on_meta else self.device
+        plan_decides = reshard_after_forward and settings.reshard_after_forward == "auto"
+        self.reshard_after_forward: bool | None = None if plan_decides else reshard_after_forward
+        stored = torch.device("meta" if on_meta else "cpu") if settings.offload or on_meta else self.device
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
-        pin = offload and pins and not on_meta and self.device.type != "cpu"
+        pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
         self.ranks: ShardRanks | None = None
         if shards > 1:
             self.ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name)
@@ -133,7 +123,7 @@ class Unit(UnshardedState):
         spec = UnshardSpec(
             flat.layout,
             self.stages,
-            reshard_after_forward=None if self.may_stay and self.reshard_after_forward else self.reshard_after_forward,
+            reshard_after_forward=self.reshard_after_forward,
             replicas=self.replica_group,
             compute_dtype=compute if compute != flat.shard.dtype else None,
             reduce_dtype=reduce if reduce != compute else None,
@@ -176,7 +166,7 @@ class Unit(UnshardedState):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Choose whether unsharded parameters are freed between forward and backward."""
-        self.reshard_after_forward, self.may_stay = reshard_after_forward and self.is_sharded, False
+        self.reshard_after_forward = reshard_after_forward and self.is_sharded
         self.update_dtypes()
 
     def set_groups(
@@ -249,7 +239,7 @@ class Unit(UnshardedState):
     @property
     def keep_unsharded(self) -> bool:
         """Whether a backward pass that ends now leaves the parameters unsharded (E-STRAT-5)."""
-        stays_under_no_sync = not self.reshard_after_forward and not self.syncs
+        stays_under_no_sync = self.reshard_after_forward is False and not self.syncs
         return self.is_sharded and (stays_under_no_sync or not self.options.reshard_after_backward)
 
     @property
@@ -275,11 +265,12 @@ class Unit(UnshardedState):
         """
         stored = flat.shard.dtype
         is_quantized = not stored.is_floating_point or stored.itemsize == 1
-        return stored if full_precision or is_quantized or flat.is_inner else self.precision.param_dtype or stored
+        never_cast = full_precision or is_quantized or flat.is_inner
+        return stored if never_cast else self.settings.precision.param_dtype or stored
 
     def reduce_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype in which gradients are reduced (E-MP-2)."""
-        return self.precision.reduce_dtype or self.compute_dtype(flat)
+        return self.settings.precision.reduce_dtype or self.compute_dtype(flat)
 
     def sent_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
         """The dtype in which gradients are packed: that of the reduce, but a compressing hook gets them as they are."""
@@ -369,10 +360,10 @@ class Unit(UnshardedState):
         """Update what follows from the dtypes of shards and gradients, and from `reshard_after_forward`."""
         self._traced = [self._spec(flat, self.compute_dtype(flat), self.sent_dtype(flat)) for flat in self.flats]
         unsharded = [replace(flat.layout, world_size=1) for flat in self.flats]  # nothing is left to gather
-        specs = [UnshardSpec(layout, (), self.reshard_after_forward) for layout in unsharded]
+        specs = [UnshardSpec(layout, (), self.reshard_after_forward is not False) for layout in unsharded]
         self._gathered = [(spec.text, spec.layout.text) for spec in specs]
         self._traced_in_full_precision = [self._spec(flat, flat.shard.dtype, flat.shard.dtype) for flat in self.flats]
-        if self.precision.keep_low_precision_grads:
+        if self.settings.precision.keep_low_precision_grads:
             for flat in self.flats:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)
 

@@ -25,7 +25,7 @@ from fsdp_compile.eager.writeback import refresh
 
 def computes_in_full_precision(module: Any) -> bool:
     """Whether mixed precision is ignored: in eval mode, with the switch on at `fully_shard` (E-MP-7)."""
-    return module._fsdp.full_precision_in_eval and not module.training
+    return module._fsdp.settings.full_precision_in_eval and not module.training
 
 
 def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -63,7 +63,7 @@ def _is_packed(value: Any) -> bool:
 
 def cast_outputs(module: Any, output: Any) -> Any:
     """Cast the floating tensors in `output` to the `output_dtype` of the module's `mp_policy`, if it has one."""
-    dtype = module._fsdp.output_dtype
+    dtype = module._fsdp.settings.output_dtype
     if dtype is None or computes_in_full_precision(module):
         return output
 
@@ -79,8 +79,8 @@ def casting_outputs(module: Any, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def _input_dtype(module: Any) -> torch.dtype | None:
-    policy = module._fsdp.precision
-    if policy is None or computes_in_full_precision(module):
+    policy = module._fsdp.settings.precision
+    if policy.param_dtype is None or computes_in_full_precision(module):
         return None
     own = policy.cast_forward_inputs and module._fsdp.units
     return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
@@ -91,8 +91,8 @@ def cast_buffers(module: Any) -> None:
 
     Buffers are found by name, whatever was put in their place since (E-MP-18); one that has two names stays one.
     """
-    policy = module._fsdp.precision
-    if policy is None or policy.buffer_dtype is None:
+    policy = module._fsdp.settings.precision
+    if policy.buffer_dtype is None:
         return
     full_precision = computes_in_full_precision(module)
     cast_to: dict[Tensor, Tensor] = {}
@@ -160,11 +160,12 @@ def _check_reduced(unit: Unit) -> None:
 
 def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
     device = shards[0].device
+    offload = unit.settings.offload
     for flat, shard in zip(unit.flats, shards, strict=True):
         name = flat.layout.names[0]
-        if shard.device != device or shard.is_meta or (unit.offload and device.type != "cpu"):
-            where = "cpu, where an offloaded unit is stored" if unit.offload else f"{device}, as the unit's first"
-            expected = "a device with values" if shard.is_meta and not unit.offload else f"device {where}"
+        if shard.device != device or shard.is_meta or (offload and device.type != "cpu"):
+            where = "cpu, where an offloaded unit is stored" if offload else f"{device}, as the unit's first"
+            expected = "a device with values" if shard.is_meta and not offload else f"device {where}"
             raise RuntimeError(f"parameter {name}: expected {expected}, found {shard.device}; convert all "
                                f"parameters of a unit alike")  # fmt: skip
         if flat.is_inner and (shard.dtype, shard.device) != (flat.shard.dtype, flat.shard.device):
@@ -210,7 +211,7 @@ def _bind(unit: Unit, shards: Sequence[Tensor], grads: Sequence[Tensor | None]) 
     for param, grad in zip(unit.params, grads, strict=True):
         if grad is not None:
             set_grad(param, grad)
-    if not unit.offload:
+    if not unit.settings.offload:
         unit.device = unit.flats[0].shard.device
     unit.update_dtypes()
 

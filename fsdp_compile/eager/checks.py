@@ -37,9 +37,9 @@ def check_root(module: nn.Module) -> None:
 
 def _check_settings(module: nn.Module) -> None:
     """Raise ValueError if units of `module` and below differ in a setting that a root has once (E-STRAT-11)."""
-    shardings = {path: sharding_of(each) for path, each in module.named_modules() if sharding_of(each)}
+    shardings = {path: sharding for path, each in module.named_modules() if (sharding := sharding_of(each))}
     for setting, attribute in _SETTINGS.items():
-        values = {path: getattr(sharding, attribute) for path, sharding in shardings.items()}
+        values = {path: getattr(sharding.settings, attribute) for path, sharding in shardings.items()}
         expected = values[""]
         for path, value in values.items():
             if value != expected:
@@ -154,7 +154,8 @@ def _paths(module: nn.Module) -> dict[Unit, str]:
     for path, each in module.named_modules():
         sharding = sharding_of(each)
         for unit in sharding.units if sharding else ():
-            paths.setdefault(unit, f"{path or 'root'} ({_class_name(each)}, {sharding.strategy.name})")  # type: ignore[union-attr]  # has units
+            strategy = sharding.settings.strategy.name  # type: ignore[union-attr]  # it has units
+            paths.setdefault(unit, f"{path or 'root'} ({_class_name(each)}, {strategy})")
     return paths
 
 
@@ -178,7 +179,7 @@ def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
         options = unit.options
         yield (
             f"{path}: over {unit.group_size} ranks and {replicas} replicas, "
-            f"reshard_after_forward {unit.reshard_after_forward}, offload {unit.offload}, "
+            f"reshard_after_forward {unit.reshard_after_forward}, offload {unit.settings.offload}, "
             f"communication hook {unit.comm_hook is not None}, divided by {options.divide_factor or 'all ranks'}"
         )
         for flat in unit.flats:

@@ -56,7 +56,8 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
         args, kwargs = prepare_inputs(module, args, kwargs)
         if torch.compiler.is_compiling():
             return cast_outputs(module, _traced(module, forward, args, kwargs))
-        run = partial(forward, module) if module._fsdp.output_dtype is None else casting_outputs(module, forward)
+        casts = module._fsdp.settings.output_dtype is not None
+        run = casting_outputs(module, forward) if casts else partial(forward, module)
         if _has_unsharded_flats(module):
             return _run_with_flats(module, run, args, kwargs)
         return _unsharded(module, run, args, kwargs)
@@ -254,7 +255,7 @@ def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> 
     _close(module, opened, completed=True)
     for gathered in opened:
         gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
-        if gathered.opaque and gathered.unit.reshard_after_forward and not module._fsdp.is_root:
+        if gathered.opaque and gathered.unit.reshard_after_forward is not False and not module._fsdp.is_root:
             warn_caller(
                 f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ...: "
                 f"expected outputs of tensors in tuples, lists, dicts, sets and dataclasses, found a "

@@ -136,7 +136,7 @@ def reduce_or_accumulate(
     accumulated = take_accumulated(flat)
     if accumulated is not None:
         packed.add_(accumulated)
-    reduction, offload, options = flat.reduction, unit.offload, unit.options
+    reduction, offload, options = flat.reduction, unit.settings.offload, unit.options
     added_by_autograd = reduction.begin_in_backward()  # a second forward of the unit: autograd adds the two at once
     reduction.wait()
     reduction.full_precision = full_precision

@@ -8,7 +8,7 @@ has shown itself wrong: by the next prediction, or at the end of the pass.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.core._torch import call_after_backward, current_backward
+from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.core.unit_state import ReduceQueue
@@ -31,10 +32,8 @@ class Runtime:
     """Run-time state of a root, that is of a module that no sharded module encloses.
 
     Args:
-        backward_prefetch: BACKWARD_PRE gathers the next unit while this one computes, BACKWARD_POST after it, None does
-            not prefetch in backward.
-        forward_prefetch: whether forward prefetches one unit, in the order of the first iteration.
-        limit_all_gathers: whether the host waits for the device before it gathers a third unit.
+        settings: of the call of `fully_shard` on the root.
+        is_divided: whether "auto" chose units inside the root, which become one if a module around it is sharded.
 
     Attributes:
         iteration: an object that stands for the forward of the root module that is running, or None.
@@ -45,25 +44,17 @@ class Runtime:
         unread: buffers that a backward pass, which then failed, had begun to fill. The next forward waits for them:
             a rank that failed alone would wait for ever for the others.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
-        shard_as_one: shards the root anew as one unit, where "auto" divided it; else None, as in a copy of the model.
         converting: whether `Module._apply` is running (eager/casting.py).
     """
 
-    def __init__(
-        self,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-    ) -> None:
-        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
+    def __init__(self, settings: Settings, is_divided: bool = False) -> None:
+        self.settings, self.is_divided = settings, is_divided
         self.iteration: object | None = None
         self.order: list[weakref.ref[Unit]] = []
         self.reduces_in_flight = ReduceQueue()
         self.shared_in_forward: list[UnshardedUnit] = []
         self.unread: list[UnshardedBuffer] = []
         self.post_optim_event: Any = None
-        self.shard_as_one: Callable[[], Any] | None = None
         self.converting = False
         self._order_is_known = self._is_checked = self._is_compared = False
         self._streams: dict[torch.device, Streams] = {}
@@ -72,7 +63,7 @@ class Runtime:
         self._last_forward: weakref.ref[UnshardedUnit] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
-        copied = memo[id(self)] = Runtime(self.backward_prefetch, self.forward_prefetch, self.limit_all_gathers)
+        copied = memo[id(self)] = Runtime(self.settings, self.is_divided)
         queue = memo.setdefault(id(self.reduces_in_flight), ReduceQueue())  # also of the copied units
         copied.reduces_in_flight = queue
         return copied
@@ -80,7 +71,7 @@ class Runtime:
     def streams_for(self, device: torch.device) -> Streams:
         """The streams of units that compute on `device`, made at the first use."""
         if device not in self._streams:
-            self._streams[device] = Streams(Device(device), self.limit_all_gathers)
+            self._streams[device] = Streams(Device(device), self.settings.limit_all_gathers)
             self._streams[device].begin_iteration()
         return self._streams[device]
 
@@ -102,7 +93,8 @@ class Runtime:
     def compare(self, module: nn.Module, compiled: bool) -> None:
         """Before the first forward of the root `module` that communicates: RuntimeError if ranks differ."""
         if not self._is_compared:
-            settings = f"backward_prefetch {self.backward_prefetch}, forward_prefetch {self.forward_prefetch}"
+            given = self.settings
+            settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
             self._is_compared = compare_units(module, settings, compiled)
 
     # --- iterations ---------------------------------------------------------------------------------------------------
@@ -185,7 +177,7 @@ class Runtime:
         if chosen is not None:
             self.unshard(chosen, gathered.full_precision)
             return
-        wanted = self.forward_prefetch and self._order_is_known and self.iteration is not None
+        wanted = self.settings.forward_prefetch and self._order_is_known and self.iteration is not None
         if not wanted or self._prefetched_in_forward is not None:
             return
         position = self._position(gathered.unit)
@@ -244,7 +236,7 @@ class Runtime:
                 self._prefetch_chosen(chosen)
             return
         target = gathered.previous() if gathered.previous is not None else None
-        if when is not self.backward_prefetch or target is None or target.backward_pass == current_backward():
+        if when is not self.settings.backward_prefetch or target is None or target.backward_pass == current_backward():
             return
         earlier = self._prefetched_in_backward() if self._prefetched_in_backward is not None else None
         if earlier is not None and earlier is not target:

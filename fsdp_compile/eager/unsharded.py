@@ -225,7 +225,7 @@ class UnshardedUnit:
         self.can_free = self._hook_outputs(inputs, output)
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
-        if self.can_free and self.unit.reshard_after_forward and not keep:
+        if self.can_free and self.unit.reshard_after_forward is not False and not keep:
             self.free(keep_slices=True)
 
     def _hook_outputs(self, inputs: Any, output: Any) -> bool:

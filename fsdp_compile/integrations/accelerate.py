@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp_compile import checkpoint
-from fsdp_compile.api import FullyShardOptions, fully_shard
+from fsdp_compile.api import fully_shard
 from fsdp_compile.fsdp_module import FSDPModule
 
 _FOLDER = "sharded"  # within what `save_state` writes
@@ -30,9 +30,9 @@ class Accelerator(accelerate.Accelerator):
 
     _optimizers: list[Any]
 
-    def __init__(self, *, shard: FullyShardOptions | None = None, **arguments: Any) -> None:
+    def __init__(self, *, shard: dict[str, Any] | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._shard_options: FullyShardOptions = shard or {}
+        self._shard_options = shard or {}
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
         self._all_optimizers: list[Any] = []

@@ -7,7 +7,7 @@ has, and which load on any number of ranks. They need the package `lightning`, c
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.constants import default_pg_timeout
 
 from fsdp_compile import checkpoint
-from fsdp_compile.api import FullyShardOptions, fully_shard
+from fsdp_compile.api import fully_shard
 from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -45,7 +45,7 @@ class FabricStrategy(_FabricBase):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
-        **options: Unpack[FullyShardOptions],
+        **options: Any,
     ) -> None:
         def shard(model: nn.Module, _mesh: Any) -> nn.Module:
             return model if isinstance(model, FSDPModule) else fully_shard(model, **options)
@@ -111,7 +111,7 @@ class TrainerStrategy(_TrainerBase):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
-        **options: Unpack[FullyShardOptions],
+        **options: Any,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._options = options

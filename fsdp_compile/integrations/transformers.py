@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from fsdp_compile import checkpoint
-from fsdp_compile.api import FullyShardOptions
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.integrations.accelerate import Accelerator
 
@@ -28,7 +27,7 @@ class Trainer(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *arguments: Any, shard: FullyShardOptions | None = None, **named: Any) -> None:
+    def __init__(self, *arguments: Any, shard: dict[str, Any] | None = None, **named: Any) -> None:
         self._shard_options = shard
         super().__init__(*arguments, **named)
 

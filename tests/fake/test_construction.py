@@ -87,7 +87,7 @@ def test_a_custom_policy_sets_what_the_wrapper_takes() -> None:
     }
     fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: own.get(module, False)))
     (first,), (second,), (third,) = (units(block) for block in model.blocks)
-    assert [unit.offload for unit in (first, second, third)] == [True, False, False]
+    assert [unit.settings.offload for unit in (first, second, third)] == [True, False, False]
     assert [unit.group for unit in (first, second, third)] == [dist.group.WORLD, dist.group.WORLD, group]
     assert {id(module) for module in made} == {id(module) for module in model.blocks[1].modules()}
 

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.groups import Groups
 from fsdp_compile.core.flat_collectives import averaging
+from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.reduce import reduce_gradients
 
@@ -118,7 +120,8 @@ def _reduce_hybrid(rank: int, dtype: torch.dtype) -> None:
     with _two_by_two() as (group, replicas):
         weight = nn.Parameter(torch.zeros(37))
         precision = MixedPrecision(reduce_dtype=dtype)
-        unit = Unit([[("weight", weight)]], group, 2, True, replicas=replicas, precision=precision)
+        settings = Settings(ShardingStrategy.HYBRID_SHARD, Groups(group, replicas), precision=precision)
+        unit = Unit([[("weight", weight)]], settings)
         (flat,) = unit.flats
         grad = torch.arange(37.0) + 25000.0 * (dtype == torch.float16) + rank
         with _spied() as calls, torch.no_grad():

@@ -1,0 +1,63 @@
+"""`Settings`: the options of `fully_shard`, resolved and checked in api.py. Units and the eager runtime read it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import Shard
+
+from fsdp_compile.comm.groups import Groups, Placement, place
+
+InitFn = Callable[[nn.Module], Any]
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclass(eq=False)
+class Settings:
+    """What one call of `fully_shard` asked for. A policy may give single units settings of their own (`replace`).
+
+    Frozen, but not by `frozen=True`: Dynamo of torch 2.11 reads every field of such a dataclass and guards on each.
+
+    Attributes:
+        strategy: what `sharding_strategy` or `reshard_after_forward` says.
+        groups: the process groups to shard and to replicate over.
+        reshard_after_forward: as asked. "auto": the plan of a compiled step decides which units stay unsharded.
+        device: where units compute; None: each decides by its parameters.
+        precision: dtypes of computation, reduction and buffers.
+        output_dtype: the dtype that floating outputs are cast to, or None.
+        offload: whether shards and gradients are stored on the CPU.
+        pin_memory: whether what is stored there is pinned, if the unit computes elsewhere.
+        full_precision_in_eval: whether modules in eval mode compute without mixed precision (an environment switch).
+    """
+
+    strategy: ShardingStrategy
+    groups: Groups
+    reshard_after_forward: bool | int | str | None = None
+    device: torch.device | None = None
+    precision: MixedPrecision = MixedPrecision()  # noqa: RUF009  # nobody changes it
+    output_dtype: torch.dtype | None = None
+    offload: bool = False
+    pin_memory: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    full_precision_in_eval: bool = False
+    param_init_fn: InitFn | None = None
+    sync_module_states: bool = False
+    shard_placement_fn: PlacementFn | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """How a unit with these settings lies in the groups."""
+        return place(self.strategy, self.groups)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            raise AttributeError(f"{name}: Settings are frozen; use dataclasses.replace")
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Settings":
+        return self  # a copied model is sharded over the same groups
