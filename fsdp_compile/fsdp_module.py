@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.comm.groups import separate_group
 from fsdp_compile.core._torch import norms
 from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, clean_names, original_class, units_gathered_below
 from fsdp_compile.core.unit import Unit, unit_of
@@ -22,12 +24,11 @@ from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
 from fsdp_compile.eager.unshard import UnshardHandle, reshard
 from fsdp_compile.eager.writeback import refresh
-from fsdp_compile.module_options import ModuleOptions
 from fsdp_compile.state_dict import model as model_state
 
 
 class HasShardedParameters(nn.Module):
-    """What a module that owns sharded parameters, or is sharded itself, does about state dicts."""
+    """Mixin: state-dict support for sharded parameters."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.state_dict`, with values of the kind that `set_state_dict_type` chose.
@@ -43,23 +44,18 @@ class HasShardedParameters(nn.Module):
         model_state.save(self, destination, prefix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        _check_conversion(self)
+        for name, param in self._parameters.items():
+            if isinstance(param, ShardedTensor):
+                raise RuntimeError(
+                    f"parameter {name} of {original_class(self).__name__} is part of a unit, whose parameters are "
+                    f"converted together; convert the sharded module around it"
+                )
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _refresh_own_units(self)
         model_state.load(self, state_dict, prefix, errors=rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def _check_conversion(module: Any) -> None:
-    """Raise RuntimeError if `module` owns sharded parameters and no sharded module around it is being converted."""
-    for name, param in module._parameters.items():
-        if isinstance(param, ShardedTensor):
-            raise RuntimeError(
-                f"parameter {name} of {original_class(module).__name__}: expected a conversion of the sharded module "
-                f"around it, found one of this module alone; convert all parameters of a unit alike"
-            )
 
 
 def _refresh_own_units(module: Any) -> None:
@@ -69,11 +65,10 @@ def _refresh_own_units(module: Any) -> None:
             refresh(unit)
 
 
-class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
-    """A module that `fully_shard` was called on, or that it chose as a unit: what it can do beside what its class does.
+class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
+    """A module that `fully_shard` was called on or chose as a unit. It is an instance of its original class as well.
 
-    An instance is also one of its original class. Type checkers cannot express that: to them the attributes that are
-    not defined here are of any type.
+    Type checkers cannot express the latter: to them attributes that are not defined here are of any type.
     """
 
     _fsdp: ModuleSharding
@@ -85,10 +80,8 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
 
     summon_full_params = staticmethod(summon_full_params)
 
-    @staticmethod
-    def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the swapped class: `forward` with the module's units gathered around it."""
-        return gathering(forward)
+    wrap_forward = staticmethod(gathering)  # what `swap_class` makes of the original forward
+    wrap_call = staticmethod(hooked_call)  # and of the original call, if there are hooks
 
     @staticmethod
     def on_swap(module: Any) -> None:
@@ -96,17 +89,12 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
         cast_buffers(module)
         gather_around_compiled(module)
 
-    @staticmethod
-    def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
-        """What the swapped class does in a call if there are hooks: `call` with the module's units gathered around."""
-        return hooked_call(call)
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: from now on a call of this module runs compiled.
 
-        The root is traced with all of its communication. A sharded module inside another is gathered, freed and reduced
-        by the eager runtime, beside the modules around it; its compiled forward reads full parameters and leaves its
-        gradients where they are reduced from. Equal blocks share one graph. It may also be called before `fully_shard`.
+        The root is traced with all of its communication. A sharded module inside another one is gathered, freed and
+        reduced by the eager runtime, around its compiled forward. Equal blocks share one graph. It may also be called
+        before `fully_shard`.
         """
         super().compile(*args, **kwargs)
         gather_around_compiled(self)
@@ -121,8 +109,8 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside do not reduce gradients (E-ACC-1). Also usable as a decorator.
 
-        A rank may leave out backward passes inside. All ranks must enter, though, if the backward of a compiled forward
-        from before the first `no_sync` is still to come: it reduces accumulated gradients too, on all ranks or on none.
+        A rank may leave out backward passes inside. All ranks must enter if the backward of a compiled forward from
+        before the first `no_sync` is still to come: it reduces accumulated gradients too, on all ranks or on none.
 
         Raises:
             RuntimeError: this module is not the root: a module around it is sharded too.
@@ -142,9 +130,9 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, not those of sharded modules below, for its next eager forward.
 
-        That forward does not gather again (E-PRE-7), unless parameters were changed since. Whether any rank changed
-        them is found out by an all-reduce of one number, if this was not called within the same forward of the root.
-        Edits through `param.data` cannot be seen. A compiled forward gathers for itself.
+        That forward does not gather again (E-PRE-7), unless parameters were changed since on any rank: an all-reduce of
+        one number tells, unless this was called within the same forward of the root. Edits through `param.data` are not
+        seen. A compiled forward gathers for itself.
 
         Args:
             async_op: if True, return a handle at once, whose `wait` orders what follows after the all-gather; the
@@ -232,11 +220,11 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
         check_idle(units_gathered_below(self), "clip_grad_norm_")
         order = float(norm_type)
         if not order > 0:
-            raise ValueError(f"norm_type: expected a number above 0 or 'inf', found {norm_type!r}; pass 2.0 or 'inf'")
+            raise ValueError(f"norm_type must be a number above 0 or 'inf', not {norm_type!r}")
         params = [param for param in self.parameters() if param.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
         if not grads:
-            warn_caller("clip_grad_norm_: expected gradients, found none; call it after backward and before zero_grad")
+            warn_caller("clip_grad_norm_: there are no gradients; call it after backward and before zero_grad")
             return torch.zeros((), device=self._fsdp.device)
         for param, grad in zip(params, grads, strict=True):
             _check_reduced(param, grad)
@@ -269,16 +257,163 @@ class FSDPModule(HasShardedParameters, ModuleOptions, CheckParams, nn.Module):
         for unit in units:
             if unit.comm_hook is not None:
                 name = getattr(unit.comm_hook[1], "__qualname__", repr(unit.comm_hook[1]))
-                raise AssertionError(f"register_comm_hook: expected no hook yet, found {name}; register once")
+                raise AssertionError(f"register_comm_hook: {name} is registered already; register one hook")
         if not callable(hook):
-            raise ValueError(
-                f"hook: expected a callable, found {type(hook).__name__}; pass (state, hook), in this order"
-            )
+            raise ValueError(f"hook must be callable, not a {type(hook).__name__}; pass (state, hook), in this order")
         names = clean_names(self)
         for unit in units:
             for flat in unit.flats:
                 flat.fqn = names.get(flat.params[0], flat.fqn)
             unit.set_comm_hook(state, hook, compresses(hook))
+
+    # The `set_*` methods have FSDP2's names and meanings. Most are about the module's own units; with `recurse` also
+    # about those of sharded modules below. What changes how gradients are reduced holds in compiled steps too: there
+    # the eager runtime reduces what the graph packs. The order of all-gathers in a compiled step is its plan's.
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward passes reduce gradients, also over replicas.
+
+        Without, each rank accumulates its own unsharded gradients, and the next reduce takes their sum. In a compiled
+        model this holds for the backward passes of forwards that run from now on.
+        """
+        for unit in _units(self, recurse):
+            set_sync(unit, requires_gradient_sync)
+            if not unit.options.all_reduces and requires_gradient_sync:
+                unit.set_options(all_reduces=True)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether reduced gradients are averaged over replicas under hybrid sharding.
+
+        Without, each replica sums up its own reduced gradients and leaves `.grad` as it is; the next backward pass with
+        all-reduces averages the sums. Units that are only replicated accumulate as without gradient sync.
+        """
+        for unit in _units(self, recurse):
+            if unit.replicas is not None:
+                deferred = unit.options.has_deferred or not requires_all_reduce
+                unit.set_options(all_reduces=requires_all_reduce, has_deferred=deferred)
+            elif not unit.is_sharded:
+                set_sync(unit, requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by `factor`, above 0, instead of by the number of ranks."""
+        if not isinstance(factor, int | float) or not factor > 0:
+            raise ValueError(f"factor must be a number above 0, not {factor!r}")
+        for unit in self._fsdp.units:
+            unit.set_options(divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Choose whether collectives only add, and a kernel divides, where the backend could compute the mean."""
+        for unit in self._fsdp.units:
+            unit.set_options(only_sums=enable)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
+        """Call `hook(gradient)` with each reduced gradient of this module, 1-D, which it may change in place.
+
+        Under hybrid sharding that is the mean over replicas. The hook may run collectives of its own. It is called in
+        the stream of reduces, or in `stream`, which ValueError refuses under hybrid sharding.
+        """
+        if not callable(hook):
+            raise ValueError(f"hook must be callable, not a {type(hook).__name__}")
+        if stream is not None and any(unit.replicas is not None for unit in self._fsdp.units):
+            raise ValueError("stream must be None under hybrid sharding, whose all-reduce has a stream of its own")
+        for unit in self._fsdp.units:
+            unit.set_options(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Choose whether gradients are reduced in a process group of their own. All ranks must call this."""
+        for unit in _units(self, recurse):
+            groups = None
+            if enable and unit.is_sharded:
+                groups = tuple(NamedGroup.of(separate_group(stage.name)) for stage in unit.stages)
+            unit.set_options(reduce_groups=groups)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Choose how many reduces of an eager backward, and their inputs, are in flight; 2 by default, at least 1."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, not a {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, not {max_input_buffers}")
+        for unit in _units(self, recurse):
+            unit.set_options(reduces_in_flight=max_input_buffers)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accepted for FSDP2's sake: zeros are reduced for parameters without a gradient, whatever is chosen."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for FSDP2's sake: every backward pass waits for its own reduces, and keeps nothing for the next."""
+
+    # --- unsharded parameters -----------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether unsharded parameters are freed between forward and backward. ValueError if not a bool."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool here, not {reshard_after_forward!r}")
+        for unit in _units(self, recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether an eager backward frees unsharded parameters.
+
+        If not, the next forward reads them, unless a parameter was changed on some rank; ranks ask each other.
+        """
+        for unit in _units(self, recurse):
+            unit.set_options(reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accepted for FSDP2's sake: what backward does not read is not gathered again in a compiled step anyway."""
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Let an eager forward of this module start the all-gathers of `modules`, once it has waited for its own."""
+        chosen = _units_of(modules)
+        for unit in self._fsdp.units:
+            unit.set_options(prefetch_in_forward=chosen)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Let an eager backward of this module prefetch `modules`, not the module whose forward ended before."""
+        chosen = _units_of(modules)
+        for unit in self._fsdp.units:
+            unit.set_options(prefetch_in_backward=chosen)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the all-gathers of the next eager forward of the root wait for `event`, recorded behind the optimizer's
+        step, and not for what the current stream was given after it. It holds once."""
+        self._fsdp_runtime.post_optim_event = event
+
+    # --- not offered --------------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Raises NotImplementedError: compiled and eager steps share one set of collectives."""
+        raise NotImplementedError(
+            "set_custom_all_gather: compiled graphs contain the package's own all-gathers; to communicate by other "
+            "means, pass fully_shard a process group with another backend"
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Raises NotImplementedError: `register_comm_hook` reduces gradients by other means."""
+        raise NotImplementedError(
+            "set_custom_reduce_scatter: use register_comm_hook(state, hook) on the root, which works eager and compiled"
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Raises NotImplementedError if `enable`."""
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm: collectives read and write flat parameters in place, "
+                "so there is no staging buffer to allocate"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "set_symm_mem_for_comm: collectives read and write flat parameters in place, in memory of the caching "
+            "allocator"
+        )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -294,13 +429,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(sharded, method_name, None)
     if not callable(method):
-        raise ValueError(f"method_name: expected a method of {original_class(sharded).__name__}, found {method_name!r}")
-    function = method.__func__ if getattr(method, "__self__", None) is sharded else _ignoring_self(method)
+        raise ValueError(f"method_name: {original_class(sharded).__name__} has no method {method_name!r}")
+    if getattr(method, "__self__", None) is sharded:
+        function = method.__func__
+    else:
+        function = functools.wraps(method)(lambda self, *args, **kwargs: method(*args, **kwargs))
     setattr(sharded, method_name, MethodType(gathering(function), sharded))
-
-
-def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -309,11 +443,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     Raises:
         ValueError: one of them is not sharded.
     """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"modules: expected sharded modules, found {type(module).__name__}; call fully_shard on it"
-            )
+    _units_of(modules)
     for module in modules[1:]:
         module._fsdp_runtime.share_streams(modules[0]._fsdp_runtime)
 
@@ -352,5 +482,16 @@ def _describe(unit: Unit, sharding: ModuleSharding) -> str:
 
 def _check_root(module: Any, what: str, error: type[Exception]) -> None:
     if not module._fsdp.is_root:
-        raise error(f"{what}: expected the root module, found {type(module).__name__} inside another sharded module; "
-                    f"call it on that one")  # fmt: skip
+        raise error(f"{what}: {type(module).__name__} is inside another sharded module; call it on the root")
+
+
+def _units(module: Any, recurse: bool) -> Sequence[Unit]:
+    return units_gathered_below(module) if recurse else module._fsdp.units
+
+
+def _units_of(modules: Sequence[Any]) -> tuple[Unit, ...]:
+    """The units of sharded modules; ValueError if one of them is not sharded."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"modules: {type(module).__name__} is not sharded; call fully_shard on it")
+    return tuple(unit for module in modules for unit in module._fsdp.units)

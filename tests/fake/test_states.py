@@ -317,7 +317,7 @@ def test_the_device_may_not_be_left() -> None:
     another; what moves a whole model takes shards along.
     """
     model = fully_shard(mlp())
-    with pytest.raises(RuntimeError, match="parameter weight of Linear: expected a conversion of the sharded module"):
+    with pytest.raises(RuntimeError, match="parameter weight of Linear is part of a unit"):
         model.stem.to("meta")
     model.stem.weight = nn.Parameter(torch.empty(11, 7, device="meta"))
     with pytest.raises(RuntimeError, match=r"parameter stem\.\w+: expected .* for cpu, found .* on meta"):

@@ -219,7 +219,7 @@ def _lists(_rank: int) -> None:
     for name in ("encode", "decode"):
         fsdp_compile.register_fsdp_forward_method(model, name)
     fsdp_compile.register_fsdp_forward_method(reference, "encode")  # not sharded: nothing happens
-    with pytest.raises(ValueError, match="method_name: expected a method of _Named, found 'decipher'"):
+    with pytest.raises(ValueError, match="method_name: _Named has no method 'decipher'"):
         fsdp_compile.register_fsdp_forward_method(model, "decipher")
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(1))
     with wire() as sent:
@@ -258,7 +258,7 @@ def _slices(_rank: int) -> None:
     other = blocks_then_root(fsdp_compile)
     share_comm_ctx([model, other])
     assert other._fsdp_runtime._streams is model._fsdp_runtime._streams
-    with pytest.raises(ValueError, match="modules: expected sharded modules, found Linear"):
+    with pytest.raises(ValueError, match="modules: Linear is not sharded"):
         model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
@@ -282,7 +282,7 @@ def _fail(_rank: int) -> None:
         output.sum().backward()
     model.reset_iter_state()
     assert all(param.grad is None for param in model.parameters())
-    with pytest.raises(RuntimeError, match="reset_iter_state: expected the root module"):
+    with pytest.raises(RuntimeError, match=r"reset_iter_state: \w+ is inside another sharded module"):
         model.blocks[0].reset_iter_state()
     follow(model, reference, MLP)
 
