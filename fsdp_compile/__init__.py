@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fsdp_compile.api import explain, explain_plan, fully_shard
     from fsdp_compile.comm_hooks import Float8ErrorFeedback, float8_reduce_scatter
     from fsdp_compile.config import CompileConfig
-    from fsdp_compile.construct._torch import DataParallelMeshDims
+    from fsdp_compile.construct.arguments import DataParallelMeshDims
     from fsdp_compile.eager.summon import summon_full_params
     from fsdp_compile.eager.unshard import UnshardHandle
     from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
@@ -105,7 +105,7 @@ __all__ = [
 _MODULES = {
     "CompileConfig": "fsdp_compile.config",
     "CustomPolicy": "torch.distributed.fsdp.wrap",
-    "DataParallelMeshDims": "fsdp_compile.construct._torch",
+    "DataParallelMeshDims": "fsdp_compile.construct.arguments",
     "FSDPModule": "fsdp_compile.fsdp_module",
     "Float8ErrorFeedback": "fsdp_compile.comm_hooks",
     "FullyShardedDataParallel": "fsdp_compile.wrapper",

@@ -2,7 +2,7 @@
 
     check arguments -> choose and check units -> shard them one by one -> connect modules, units and root
 
-All but the first is in construct/. See Note [Nothing is changed on refusal] in construct/validate.py.
+All but the first is in construct/. See Note [Nothing is changed on refusal] in construct/prepare.py.
 """
 
 import functools
@@ -25,17 +25,17 @@ from torch.distributed.fsdp import (
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.construct.arguments import (
+    check_one,
     check_type,
     given_device,
-    ignored_of,
     mesh_to_shard,
     offload_of,
     precision_of,
     resolve_strategy,
 )
+from fsdp_compile.construct.prepare import prepare_units
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
-from fsdp_compile.construct.validate import prepare_units
-from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored, exempt_classes
+from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
 from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.core.settings import InitFn, PlacementFn, Settings
@@ -182,7 +182,8 @@ def fully_shard(
     mesh = mesh_to_shard(mesh, dp_mesh_dims)
     strategy = resolve_strategy(sharding_strategy, reshard_after_forward, mesh)
     precision, output_dtype = precision_of(mixed_precision, mp_policy)
-    ignored = collect_ignored(model, ignored_modules, ignored_of(ignored_states, ignored_params))
+    check_one(ignored_states=ignored_states, ignored_params=ignored_params)
+    ignored = collect_ignored(model, ignored_modules, ignored_states if ignored_params is None else ignored_params)
     device = given_device(device_id)
     groups = resolve_groups(mesh, process_group, strategy, auto_wrap_policy is not None, devices_per_node)
     groups = divide(groups, reshard_after_forward)
@@ -205,7 +206,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
     )
     policy = None if is_list else auto_wrap_policy
-    chosen = choose_units(model, policy, ignored, exempt_classes(precision))
+    chosen = choose_units(model, policy, ignored, precision)
     prepared_units = prepare_units(model, chosen, settings, ignored)
     # No argument is refused from here on, and modules change: Note [Nothing is changed on refusal].
     join_divided(model, FSDPModule)

@@ -2,8 +2,6 @@
 
 arguments.py       one form of arguments for which FSDP1 and FSDP2 have different names
 wrap_policy.py     the modules that become units of their own, and what is left alone
-validate.py        what becomes of each of them, and where it computes; all is checked before anything is changed
-initial_values.py  memory and values for what is on the meta device, and for all on one device; equal on all ranks
-units.py           units are made and connected with modules and the root
-_torch.py          what one of torch's versions lacks
+prepare.py         what becomes of each of them, and where it computes; all is checked before anything is changed
+units.py           initial values; units are made and connected with modules and the root
 """

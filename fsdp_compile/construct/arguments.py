@@ -1,14 +1,14 @@
 """The arguments of `fully_shard` in one form: FSDP1 and FSDP2 have different names and classes for the same choices.
 
-mixed_precision, mp_policy               -> Precision
-cpu_offload, offload_policy              -> Offload
-ignored_states, ignored_params           -> one collection of parameters or modules
+mixed_precision, mp_policy               -> dtypes, and that of outputs
+cpu_offload, offload_policy              -> whether to offload, whether to pin
 mesh, dp_mesh_dims                       -> a mesh of one dimension, or of two: (replicas, shards)
 sharding_strategy, reshard_after_forward -> a strategy
 device_id                                -> a device with an index, or None
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any
 
@@ -26,9 +26,37 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fsdp_compile.comm.groups import RESHARDING
-from fsdp_compile.construct._torch import DataParallelMeshDims
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.settings import PlacementFn
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch 2.11 and 2.12
+
+    @dataclass
+    class DataParallelMeshDims:  # type: ignore[no-redef]  # in torch 2.11 it is the only one
+        """Which dimensions of a mesh, by name, to shard and to replicate over; several for one role are one dimension.
+
+        Raises:
+            ValueError: there is neither.
+        """
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError("DataParallelMeshDims: set at least one of shard and replicate")
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            """The dimensions to shard over."""
+            return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            """The dimensions to replicate over."""
+            return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
 def check_type(name: str, value: Any, expected: type | UnionType) -> None:
@@ -39,23 +67,23 @@ def check_type(name: str, value: Any, expected: type | UnionType) -> None:
         raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
 
 
-def _check_one(**given: Any) -> None:
-    """Raise ValueError if more than one of the arguments is not None: they are two names of one thing."""
+def check_one(**given: Any) -> None:
+    """Raise ValueError if more than one of the arguments is not None."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)}: expected at most one, found both; drop one of them")
+        raise ValueError(f"{' and '.join(names)} are two names of one option; pass only one of them")
 
 
 def precision_of(
     mixed_precision: MixedPrecision | None, mp_policy: MixedPrecisionPolicy | None
 ) -> tuple[MixedPrecision, torch.dtype | None]:
-    """The dtypes that one of the two asks for, and that of floating outputs, which only FSDP2 sets.
+    """The dtypes of the unit, and that of its floating outputs, which only FSDP2 sets.
 
     FSDP2's policy casts the inputs of every unit, and exempts no classes.
     """
     check_type("mixed_precision", mixed_precision, MixedPrecision | None)
     check_type("mp_policy", mp_policy, MixedPrecisionPolicy | None)
-    _check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
+    check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
     if mp_policy is None:
         return mixed_precision or MixedPrecision(), None
     if mp_policy.param_dtype is None and mp_policy.reduce_dtype is None:
@@ -72,41 +100,29 @@ def precision_of(
 
 
 def offload_of(cpu_offload: CPUOffload | None, offload_policy: OffloadPolicy | None) -> tuple[bool, bool]:
-    """Whether one of the two stores shards on the CPU, and whether they are pinned there."""
+    """Whether shards are stored on the CPU, and whether they are pinned there."""
     check_type("cpu_offload", cpu_offload, CPUOffload | None)
     check_type("offload_policy", offload_policy, OffloadPolicy | None)
-    _check_one(cpu_offload=cpu_offload, offload_policy=offload_policy)
+    check_one(cpu_offload=cpu_offload, offload_policy=offload_policy)
     if isinstance(offload_policy, CPUOffloadPolicy):
         return True, offload_policy.pin_memory
     return cpu_offload is not None and cpu_offload.offload_params, True
 
 
-def ignored_of(ignored_states: Iterable[Any] | None, ignored_params: Iterable[nn.Parameter] | None) -> Any:
-    """The states to leave alone, by whichever name they were given."""
-    _check_one(ignored_states=ignored_states, ignored_params=ignored_params)
-    return ignored_states if ignored_params is None else ignored_params
-
-
 def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | None) -> DeviceMesh | None:
-    """The dimensions of `mesh` that parameters are sharded over, or replicated and sharded.
-
-    Args:
-        mesh: the mesh that was given, or None.
-        dp_mesh_dims: names of dimensions of `mesh`; several names for one role are flattened into one dimension.
-    """
+    """The part of `mesh` that `dp_mesh_dims` names; several names for one role are flattened into one dimension."""
     if dp_mesh_dims is None:
         return mesh
     check_type("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
     check_type("mesh", mesh, DeviceMesh)
-    roles = [names for names in (dp_mesh_dims.replicate_names, dp_mesh_dims.shard_names) if names]
+    assert mesh is not None
     if not dp_mesh_dims.shard_names:
         raise ValueError(
-            "dp_mesh_dims: expected a dimension to shard over, found only one to replicate over; "
-            "pass mesh[name] and sharding_strategy=ShardingStrategy.NO_SHARD"
+            "dp_mesh_dims has no dimension to shard over; to replicate only, pass mesh[name] and "
+            "sharding_strategy=ShardingStrategy.NO_SHARD"
         )
-    assert mesh is not None
     names = []
-    for role in roles:
+    for role in filter(None, (dp_mesh_dims.replicate_names, dp_mesh_dims.shard_names)):
         if len(role) > 1:
             mesh[role]._flatten("_".join(role))
         names.append("_".join(role))
@@ -121,19 +137,16 @@ def resolve_strategy(
     if isinstance(choice, str) and choice != "auto":
         raise ValueError(f"reshard_after_forward: expected a bool, a number of ranks or 'auto', found {choice!r}")
     check_type("reshard_after_forward", choice, bool | int | str | None)
-    frees = choice if choice is None or isinstance(choice, bool) else choice != 1
-    if frees is False and choice is not False:
+    reshards = choice if choice is None or isinstance(choice, bool) else choice != 1
+    if reshards is False and choice is not False:
         warn_caller("reshard_after_forward: 1, a number of ranks, means False; pass True to free all after forward")
     if strategy is None:
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
-            return ShardingStrategy._HYBRID_SHARD_ZERO2 if frees is False else ShardingStrategy.HYBRID_SHARD
-        return ShardingStrategy.SHARD_GRAD_OP if frees is False else ShardingStrategy.FULL_SHARD
-    fits = strategy is not ShardingStrategy.NO_SHARD and frees == (strategy in RESHARDING)
-    if frees is not None and not fits:
-        raise ValueError(
-            f"reshard_after_forward: expected what sharding_strategy says, found {choice} beside "
-            f"{strategy.name}; pass one of the two"
-        )
+            return ShardingStrategy._HYBRID_SHARD_ZERO2 if reshards is False else ShardingStrategy.HYBRID_SHARD
+        return ShardingStrategy.SHARD_GRAD_OP if reshards is False else ShardingStrategy.FULL_SHARD
+    agrees = strategy is not ShardingStrategy.NO_SHARD and reshards == (strategy in RESHARDING)
+    if reshards is not None and not agrees:
+        raise ValueError(f"reshard_after_forward={choice} contradicts {strategy.name}; pass only one of them")
     return strategy
 
 
@@ -153,20 +166,17 @@ def given_device(device_id: int | str | torch.device | None) -> torch.device | N
         device_id = torch.device(device_id)
     if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
         raise TypeError(f"device_id: expected an int, a torch.device or None, found {type(device_id).__name__}")
-    if device_id == CPU or device_id == torch.device("cpu", 0):
+    if device_id in (CPU, torch.device("cpu", 0)):
         return CPU
     if device_id == torch.device("meta"):
-        raise ValueError("device_id: expected a device that holds values, found meta; pass the one to compute on")
+        raise ValueError("device_id: the meta device holds no values; pass the device to compute on")
     current = current_device()
     if current is None:
-        raise ValueError(
-            f"device_id: expected a device of this machine, found {device_id} and no accelerator; "
-            f"pass torch.device('cpu') or nothing"
-        )
+        raise ValueError(f"device_id={device_id}, but there is no accelerator; pass torch.device('cpu') or nothing")
     if isinstance(device_id, int):
         return torch.device(current.type, device_id)
     if device_id == torch.device(device_id.type):
-        warn_caller(f"device_id: expected an index, found {device_id}; taking the current device, {current}")
+        warn_caller(f"device_id: {device_id} has no index; taking the current device, {current}")
         return current
     return device_id
 
@@ -185,24 +195,25 @@ def current_device() -> torch.device | None:
 # which elements a rank stores; no value that a script computes depends on that, so it is checked and has no effect.
 
 
-def check_placements(path: str, params: Iterable[tuple[str, nn.Parameter]], chosen_by: PlacementFn | None) -> None:
+def check_placements(path: str, params: Iterable[tuple[str, nn.Parameter]], placement_fn: PlacementFn | None) -> None:
     """Ask `shard_placement_fn` about each parameter (Note [Which elements a rank stores]).
 
     Raises:
         ValueError: it chose a dimension that the parameter does not have, or a mesh for a single parameter.
     """
-    for name, param in params if chosen_by is not None else ():
-        placement: Any = chosen_by(param) if chosen_by is not None else None
+    if placement_fn is None:
+        return
+    for name, param in params:
         full_name = f"{path}.{name}" if path else name
+        placement: Any = placement_fn(param)
         if placement is None:
             continue
         if not isinstance(placement, Shard):
             raise ValueError(
-                f"parameter {full_name}: expected shard_placement_fn to return a Shard or None, found "
+                f"parameter {full_name}: shard_placement_fn must return a Shard or None, not a "
                 f"{type(placement).__name__}; to shard a module over another mesh, call fully_shard on it with that one"
             )
         if not -param.dim() <= placement.dim < max(param.dim(), 1):
             raise ValueError(
-                f"parameter {full_name}: expected shard_placement_fn to choose one of {param.dim()} dimensions, found "
-                f"{placement.dim}"
+                f"parameter {full_name}: shard_placement_fn chose dimension {placement.dim} of {param.dim()}"
             )

@@ -1,22 +1,35 @@
-"""Units are made, one by one, from what validate.py has prepared; then modules, units and the root are connected.
+"""Units are made, one by one, from what prepare.py has checked; then modules, units and the root are connected.
 
 make_unit      initial values, device, equality; then the parameters of one unit are sharded
 connect        modules find their parameters, and the root knows its units
 join_divided   makes one unit of what an earlier call divided: its parameters are plain tensors again meanwhile
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_compile.construct.initial_values import broadcast_states, materialize, move_from_cpu
-from fsdp_compile.construct.validate import NamedParams, PreparedUnit, prepare_units
+from fsdp_compile.comm import collectives
+from fsdp_compile.comm.groups import Groups
+from fsdp_compile.construct.prepare import (
+    NamedParams,
+    PreparedUnit,
+    meta_tensors,
+    own_tensors,
+    prepare_units,
+    tensor_name,
+    unsent_buffers,
+)
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper
+from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.inner_params import put_back, take_apart
+from fsdp_compile.core.ops import inner_tensors
+from fsdp_compile.core.settings import InitFn
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import (
     ModuleSharding,
@@ -46,24 +59,24 @@ def group_of(modules: Sequence[Any]) -> ModuleGroup:
         inside = [other for other in modules if other is not module and module in set(other.modules())]
         if inside or sum(other is module for other in modules) > 1:
             raise ValueError(
-                f"module: expected a list of modules none of which contains another, found {type(module).__name__} "
-                f"twice or inside {type(inside[0] if inside else module).__name__}; pass each part of the model once"
+                f"module: {type(module).__name__} is in the list twice or is inside "
+                f"{type(inside[0] if inside else module).__name__}; pass each part of the model once"
             )
     if not modules:
-        raise ValueError("module: expected a list with at least one module, found an empty one")
+        raise ValueError("module: the list is empty")
     return ModuleGroup(modules)
 
 
 def check_module(module: Any) -> None:
     """Raise an error if `module` cannot be given to `fully_shard`."""
     if torch.is_inference_mode_enabled():
-        raise RuntimeError("fully_shard: expected to be called outside inference_mode, found it on; leave it first")
+        raise RuntimeError("fully_shard must be called outside inference_mode")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module or a list of them, found {type(module).__name__}")
     if "_orig_mod" in module._modules:
         raise ValueError(
-            f"module: expected the module itself, found what torch.compile made of {type(module._orig_mod).__name__}; "
-            f"call fully_shard(model) first and compile what it returns, or call model.compile() before or after"
+            f"module is what torch.compile made of {type(module._orig_mod).__name__}; call fully_shard(model) first "
+            f"and compile what it returns, or call model.compile() before or after"
         )
     if sharding_of(module):
         raise ValueError(f"module: {type(module).__name__} is sharded already; call fully_shard once per module")
@@ -79,12 +92,18 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
     modules = [module for _, module in prepared.modules]
     take_apart(model, prepared.inner)
     if not prepared.stays_on_meta:
-        materialize(prepared.modules, prepared.device, settings.param_init_fn, ignored.params)
+        materialize(prepared.modules, prepared.device, settings.param_init_fn, ignored)
     params = with_local_parameters(model, prepared.params)
     plain = [param for _, param in params]
-    move_from_cpu(plain, modules, prepared.device)
-    if settings.sync_module_states:
-        broadcast_states(plain, prepared.module, settings.groups)
+    if prepared.device.type != "cpu":  # what is on the CPU moves (E-INIT-15); objects stay, so ties hold
+        for tensor in (*plain, *(buffer for module in modules for buffer in module._buffers.values())):
+            if tensor is not None and tensor.device.type == "cpu":
+                tensor.data = tensor.data.to(prepared.device)
+    if settings.sync_module_states:  # (E-SYNC-1, 3); buffers are sent once, by the first call (E-SYNC-2)
+        buffers = unsent_buffers(prepared.module).values()
+        broadcast([*plain, *buffers], settings.groups)
+        for buffer in buffers:
+            vars(buffer)["_fsdp_sent"] = True
     unit = None
     if has_data:
         sections = divide_at_units(params, prepared.module)
@@ -95,7 +114,13 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
         module.__dict__["_fsdp"] = ModuleSharding(
             settings,
             prepared.device,
-            _buffer_dtypes(module, modules),
+            {
+                f"{path}.{name}" if path else name: buffer.dtype
+                for path, owner in module.named_modules()
+                if owner in modules
+                for name, buffer in owner._buffers.items()
+                if buffer is not None and buffer.is_floating_point()
+            },
             units=(unit,) if unit else (),
             shared_units=frozenset((unit,) if unit and is_group else ()),
         )
@@ -115,34 +140,164 @@ _WORTH_A_COLLECTIVE = 2**22  # elements
 
 def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]:
     """Divide the parameters of a unit of `module` where other units lie between them, if both sections are large."""
+    numels: list[int] = [0]
     position = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     sections: list[list[tuple[str, nn.Parameter]]] = [[]]
     following = 0
     for name, param in params:
         at = position.get(name, following)
-        if at > following and _numel(sections[-1]) >= _WORTH_A_COLLECTIVE:
+        if at > following and numels[-1] >= _WORTH_A_COLLECTIVE:
             sections.append([])
+            numels.append(0)
         sections[-1].append((name, param))
+        numels[-1] += param.numel()
         following = at + 1
-    if len(sections) > 1 and _numel(sections[-1]) < _WORTH_A_COLLECTIVE:
+    if len(sections) > 1 and numels[-1] < _WORTH_A_COLLECTIVE:
         small = sections.pop()
         sections[-1] += small
     return list[NamedParams](sections)
 
 
-def _numel(params: NamedParams) -> int:
-    return sum(param.numel() for _, param in params)
+# --- initial values ---------------------------------------------------------------------------------------------------
+
+#     before   weight: on meta    bias: has values    a module that owns both
+#     during   weight: empty      bias: a copy        what the function that initializes the module sees
+#     after    weight: values     bias: as before     the bias is untouched, whatever was done to its copy
+#
+# Note [Initializing without changing what has values]
+# `reset_parameters` and `param_init_fn` initialize a whole module. Some of its tensors may have values that must stay:
+# they were on a device from the start, or they are shared with a unit that has been sharded already, in which case
+# their full values do not exist any more. While such a module is initialized it has copies of these tensors in full
+# shape, which are dropped afterwards. A tensor on the meta device cannot be given memory in place, because `data` of
+# another device cannot be assigned to it. So the function works on a new tensor, and `swap_tensors` then exchanges the
+# contents of the two objects: the parameter that optimizers and other modules know gets the values. So every parameter
+# stays the object it was, and a tied one is initialized in the first module that has it.
 
 
-def _buffer_dtypes(module: nn.Module, own: Collection[nn.Module]) -> dict[str, torch.dtype]:
-    """The dtypes of the floating buffers that the modules `own`, at or below `module`, have; by name in `module`."""
-    return {
-        f"{path}.{name}" if path else name: buffer.dtype
-        for path, owner in module.named_modules()
-        if owner in own
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    }
+def materialize(
+    modules: Sequence[tuple[str, nn.Module]], device: torch.device, init: InitFn | None, ignored: Ignored
+) -> None:
+    """Give all meta tensors of a unit's `modules` memory and values; nothing happens if there are none.
+
+    Only modules that directly own meta tensors are initialised, and values that are there stay (E-META-4). `init` is
+    called with tensors still on meta, also on modules that own nothing at all (E-META-2); what it puts on the CPU stays
+    there. Without it tensors are made empty on `device`, and `module.reset_parameters()` is called (E-META-3).
+
+    Raises:
+        ValueError: `init` left a tensor on meta, or changed its shape, dtype or device.
+        Exception: what `init` or `reset_parameters` raised, after a UserWarning that names the module.
+    """
+    if not any(meta_tensors(module, ignored) for _, module in modules):
+        return
+    for path, module in modules:
+        absent = meta_tensors(module, ignored)
+        if not absent and not (init and not own_tensors(module)):
+            continue
+        try:
+            with torch.no_grad(), _stand_ins(module, absent):
+                if init is not None:
+                    init(module)
+                else:
+                    for tensor in absent.values():
+                        empty = torch.empty_like(tensor, device=device)
+                        is_param = isinstance(tensor, nn.Parameter)
+                        _become(tensor, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)
+                    module.reset_parameters()  # type: ignore[operator]  # must_stay_on_meta has found it
+        except Exception as error:
+            warn_caller(
+                f"module {path or 'model'} ({type(module).__name__}): initialising it failed: {error!r}; "
+                f"units before it are sharded already, so make the model anew"
+            )
+            raise
+        for name, tensor in absent.items():
+            _keep_identity(path, module, name, tensor, device)
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, absent: dict[str, Tensor]) -> Iterator[None]:
+    """Put copies in the place of tensors that have values, so that initializing the module does not change them."""
+    present = {name: tensor for name, tensor in own_tensors(module).items() if name not in absent}
+    for name, tensor in present.items():
+        copy = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            managed = unit_of(tensor)
+            full = tensor.new_zeros(managed[0].shapes[managed[1]]) if managed else copy
+            copy = nn.Parameter(full, tensor.requires_grad)
+            vars(copy).update(vars(tensor))  # marks that an initialiser may look at
+        _registry(module, name)[name] = copy
+    try:
+        yield
+    finally:
+        for name, tensor in present.items():
+            _registry(module, name)[name] = tensor
+
+
+def _registry(module: nn.Module, name: str) -> dict[str, Any]:
+    return module._parameters if name in module._parameters else module._buffers
+
+
+def _keep_identity(path: str, module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Give `tensor`, the object that was on meta, the values that are now in its place."""
+    initialized = own_tensors(module).get(name)
+    what = tensor_name(path, name, tensor)
+    if initialized is None or initialized.is_meta:
+        left = "removed it" if initialized is None else "left it on the meta device"
+        raise ValueError(f"{what}: param_init_fn {left}; call module.to_empty(device=..., recurse=False) in it")
+    before, after = ((tuple(each.shape), each.dtype) for each in (tensor, initialized))
+    if after != before:
+        raise ValueError(f"{what}: initialising changed its shape and dtype from {before} to {after}; keep them")
+    if initialized.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{what}: initialising put it on {initialized.device}, but the unit computes on {device}; "
+                         f"pass that as device_id, or initialise there")  # fmt: skip
+    if initialized is not tensor:
+        if isinstance(initialized, nn.Parameter):
+            initialized.requires_grad_(tensor.requires_grad)
+        _become(tensor, initialized)
+        _registry(module, name)[name] = tensor
+
+
+def _become(tensor: Tensor, other: Tensor) -> None:
+    """Make `tensor` what `other` is: a meta tensor cannot be given another device's data in place."""
+    for key, value in vars(tensor).items():
+        vars(other).setdefault(key, value)
+    torch.utils.swap_tensors(tensor, other)
+
+
+BUCKET_BYTES = 250 * 2**20
+
+
+def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Copy `tensors`, of any shapes and dtypes, from the first rank of `groups` to all others, in place.
+
+    First among replicas, so that the first rank of every shard group has the values when they go through shard groups.
+    """
+    plain = [inner.detach() for tensor in tensors for inner in inner_tensors(tensor) if inner.numel()]
+    for group in (groups.replicate, groups.shard):
+        if group is not None and group.size() > 1:
+            for bucket in _buckets(plain, bucket_bytes):
+                segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
+                message = segments[0] if len(segments) == 1 else torch.cat(segments)
+                collectives.broadcast(message, group)
+                sizes = [segment.numel() for segment in segments]
+                for tensor, segment in zip(bucket, message.split(sizes), strict=True):
+                    tensor.copy_(segment.view(tensor.dtype).view(tensor.shape))
+
+
+def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Groups of tensors of one device that fill a bucket; a tensor that is larger than a bucket gets its own.
+
+    Wide dtypes come first, so that every tensor starts at a multiple of its item size in a bucket of bytes.
+    """
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for tensor in sorted(tensors, key=lambda t: (str(t.device), -t.itemsize)):
+        if bucket and (nbytes + tensor.nbytes > bucket_bytes or tensor.device != bucket[0].device):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(tensor)
+        nbytes += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 # --- connecting -------------------------------------------------------------------------------------------------------
@@ -165,14 +320,19 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
             add_lookups(module, {name: at for name, at in managed.items() if name not in known}, mixin)
         for unit, _ in managed.values():
             users.setdefault(unit, []).append(module)
-    scopes = list(_scopes(model))
+    scopes: list[Any] = list(filter(sharding_of, model.modules()))
     shared = frozenset[Unit]().union(*(scope._fsdp.shared_units for scope in scopes))
     for scope in scopes:
         scope.__dict__["_fsdp_runtime"] = runtime
         scope._fsdp.is_root = scope in roots
         for unit in scope._fsdp.units:
-            if unit not in shared:
-                _widen(unit, scope, users.get(unit, []), model)
+            used_in = set(users.get(unit, []))
+            if unit not in shared and not used_in <= set(scope.modules()):
+                # Tied parameters are gathered once: around the innermost sharded module with all of their users.
+                enclosing = [each for each in scopes if used_in <= set(each.modules())]
+                innermost = min(enclosing, key=lambda each: sum(1 for _ in each.modules()))
+                scope._fsdp.units = tuple(other for other in scope._fsdp.units if other is not unit)
+                innermost._fsdp.units = (*innermost._fsdp.units, unit)
     for root in roots:
         root._fsdp.shared_units = shared
     for scope in scopes:
@@ -180,21 +340,6 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
         scope._fsdp.units_below = tuple(units_gathered_below(scope))
         for unit in scope._fsdp.units:
             unit.reduces_in_flight = runtime.reduces_in_flight
-
-
-def _scopes(model: nn.Module) -> Iterator[Any]:
-    """The sharded modules among `model` and those below."""
-    return filter(sharding_of, model.modules())
-
-
-def _widen(unit: Unit, scope: Any, users: list[nn.Module], model: nn.Module) -> None:
-    """Move `unit` to the innermost sharded module that encloses all its users: tied parameters are gathered once."""
-    if set(users) <= set(scope.modules()):
-        return
-    enclosing = [m for m in _scopes(model) if set(users) <= set(m.modules())]
-    innermost = min(enclosing, key=lambda m: sum(1 for _ in m.modules()))
-    scope._fsdp.units = tuple(u for u in scope._fsdp.units if u is not unit)
-    innermost._fsdp.units = (*innermost._fsdp.units, unit)
 
 
 # --- from units to plain parameters again -----------------------------------------------------------------------------
@@ -210,7 +355,8 @@ def join_divided(model: nn.Module, mixin: type) -> None:
     Raises:
         ValueError: a unit is not idle, or has gradients. Nothing has been changed then.
     """
-    divided = [module for module in _scopes(model) if module._fsdp.is_root and module._fsdp_runtime.is_divided]
+    roots: Iterable[Any] = (each for each in model.modules() if sharding_of(each))
+    divided = [each for each in roots if each._fsdp.is_root and each._fsdp_runtime.is_divided]
     for module in divided:
         units = units_gathered_below(module)
         check_idle(units, "fully_shard")
@@ -239,7 +385,12 @@ def _undo(module: nn.Module) -> None:
             for name in ("_fsdp_unit", "_fsdp_is_inner", "local", "spec", "_is_param"):
                 vars(param).pop(name, None)
     for each in module.modules():
-        _restore_class(each)
+        each.__class__ = original_class(each)
+        for name in ("_fsdp", "_fsdp_units", "_fsdp_runtime"):
+            vars(each).pop(name, None)
+        gathering: Any = each._compiled_call_impl
+        if gathering is not None and hasattr(gathering, "args"):  # made by gather_around_compiled (fsdp_module.py)
+            each._compiled_call_impl = gathering.args[1]
     put_back(module)
 
 
@@ -252,12 +403,3 @@ def _full(param: nn.Parameter) -> nn.Parameter:
         torch.empty(shape, dtype=param.dtype, device="meta") if param.is_meta else param.spec.gather_split(param.local)
     )
     return nn.Parameter(values, param.requires_grad)
-
-
-def _restore_class(module: Any) -> None:
-    module.__class__ = original_class(module)
-    for name in ("_fsdp", "_fsdp_units", "_fsdp_runtime"):
-        vars(module).pop(name, None)
-    gathering = module._compiled_call_impl
-    if gathering is not None and hasattr(gathering, "args"):  # what gathers around a compiled forward (fsdp_module.py)
-        module._compiled_call_impl = gathering.args[1]

@@ -42,18 +42,28 @@ def collect_ignored(
             sharding API has `model` itself.
     """
     if isinstance(model, _FOREIGN):
-        raise ValueError(f"module: expected a module that is not sharded, found {type(model).__name__}; shard it once")
-    modules, params = _given(ignored_modules, ignored_states)
+        raise ValueError(f"module: torch has sharded this {type(model).__name__} already; shard it once")
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("ignored_modules and ignored_states: pass only one of them; ignored_states takes both kinds")
+    modules = _listed("ignored_modules", ignored_modules)
+    states = _listed("ignored_states", ignored_states)
+    has_params = any(isinstance(state, nn.Parameter) for state in states)
+    _check_all("ignored_modules", modules, nn.Module, "modules")
+    _check_all("ignored_states", states, nn.Parameter if has_params else nn.Module, "modules only or parameters only")
+    params = states if has_params else []
+    modules += [] if has_params else states
     for module in modules:
         if sharding_of(module):
-            raise ValueError(
-                f"ignored modules: expected modules that are not sharded, found the unit {type(module).__name__}; "
-                f"ignore it before it is sharded"
-            )
+            raise ValueError(f"ignored modules: {type(module).__name__} is sharded already; ignore it before")
     if model in modules:
         warn_caller(f"ignored modules: found the model itself, {type(model).__name__}; all of it is ignored")
-    roots = [*modules, *(module for module in model.modules() if isinstance(module, _FOREIGN))]
-    inside = [module for root in roots for module in _subtree(root)]
+    inside: dict[nn.Module, None] = {}
+    waiting = [*modules, *(module for module in model.modules() if isinstance(module, _FOREIGN))]
+    while waiting:
+        module = waiting.pop()
+        if module not in inside and not sharding_of(module):
+            inside[module] = None
+            waiting.extend(module.children())
     owned = [param for module in inside for param in module._parameters.values() if param is not None]
     nested = [sharding for sharding in map(sharding_of, model.modules()) if sharding]
     return Ignored(
@@ -62,45 +72,17 @@ def collect_ignored(
     )
 
 
-def _given(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    if ignored_modules is not None and ignored_states is not None:
-        raise ValueError("ignored_modules and ignored_states: expected at most one, found both; use ignored_states")
-    if ignored_modules is not None:
-        modules = _as_list("ignored_modules", ignored_modules)
-        _check_all("ignored_modules", modules, nn.Module)
-        return modules, []
-    states = _as_list("ignored_states", () if ignored_states is None else ignored_states)
-    if any(isinstance(state, nn.Parameter) for state in states):
-        _check_all("ignored_states", states, nn.Parameter)
-        return [], states
-    _check_all("ignored_states", states, nn.Module)
-    return states, []
-
-
-def _as_list(what: str, values: Any) -> list[Any]:
+def _listed(name: str, values: Any) -> list[Any]:
     try:
-        return list(values)
+        return list(() if values is None else values)
     except TypeError:
-        raise TypeError(f"{what}: expected an iterable, found {type(values).__name__}; pass a list") from None
+        raise TypeError(f"{name}: expected an iterable, found {type(values).__name__}; pass a list") from None
 
 
-def _check_all(what: str, values: list[Any], kind: type) -> None:
+def _check_all(name: str, values: list[Any], kind: type, kinds: str) -> None:
     if not all(isinstance(each, kind) for each in values):
         types = ", ".join(sorted({type(each).__name__ for each in values}))
-        kinds = "modules" if what == "ignored_modules" else "modules only or parameters only"
-        raise ValueError(f"{what}: expected {kinds}, found {types}; leave the others out")
-
-
-def _subtree(root: nn.Module) -> list[nn.Module]:
-    """`root` and the modules below it, without nested units and what is below these."""
-    subtree: dict[nn.Module, None] = {}
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
-        if module not in subtree and not sharding_of(module):
-            subtree[module] = None
-            waiting.extend(module.children())
-    return list(subtree)
+        raise ValueError(f"{name}: expected {kinds}, found {types}; leave the others out")
 
 
 # --- units ------------------------------------------------------------------------------------------------------------
@@ -116,7 +98,7 @@ def choose_units(
     model: nn.Module,
     policy: AutoWrapPolicy,
     ignored: Ignored = Ignored(),
-    exempt: tuple[type[nn.Module], ...] = (),
+    precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (nobody changes it)
 ) -> Chosen:
     """The submodules of `model` that become units, innermost first, and `model` itself last.
 
@@ -126,37 +108,37 @@ def choose_units(
         model: the module that `fully_shard` was called on.
         policy: "auto", None, a set of module classes, or a policy as `torch.distributed.fsdp` takes it.
         ignored: modules that are left alone as well, and parameters that do not count.
-        exempt: classes whose modules are units without mixed precision, unless `policy` is None (E-INIT-6).
+        precision: names classes whose modules are units without mixed precision, unless `policy` is None (E-INIT-6).
 
     Raises:
         TypeError: `policy` is none of these.
         ValueError: `policy` is a string other than "auto".
     """
     chosen = _ask(model, policy, ignored)
-    candidates = _innermost_first(model, ignored) if policy is not None else []
-    exempted: Chosen = {module: {"mixed_precision": None} for module in candidates if isinstance(module, exempt)}
-    exempted.pop(model, None)
-    if not exempted:
+    casts = precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype
+    if policy is None or not casts:
         return chosen
-    return {each: chosen.get(each, {}) | exempted.get(each, {}) for each in candidates if each in chosen | exempted}
-
-
-def exempt_classes(policy: MixedPrecision) -> tuple[type[nn.Module], ...]:
-    """Classes that auto-wrapping leaves out of mixed precision (E-INIT-6); none if the settings change no dtype."""
-    casts = policy.param_dtype or policy.reduce_dtype or policy.buffer_dtype
-    return tuple(policy._module_classes_to_ignore) if casts else ()
+    exempt = tuple(precision._module_classes_to_ignore)
+    candidates = _innermost_first(model, ignored)
+    exempted = (each for each in candidates if each is not model and isinstance(each, exempt))
+    own: Chosen = {each: {"mixed_precision": None} for each in exempted}
+    if not own:
+        return chosen
+    return {each: chosen.get(each, {}) | own.get(each, {}) for each in candidates if each in chosen or each in own}
 
 
 def _ask(model: nn.Module, policy: AutoWrapPolicy, ignored: Ignored) -> Chosen:
     if isinstance(policy, Set):
         for each in policy:
             if not (isinstance(each, type) and issubclass(each, nn.Module)):
-                raise TypeError(
-                    f"auto_wrap_policy: expected a set of module classes, found {each!r} in it; pass classes"
-                )
+                raise TypeError(f"auto_wrap_policy: expected a set of module classes, found {each!r} in it")
         policy = ModuleWrapPolicy(policy)
     if isinstance(policy, CustomPolicy):
-        return {**_ask_custom_policy(model, policy, ignored), model: {}}
+        # torch's policy classes share no public call, only this method: checked on torch 2.11 and 2.13. What it answers
+        # about modules that are left alone is ignored.
+        answers: Chosen = policy._run_policy(model, set(ignored.modules), {})
+        candidates = _innermost_first(model, ignored)
+        return {each: answers[each] for each in candidates if each in answers and each is not model} | {model: {}}
     if policy is None:
         chosen: list[nn.Module] = []
     elif policy == "auto":
@@ -178,19 +160,19 @@ def repeated_blocks(model: nn.Module, ignored: Ignored = Ignored()) -> list[nn.M
 
     A block has submodules, or is a layer with a weight matrix; a lone normalisation layer joins the enclosing unit.
     """
-    return list(dict.fromkeys(_blocks_below(model, ignored)))
 
+    def blocks_below(module: nn.Module) -> Iterator[nn.Module]:
+        children = [
+            c for c in module.children() if c not in ignored.modules and not ignored.params.issuperset(c.parameters())
+        ]
+        classes = Counter(type(child) for child in children)
+        for child in children:
+            if isinstance(module, _CONTAINERS) and classes[type(child)] > 1 and _is_block(child):
+                yield child
+            else:
+                yield from blocks_below(child)
 
-def _blocks_below(module: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
-    children = [
-        c for c in module.children() if c not in ignored.modules and not ignored.params.issuperset(c.parameters())
-    ]
-    classes = Counter(type(child) for child in children)
-    for child in children:
-        if isinstance(module, _CONTAINERS) and classes[type(child)] > 1 and _is_block(child):
-            yield child
-        else:
-            yield from _blocks_below(child, ignored)
+    return list(dict.fromkeys(blocks_below(model)))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -219,16 +201,6 @@ def _ask_policy(model: nn.Module, policy: Callable[..., bool], ignored: Ignored)
 
     visit(model)
     return chosen
-
-
-def _ask_custom_policy(model: nn.Module, policy: CustomPolicy, ignored: Ignored) -> Chosen:
-    """What a `CustomPolicy` answers, innermost first; its answers about modules that are left alone are ignored.
-
-    torch's policy classes share no public call, only this method: checked on torch 2.11 and 2.13.
-    """
-    answers: Chosen = policy._run_policy(model, set(ignored.modules), {})
-    candidates = _innermost_first(model, ignored)
-    return {module: answers[module] for module in candidates if module in answers and module is not model}
 
 
 def _innermost_first(model: nn.Module, ignored: Ignored) -> list[nn.Module]:

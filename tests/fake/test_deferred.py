@@ -186,9 +186,9 @@ def removes(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        (leaves_it, "found it on the meta device; call module.to_empty"),
-        (removes, "found nothing"),
-        (reshapes, r"expected shape and dtype \(\(2, 2\), torch.float32\) after initialising, found \(\(3,\)"),
+        (leaves_it, r"left it on the meta device; call module.to_empty"),
+        (removes, "removed it"),
+        (reshapes, r"its shape and dtype from \(\(2, 2\), torch.float32\) to \(\(3,\)"),
     ],
 )
 def test_what_param_init_fn_leaves_is_checked(init: Callable[[nn.Module], None], message: str) -> None:
@@ -200,7 +200,7 @@ def test_what_param_init_fn_leaves_is_checked(init: Callable[[nn.Module], None],
 
 def test_param_init_fn_must_be_callable() -> None:
     """ValueError with the type (E-META-2, E-ERR-61)."""
-    refused(mlp(), ValueError, "param_init_fn: expected a callable .*found int", param_init_fn=3)
+    refused(mlp(), ValueError, "param_init_fn must be a callable .*not a int", param_init_fn=3)
 
 
 class NoReset(nn.Module):
@@ -226,7 +226,7 @@ def test_modules_without_reset_parameters_stay_on_meta() -> None:
     refused(
         nn.Sequential(nn.Linear(2, 2), NoReset()),
         ValueError,
-        r"parameter 1.weight: expected a device with values, as 0.weight of its unit has, found meta and no reset",
+        r"parameter 1.weight is on the meta device and has no reset_parameters\(\), while 0.weight of the same unit",
     )
 
 
@@ -234,7 +234,7 @@ def test_weakly_held_meta_parameters_are_refused() -> None:
     """A weak reference cannot follow a parameter to its device: ValueError with the name."""
     model = nn.Linear(2, 2, device="meta")
     held = weakref.ref(model.bias)
-    refused(model, ValueError, "parameter bias: expected a meta tensor that nothing refers to weakly")
+    refused(model, ValueError, "parameter bias is on the meta device and has a weak reference")
     assert held() is model.bias
 
 

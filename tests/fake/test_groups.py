@@ -110,7 +110,7 @@ def test_dimensions_of_a_mesh_by_name() -> None:
     assert mesh_to_shard(mesh, None) is mesh
     with pytest.raises(TypeError, match="dp_mesh_dims: expected a DataParallelMeshDims, found str"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="pods")
-    with pytest.raises(ValueError, match="dp_mesh_dims: expected a dimension to shard over"):
+    with pytest.raises(ValueError, match="dp_mesh_dims has no dimension to shard over"):
         mesh_to_shard(mesh, DataParallelMeshDims(replicate="pods"))
     with pytest.raises(ValueError, match="shard"):
         DataParallelMeshDims()

@@ -75,7 +75,7 @@ def test_modules_of_another_sharding_api_are_ignored() -> None:
     torch.distributed.fsdp.fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
     fully_shard(model)
     assert managed(model) == {n for n, _ in model.named_parameters()} - names_below(model, "blocks.1")
-    refused(model.blocks[1], ValueError, "module: expected a module that is not sharded, found FSDPResidual")
+    refused(model.blocks[1], ValueError, "module: torch has sharded this FSDPResidual already")
 
 
 def test_ignoring_the_model_itself_warns() -> None:
@@ -93,7 +93,7 @@ def test_wrong_ignored_arguments() -> None:
     E-INIT-7, 8, E-ERR-52, 53, E-LIM-13.
     """
     model = mlp()
-    refused(model, ValueError, "ignored_modules and ignored_states: expected at most one, found both",
+    refused(model, ValueError, "ignored_modules and ignored_states: pass only one of them",
             ignored_modules=[], ignored_states=[])  # fmt: skip
     refused(model, ValueError, "ignored_states: expected modules only or parameters only, found Linear, Parameter",
             ignored_states=[model.stem, model.stem.weight])  # fmt: skip
@@ -103,4 +103,4 @@ def test_wrong_ignored_arguments() -> None:
     refused(model, TypeError, "ignored_modules: expected an iterable, found int", ignored_modules=3)
     refused(model, TypeError, "ignored_states: expected an iterable, found Linear", ignored_states=model.stem)
     fully_shard(model.blocks[0])
-    refused(model, ValueError, "found the unit FSDPResidual; ignore it before", ignored_modules=[model.blocks[0]])
+    refused(model, ValueError, "FSDPResidual is sharded already; ignore it before", ignored_modules=[model.blocks[0]])

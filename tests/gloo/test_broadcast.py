@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.comm.groups import Groups
-from fsdp_compile.construct.initial_values import broadcast
+from fsdp_compile.construct.units import broadcast
 
 from .ranks import Ranks
 from .training import (

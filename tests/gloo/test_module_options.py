@@ -235,7 +235,7 @@ def _lists(_rank: int) -> None:
         each.decode(each.encode(x)).square().mean().backward()
     assert_same_gradients(model, reference)
     torch.testing.assert_close(model.last(torch.ones(2, 11)), reference.last(torch.ones(2, 11)))  # alone
-    with pytest.raises(ValueError, match="expected a list of modules none of which contains another"):
+    with pytest.raises(ValueError, match="is in the list twice or is inside"):
         fully_shard([reference, reference.last])
 
 

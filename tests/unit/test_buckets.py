@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from fsdp_compile.construct.initial_values import BUCKET_BYTES, _buckets
+from fsdp_compile.construct.units import BUCKET_BYTES, _buckets
 
 
 def test_a_bucket_is_250_mib() -> None:

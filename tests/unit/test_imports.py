@@ -154,7 +154,7 @@ def test_private_names_of_torch_are_in_their_files() -> None:
         ("eager.forward", "fsdp_compile.passes.pipeline"),
         ("passes.post_grad.order", "fsdp_compile.core.unit"),
         ("passes.plan.search", "torch.fx"),
-        ("construct.validate", "fsdp_compile.api.fully_shard"),
+        ("construct.prepare", "fsdp_compile.api.fully_shard"),
     ],
 )
 def test_a_forbidden_import_is_found(name: str, target: str) -> None:

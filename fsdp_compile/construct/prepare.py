@@ -3,7 +3,8 @@
 See Note [Nothing is changed on refusal].
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile.comm.collectives import backends
-from fsdp_compile.comm.groups import HYBRID, Placement, resolve_groups
-from fsdp_compile.construct.arguments import (
-    CPU,
-    check_placements,
-    current_device,
-    given_device,
-    offload_of,
-)
-from fsdp_compile.construct.initial_values import must_stay_on_meta, unsent_buffers
+from fsdp_compile.comm.groups import HYBRID, resolve_groups
+from fsdp_compile.construct.arguments import CPU, check_placements, current_device, given_device, offload_of
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others, plain_tensors
@@ -59,35 +53,48 @@ class PreparedUnit:
 
 
 def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored: Ignored) -> list[PreparedUnit]:
-    """For each chosen module what becomes of it; every check of modules and parameters is made here.
+    """Prepare a unit for each chosen module; every check of modules and parameters is made here.
 
     Raises:
         RuntimeError: a unit's parameters are spread over devices.
         ValueError: a module or parameter cannot be sharded; the message says which and what to do.
     """
-    _check_same_switch(model, settings)
     paths = {module: path for path, module in model.named_modules()}
+    for module, path in paths.items():
+        sharding, now = sharding_of(module), settings.full_precision_in_eval
+        if sharding is not None and sharding.settings.full_precision_in_eval != now:  # (E-STRAT-11)
+            raise ValueError(
+                f"module {path}: FSDP_COMPILE_FULL_PREC_IN_EVAL was {1 - now} when it was sharded and is {int(now)} "
+                f"now; set the variable once, before the first fully_shard"
+            )
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
     carried = frozenset(backends(settings.groups.shard))  # device types
-    divided = list(_divide(chosen, ignored))
-    named_modules = [[(paths[each], each) for each in modules] for _, _, modules in divided]
-    uninitialized = [
-        must_stay_on_meta(named, own.param_init_fn, ignored.params)
-        for named, own in zip(named_modules, of_units, strict=True)
+    divided = [
+        (module, params, [(paths[each], each) for each in modules])
+        for module, params, modules in _divide(chosen, ignored)
+    ]
+    some_stay_on_meta = [  # a list: each call checks
+        must_stay_on_meta(modules, own.param_init_fn, ignored)
+        for (_, _, modules), own in zip(divided, of_units, strict=True)
     ]
     prepared = []
-    for (module, params, _), named, own in zip(divided, named_modules, of_units, strict=True):
+    for (module, params, modules), own in zip(divided, of_units, strict=True):
         path = paths[module]
-        _check_container(module, path)
-        _check_params(params, path)
+        if isinstance(module, _WITHOUT_FORWARD):
+            warn_caller(
+                f"module {path or 'model'}: a {type(module).__name__} has no forward, so its own parameters are never "
+                f"gathered; shard its elements, or the module around it"
+            )
+        for name, param in params:
+            _check_param(_join(path, name), param)
         check_placements(path, params, own.shard_placement_fn)
         device = compute_device(((_join(path, n), p.device) for n, p in params), own.device, carried)
         apart = [param for _, param in params if is_subclass_around_others(param) or has_attributes(param)]
         inner = {param: InnerParams(param, device) for param in apart}
         params = [each for n, p in params for each in (inner[p].named(n) if p in inner else [(n, p)])]
-        on_meta = any(uninitialized) and _are_on_meta(params, path)
-        _check_distributions(params, path, own.placement)
-        prepared.append(PreparedUnit(module, path, params, inner, named, own, device, on_meta))
+        on_meta = any(some_stay_on_meta) and _are_on_meta(params, path)
+        _check_distributions(params, path, own)
+        prepared.append(PreparedUnit(module, path, params, inner, modules, own, device, on_meta))
     for strategy in dict.fromkeys(own.strategy for own in of_units if own.groups.shard.size() == 1):
         if strategy is not ShardingStrategy.NO_SHARD:  # (E-STRAT-6)
             warn_caller(f"sharding_strategy: {strategy.name} over one rank is NO_SHARD")
@@ -96,25 +103,19 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
     return prepared
 
 
-def _are_on_meta(params: NamedParams, path: str) -> bool:
-    """Whether a unit's parameters are on the meta device. ValueError if some are, and others have values."""
-    present = [name for name, param in params if not param.is_meta]
-    absent = [name for name, param in params if param.is_meta]
-    if present and absent:
-        raise ValueError(
-            f"parameter {_join(path, absent[0])}: expected a device with values, as {_join(path, present[0])} of its "
-            f"unit has, found meta and no reset_parameters() to initialize it; pass param_init_fn, or give it values"
-        )
-    return bool(absent)
-
-
 def _divide(chosen: Chosen, ignored: Ignored) -> Iterator[tuple[nn.Module, NamedParams, list[nn.Module]]]:
-    """Each chosen module with the parameters and the modules that no unit before it has taken."""
+    """Each chosen module with the parameters and the modules, breadth-first, that no unit before it has taken."""
     params: set[nn.Parameter] = set(ignored.params)
     modules: set[nn.Module] = set(ignored.modules)
     for module in chosen:
         own_params = [(n, p) for n, p in module.named_parameters() if p not in params and unit_of(p) is None]
-        reachable = _breadth_first(module, lambda m: m in chosen or sharding_of(m) is not None or m in ignored.modules)
+        reachable = {module: None}
+        waiting = [module]
+        for each in waiting:
+            new = [child for child in each.children() if child not in reachable and child not in chosen
+                   and child not in ignored.modules and not sharding_of(child)]  # fmt: skip
+            reachable |= dict.fromkeys(new)
+            waiting += new
         own_modules = [each for each in reachable if each not in modules]
         params.update(param for _, param in own_params)
         modules.update(own_modules)
@@ -137,32 +138,27 @@ _OF_THE_ROOT = ("backward_prefetch", "forward_prefetch", "use_orig_params")  # a
 
 def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Settings:
     """The settings of one unit, where a `CustomPolicy` may ask for others than the model's."""
+    what = f"auto_wrap_policy, module {path}"
     unknown = sorted(differs.keys() - {*_MAY_DIFFER, *_OF_THE_ROOT})
     if unknown:
         raise ValueError(
-            f"auto_wrap_policy: expected settings among {', '.join([*_MAY_DIFFER, *_OF_THE_ROOT])} for module {path}, "
-            f"found {', '.join(unknown)}; set them in fully_shard, or shard the module by a call of its own"
+            f"{what}: a unit may differ in {', '.join([*_MAY_DIFFER, *_OF_THE_ROOT])}, not in {', '.join(unknown)}; "
+            f"set them in fully_shard, or shard the module by a call of its own"
         )
     for name, kind in _MAY_DIFFER.items():
         if name in differs and not isinstance(differs[name], kind):
             words = " or ".join(getattr(each, "__name__", "None") for each in getattr(kind, "__args__", (kind,)))
-            raise TypeError(
-                f"auto_wrap_policy: expected {name} of type {words} for module {path}, found "
-                f"{type(differs[name]).__name__}"
-            )
+            raise TypeError(f"{what}: {name} must be of type {words}, not {type(differs[name]).__name__}")
     if differs.get("limit_all_gathers", settings.limit_all_gathers) != settings.limit_all_gathers:
-        raise ValueError(
-            f"auto_wrap_policy: expected limit_all_gathers to be {settings.limit_all_gathers} for module {path}, as it "
-            f"is for the model, found {differs['limit_all_gathers']}; use one value for all units"
-        )
+        raise ValueError(f"{what}: limit_all_gathers must be {settings.limit_all_gathers}, as it is for the model")
     strategy = differs.get("sharding_strategy") or settings.strategy
     groups = settings.groups
     if differs.get("process_group") is not None or differs.get("device_mesh") is not None:
         groups = resolve_groups(differs.get("device_mesh"), differs.get("process_group"), strategy, has_policy=True)
     elif (strategy in HYBRID) != (settings.strategy in HYBRID):
         raise ValueError(
-            f"auto_wrap_policy: expected hybrid strategies for all units or for none, found {strategy.name} for module "
-            f"{path} in a model of {settings.strategy.name}; set its process_group too, as it needs other groups"
+            f"{what}: {strategy.name} in a model of {settings.strategy.name} needs other process groups; use hybrid "
+            f"strategies for all units or for none, or set process_group too"
         )
     as_given = {"param_init_fn", "sync_module_states"}
     changed: dict[str, Any] = {name: value for name, value in differs.items() if name in as_given}
@@ -175,14 +171,59 @@ def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Sett
     return replace(settings, strategy=strategy, groups=groups, **changed)
 
 
-def _breadth_first(root: nn.Module, stops: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    modules = [root]
-    seen = {root}
-    for module in modules:
-        new = [child for child in module.children() if child not in seen and not stops(child)]
-        modules += new
-        seen.update(new)
-    return modules
+# --- the meta device --------------------------------------------------------------------------------------------------
+
+
+def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: Any, ignored: Ignored) -> bool:
+    """Whether what is on the meta device must stay there, because a module has nothing that initializes it.
+
+    Without `init` each module that directly owns meta tensors needs a `reset_parameters()`, and these must not be
+    DTensors, of which it would draw other values on each rank.
+
+    Raises:
+        ValueError: `init` cannot be called, or a tensor that would be initialized has weak references.
+    """
+    if init is not None and not callable(init):
+        raise ValueError(f"param_init_fn must be a callable (module) -> None, not a {type(init).__name__}")
+    absent = [(path, module, meta_tensors(module, ignored)) for path, module in modules]
+    for _, module, tensors in absent if init is None else ():
+        has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+        if tensors and (has_dtensors or not callable(getattr(module, "reset_parameters", None))):
+            return True
+    for path, _, tensors in absent:
+        for name, tensor in tensors.items():
+            if weakref.getweakrefcount(tensor):
+                raise ValueError(f"{tensor_name(path, name, tensor)} is on the meta device and has a weak reference, "
+                                 f"which would not follow it to its device; drop the reference")  # fmt: skip
+    return False
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that `module` itself registered, by name."""
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name: tensor for name, tensor in tensors if tensor is not None}
+
+
+def meta_tensors(module: nn.Module, ignored: Ignored) -> dict[str, torch.Tensor]:
+    """Those of `own_tensors` that are on the meta device."""
+    return {name: t for name, t in own_tensors(module).items() if t.is_meta and t not in ignored.params}
+
+
+def tensor_name(path: str, name: str, tensor: torch.Tensor) -> str:
+    """How messages call a tensor that the module at `path` owns."""
+    return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {_join(path, name)}"
+
+
+def _are_on_meta(params: NamedParams, path: str) -> bool:
+    """Whether a unit's parameters are on the meta device. ValueError if some are, and others have values."""
+    present = [name for name, param in params if not param.is_meta]
+    absent = [name for name, param in params if param.is_meta]
+    if present and absent:
+        raise ValueError(
+            f"parameter {_join(path, absent[0])} is on the meta device and has no reset_parameters(), while "
+            f"{_join(path, present[0])} of the same unit has values; pass param_init_fn, or give it values"
+        )
+    return bool(absent)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
@@ -210,110 +251,64 @@ def compute_device(
         first.setdefault(device, name)
     first.pop(torch.device("meta"), None)
     others = [device for device in first if device.type != "cpu"]
-    _check_spread(first, others, given)
-    if given is not None:
-        if others and others[0] != given:
-            raise ValueError(
-                f"parameter {first[others[0]]}: expected device {given}, as device_id says, found {others[0]} on rank "
-                f"{dist.get_rank()}; move it there or to the CPU, or pass its device"
-            )
-        return given
-    if others:
-        return others[0]
-    if CPU in first:
-        return CPU if "cpu" in carried else _instead_of_cpu(first[CPU])
-    current = current_device()
-    return current if current and current.type in carried else CPU
-
-
-def _check_spread(first: dict[torch.device, str], others: Sequence[torch.device], given: torch.device | None) -> None:
-    """One device, or the CPU and one other that `device_id` names."""
     if len(others) > 1:
         one, other = others[:2]
         remedy = "use one kind of accelerator" if one.type != other.type else "move the unit's parameters to one device"
         raise RuntimeError(
-            f"parameter {first[other]}: expected device {one}, as {first[one]} of this unit has, found {other}; "
-            f"{remedy} before fully_shard"
+            f"parameter {first[other]} is on {other}, and {first[one]} of the same unit on {one}; {remedy} before "
+            f"fully_shard"
         )
     if others and CPU in first and given is None:
         raise RuntimeError(
-            f"parameter {first[CPU]}: expected device {others[0]}, as {first[others[0]]} of this unit has, found cpu; "
-            f"pass device_id to move what is on the CPU"
+            f"parameter {first[CPU]} is on the CPU, and {first[others[0]]} of the same unit on {others[0]}; pass "
+            f"device_id to move what is on the CPU"
         )
-
-
-def _instead_of_cpu(name: str) -> torch.device:
-    """Where to compute if parameters are on the CPU and the group cannot communicate from there."""
-    device = current_device()
-    if device is None:
+    if given is not None and others and others[0] != given:
+        raise ValueError(
+            f"parameter {first[others[0]]} is on {others[0]}, but device_id is {given} (rank {dist.get_rank()}); move "
+            f"it there or to the CPU, or pass its device"
+        )
+    if given is not None or others:
+        return given or others[0]
+    current = current_device()
+    if CPU not in first:
+        return current if current and current.type in carried else CPU
+    if "cpu" in carried:
+        return CPU
+    if current is None:
         raise RuntimeError(
-            f"parameter {name}: expected a device that its process group communicates from, found cpu and no "
+            f"parameter {first[CPU]} is on the CPU, which its process group cannot communicate from, and there is no "
             f"accelerator; use a group with a backend for the CPU, such as gloo"
         )
     warn_caller(
-        f"parameter {name}: expected a device that its process group communicates from, found cpu; moving the unit to "
-        f"the current device, {device}. Pass device_id, or initialise the model there, which is faster"
+        f"parameter {first[CPU]} is on the CPU, which its process group cannot communicate from; moving the unit to "
+        f"the current device, {current}. Pass device_id, or initialise the model there, which is faster"
     )
-    return device
+    return current
 
 
-# --- modules and parameters -------------------------------------------------------------------------------------------
+# --- parameters -------------------------------------------------------------------------------------------------------
 
 
-def _check_container(module: nn.Module, path: str) -> None:
-    if isinstance(module, _WITHOUT_FORWARD):
-        warn_caller(
-            f"module {path or 'model'}: expected a module with a forward, found a {type(module).__name__}, whose own "
-            f"parameters are never gathered; shard its elements, or the module around it"
-        )
-
-
-def _check_same_switch(model: nn.Module, settings: Settings) -> None:
-    """Refuse units that would leave mixed precision in eval mode beside others that would not (E-STRAT-11)."""
-    now = settings.full_precision_in_eval
-    for path, module in model.named_modules():
-        sharding = sharding_of(module)
-        if sharding is not None and sharding.settings.full_precision_in_eval != now:
-            raise ValueError(
-                f"module {path}: expected FSDP_COMPILE_FULL_PREC_IN_EVAL to be {int(now)}, as it is now, found it "
-                f"sharded with {1 - now}; set the variable once, before the first fully_shard"
-            )
-
-
-def _check_params(params: NamedParams, path: str) -> None:
-    for name, param in params:
-        full_name = _join(path, name)
-        _check_kind(full_name, param)
-        if param.is_complex():
-            raise ValueError(
-                f"parameter {full_name}: expected a real dtype, found {param.dtype}, which is complex; store "
-                f"torch.view_as_real of it"
-            )
-        if param.grad is not None:
-            raise ValueError(
-                f"parameter {full_name}: expected no gradient before it is sharded, found one; call zero_grad() first"
-            )
-
-
-def _check_kind(name: str, param: nn.Parameter) -> None:
-    """Refuse parameters that are not plain tensors with a known shape."""
+def _check_param(name: str, param: nn.Parameter) -> None:
+    """Refuse parameters that are not real plain tensors with a known shape, and gradients."""
     if isinstance(param, UninitializedParameter):
-        raise ValueError(f"parameter {name}: expected a parameter with values, found a lazy one; run a forward")
+        raise ValueError(f"parameter {name} is lazy and has no shape yet; run a forward first")
     if isinstance(param, FlatParameter):
-        raise ValueError(
-            f"parameter {name}: expected an original parameter, found a FlatParameter of torch's wrapper; "
-            f"shard the model once"
-        )
+        raise ValueError(f"parameter {name} is a FlatParameter of torch's wrapper; shard the model once")
     if is_subclass_around_others(param):
         _check_subclass(name, param)
     if has_attributes(param):
         for attribute, value in vars(param).items():
             if isinstance(value, torch.Tensor) and value.numel() >= max(param.numel(), 1):
                 raise ValueError(
-                    f"parameter {name}: expected a {type(param).__name__} whose attributes are smaller than its data, "
-                    f"found {attribute} of shape {tuple(value.shape)}, which every rank would store; list the "
-                    f"parameter in ignored_params"
+                    f"parameter {name}: {attribute} of its {type(param).__name__} has shape {tuple(value.shape)}, as "
+                    f"large as the data, and every rank would store it; list the parameter in ignored_params"
                 )
+    if param.is_complex():
+        raise ValueError(f"parameter {name} is complex ({param.dtype}); store torch.view_as_real of it")
+    if param.grad is not None:
+        raise ValueError(f"parameter {name} has a gradient; call zero_grad() before fully_shard")
 
 
 def _check_subclass(name: str, param: nn.Parameter) -> None:
@@ -321,34 +316,35 @@ def _check_subclass(name: str, param: nn.Parameter) -> None:
     kind = type(param).__name__
     if param.requires_grad:
         raise ValueError(
-            f"parameter {name}: expected a plain tensor, a DTensor or requires_grad=False, found {kind}, a subclass "
-            f"around other tensors that trains; freeze it, or list it in ignored_params"
+            f"parameter {name} trains and is a {kind}, a subclass around other tensors; freeze it, or list it in "
+            f"ignored_params"
         )
     if not hasattr(param, "__tensor_unflatten__"):
         raise ValueError(
-            f"parameter {name}: expected __tensor_unflatten__ beside __tensor_flatten__, found none in {kind}; define "
-            f"it, or list the parameter in ignored_params"
+            f"parameter {name}: {kind} has __tensor_flatten__ but no __tensor_unflatten__; define it, or list the "
+            f"parameter in ignored_params"
         )
     for inner in plain_tensors(param):
         if type(inner) not in (torch.Tensor, nn.Parameter) or inner.is_meta or not inner.is_contiguous():
             what = "on meta" if inner.is_meta else f"with strides {inner.stride()}"
             raise ValueError(
-                f"parameter {name}: expected {kind} around contiguous plain tensors with values, found a "
+                f"parameter {name}: a {kind} must be around contiguous plain tensors with values, found a "
                 f"{type(inner).__name__} of shape {tuple(inner.shape)} {what}; list it in ignored_params"
             )
 
 
-def _check_distributions(params: NamedParams, path: str, placement: Placement) -> None:
+def _check_distributions(params: NamedParams, path: str, settings: Settings) -> None:
     """Refuse DTensors that cannot be sharded as well."""
     for name, param in params:
         if isinstance(param, DTensor):
-            if placement.shards == 1:
+            group, shards, _, replicas, _ = settings.placement
+            if shards == 1:
                 raise ValueError(
-                    f"parameter {_join(path, name)}: expected ranks to split it between, as it is a DTensor, found "
-                    f"{placement.shards}; shard over two ranks or more, or list it in ignored_params"
+                    f"parameter {_join(path, name)} is a DTensor, which needs two ranks or more to shard over; list it "
+                    f"in ignored_params"
                 )
-            peers = [placement.group, *filter(None, [placement.replicate])]
-            ranks = [rank for group in peers for rank in dist.get_process_group_ranks(group)]
+            peers = [group] if replicas is None else [group, replicas]
+            ranks = [rank for each in peers for rank in dist.get_process_group_ranks(each)]
             check_distribution(_join(path, name), param, ranks)
 
 
@@ -364,9 +360,14 @@ def _check_sendable(model: nn.Module, prepared: list[PreparedUnit], carried: fro
     for name, device in devices:
         if device.type not in carried:
             raise ValueError(
-                f"{name}: expected a device that the process group communicates from ({', '.join(sorted(carried))}) "
-                f"for sync_module_states, found {device}; pass device_id, or move it there"
+                f"{name} is on {device}, which the process group cannot send from ({', '.join(sorted(carried))}), as "
+                f"sync_module_states needs; pass device_id, or move it there"
             )
+
+
+def unsent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of `module`, by name, that are still to be sent; those on the meta device have nothing to send."""
+    return {n: b for n, b in module.named_buffers() if not (b.is_meta or getattr(b, "_fsdp_sent", False))}
 
 
 def _join(path: str, name: str) -> str:
