@@ -30,7 +30,7 @@ from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.settings import PlacementFn
 
 try:
-    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims  # of the public names
 except ImportError:  # torch 2.11 and 2.12
 
     @dataclass

@@ -1,7 +1,7 @@
 """`Settings`: the options of `fully_shard`, resolved and checked in api.py. Units and the eager runtime read it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Settings:
     groups: Groups
     reshard_after_forward: bool | int | str | None = None
     device: torch.device | None = None
-    precision: MixedPrecision = MixedPrecision()  # noqa: RUF009  # nobody changes it
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
     output_dtype: torch.dtype | None = None
     offload: bool = False
     pin_memory: bool = True
