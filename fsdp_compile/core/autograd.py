@@ -14,6 +14,7 @@ nn.Parameter a   nn.Parameter b ...      what the optimizer has: views into the 
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -102,18 +103,19 @@ class ShardSplitter:
         return [None if part is None else part.view(shape) for part, shape in zip(slices, self._shapes, strict=True)]
 
 
+@dataclass(eq=False)
 class GradientReduction:
     """The reduce of a flat parameter's gradient: started by the eager runtime, waited for by autograd.
 
     With shards in host memory the engine runs `ScatterGradients` in another thread than what starts reduces.
 
     Attributes:
+        grad_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
         finish: waits for the reduce in flight and completes its result; None: none is in flight.
         wait_for_copy: lets the host wait for the result's copy into host memory; None: there is nothing to wait for.
         backwards: the backward passes under way that have reduced gradients, including all that were accumulated under
             no_sync. A reentrant checkpoint runs one within another.
         full_precision: whether the last one computed in the parameters' own dtype, without mixed precision.
-        grad_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
         reduce_accumulated: reduces the gradients that were accumulated under no_sync, zeros if there are none, and
             returns this rank's slice; None until no_sync has been in force for the first time.
         results: pairs of a backward pass and what was reduced in it of gradients that a graph has deferred.
@@ -125,18 +127,18 @@ class GradientReduction:
             then; None: they are not updated in backward. Who sets it resets it after the pass.
     """
 
-    def __init__(self, grad_dtype: torch.dtype | None = None) -> None:
-        self.finish: Callable[[], None] | None = None
-        self.wait_for_copy: Callable[[], None] | None = None
-        self.backwards: set[int] = set()
-        self.full_precision = False
-        self.grad_dtype = grad_dtype
-        self.reduce_accumulated: Callable[[], Tensor] | None = None
-        self.results: list[tuple[int, Tensor]] = []
-        self.awaits_reduce = self.keeps_flat = False
-        self.flat_gradient: Tensor | None = None
-        self.update: Callable[[Tensor], None] | None = None
-        self._lock = threading.RLock()
+    grad_dtype: torch.dtype | None = None
+    finish: Callable[[], None] | None = None
+    wait_for_copy: Callable[[], None] | None = None
+    backwards: set[int] = field(default_factory=set)
+    full_precision: bool = False
+    reduce_accumulated: Callable[[], Tensor] | None = None
+    results: list[tuple[int, Tensor]] = field(default_factory=list)
+    awaits_reduce: bool = False
+    keeps_flat: bool = False
+    flat_gradient: Tensor | None = None
+    update: Callable[[Tensor], None] | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:
         """Note that the running backward pass reduces gradients; whether it has done so before. False outside."""
@@ -231,12 +233,10 @@ class ShardBinding:
 
     def check_bound(self) -> None:
         """Raise RuntimeError if a parameter no longer lies in the shard: training it would change nothing."""
-        if self.is_bound():
-            return
-        for index in self.unbound():
+        if not self.is_bound() and (moved := self.unbound()):
             raise RuntimeError(
-                f"parameter {self.names[index]}: expected it to lie in its unit's shard, found other memory; its data "
-                f"was replaced between forward and backward: do that before forward, or copy into it"
+                f"the data of parameter {self.names[moved[0]]} was replaced between forward and backward, so that its "
+                f"gradient has no place: replace it before forward, or copy into it"
             )
 
     def check_gradients(self) -> None:
@@ -245,16 +245,15 @@ class ShardBinding:
             grad = param.grad
             if grad is not None and (grad.shape != param.shape or grad.device != param.device):
                 raise RuntimeError(
-                    f"parameter {name}: expected a .grad of shape {tuple(param.shape)} on {param.device} to add to, "
-                    f"found {tuple(grad.shape)} on {grad.device}; clear it, or assign a gradient of that shape"
+                    f"parameter {name} has shape {tuple(param.shape)} on {param.device}, and the .grad to add to has "
+                    f"shape {tuple(grad.shape)} on {grad.device}: clear it, or assign one that fits"
                 )
 
     def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool) -> list[Tensor | None]:
         """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
-        There is None for those that do not train, and for all if they have theirs as `.grad` now, see Note [Gradients
-        that pass autograd by]. Those that are absent here get gradients without elements: every rank has a gradient of
-        each parameter.
+        None for those that do not train, and for all if this has set `.grad` itself, see Note [Gradients that pass
+        autograd by]. A parameter that is absent here gets a gradient without elements.
 
         Args:
             wanted: for each parameter whether it trained when it was bound.
@@ -382,7 +381,6 @@ def check_first_order(name: str, grad: Tensor) -> None:
     """Raise RuntimeError if `grad`, of parameter `name`, is to be differentiated again."""
     if grad.requires_grad:
         raise RuntimeError(
-            f"parameter {name}: expected a gradient without a graph, found one to differentiate again: derivatives of "
-            f"second order do not pass through a reduce; call backward without create_graph, or differentiate with "
-            f"respect to inputs by torch.autograd.grad(..., create_graph=True), which does not reduce"
+            f"parameter {name}: derivatives of second order do not pass through a reduce; call backward without "
+            f"create_graph, or use torch.autograd.grad(..., inputs, create_graph=True), which does not reduce"
         )

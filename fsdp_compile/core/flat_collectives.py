@@ -8,7 +8,6 @@ that no pass of ours has expanded.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -66,42 +65,26 @@ def start_average(
         for group in groups:
             if group.size > 1:
                 collectives.start_all_reduce(packed, group.name, how.op)
-    average = _Average(mean, wait, how, replicas, before_replicas)
-    if at_once:
-        average.held = packed  # the stream of its memory has not waited for the reduce
-        if replicas is not None:
-            average.start_over_replicas()
-    return mean, average.finish
 
+    def start_over_replicas() -> bool:
+        """The mean over groups is there. Whether it is completed: the shard alone crosses the slow links."""
+        wait()
+        goes_on = before_replicas is None or before_replicas(mean)
+        if goes_on and replicas is not None:
+            collectives.start_all_reduce(mean, replicas.name, how.op)
+        return goes_on
 
-@dataclass
-class _Average:
-    """A mean under way: over groups, which `wait` waits for, then over the replicas; then it is divided."""
+    started = start_over_replicas() if at_once and replicas is not None else None
+    held = packed if at_once else None  # the stream of its memory has not waited for the reduce
 
-    mean: Tensor
-    wait: Callable[[], None]
-    how: "Averaging"
-    replicas: NamedGroup | None
-    before_replicas: Callable[[Tensor], bool] | None
-    goes_on: bool | None = None  # whether replicas and a division follow; None: it is not reduced over groups yet
-    held: Tensor | None = None  # memory that lives until the mean is complete
+    def finish(_held: Tensor | None = held) -> None:
+        goes_on = start_over_replicas() if started is None else started
+        if goes_on and replicas is not None:
+            collectives.wait(mean)
+        if goes_on and how.after != 1:
+            mean.div_(how.after)
 
-    def start_over_replicas(self) -> None:
-        """When the mean over groups is there: the shard alone crosses the slow links, if it is to."""
-        self.wait()
-        self.goes_on = self.before_replicas is None or self.before_replicas(self.mean)
-        if self.goes_on and self.replicas is not None:
-            collectives.start_all_reduce(self.mean, self.replicas.name, self.how.op)
-
-    def finish(self) -> None:
-        """Complete the mean."""
-        if self.goes_on is None:
-            self.start_over_replicas()
-        if self.goes_on:
-            if self.replicas is not None:
-                collectives.wait(self.mean)
-            if self.how.after != 1:
-                self.mean.div_(self.how.after)
+    return mean, finish
 
 
 def _start_reduce_scatter(

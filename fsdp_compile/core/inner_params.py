@@ -30,25 +30,15 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor
 
 @dataclass(eq=False)  # not frozen: Dynamo would guard on each field, those that no code reads too
 class Recipe:
-    """How a tensor subclass is put together.
+    """How a tensor subclass is put together."""
 
-    Attributes:
-        kind: its class.
-        names: of its inner tensors.
-        context: what `__tensor_flatten__` tells beside these.
-        size, stride: of the subclass.
-        inner: for each name the recipe of the inner tensor, or None for a plain one.
-        attributes: of a class of parameters that has data of its own, `names[0]`, and attributes that tell what it
-            means; None for a class around others.
-    """
-
-    kind: Any
-    names: tuple[str, ...]
-    context: Any
+    kind: Any  # its class
+    names: tuple[str, ...]  # of its inner tensors
+    context: Any  # what `__tensor_flatten__` tells beside these
     size: torch.Size
     stride: tuple[int, ...]
-    inner: tuple["Recipe | None", ...]
-    attributes: dict[str, Any] | None = None
+    inner: tuple["Recipe | None", ...]  # for each name the recipe of the inner tensor; None: a plain one
+    attributes: dict[str, Any] | None = None  # of a class with data of its own, `names[0]`; None: it is around others
 
     @property
     def suffixes(self) -> list[str]:

@@ -25,7 +25,7 @@ DEFAULT_ALIGNMENT = 16
 multiples of 16 elements, whatever the dtype; for one-byte elements this is still 16 bytes."""
 
 MOST = 512
-"""At most one element in so many may be padding for this."""
+"""Padding that makes shards end between rows is at most one element in so many."""
 
 _INTEGER = "(?:0|[1-9][0-9]*)"
 _PARAMETER = f"(?:{_INTEGER}(?:x{_INTEGER})*)?@{_INTEGER}"
@@ -53,11 +53,11 @@ class LayoutSegment:
 
 @dataclass(frozen=True)
 class FlatParamLayout:
-    """Places of a unit's parameters in one 1-D buffer that divides evenly among the ranks. All numbers in elements.
+    """Where a unit's parameters lie in one 1-D buffer that divides evenly among the ranks. All numbers in elements.
 
     Equality and hash leave the names out: blocks of equal shapes have equal layouts, hence equal graphs.
-    Constructing one proves it: ValueError, with the parameter and the numbers, unless parameters start on the grid,
-    follow each other without overlap and end within `numel`, which divides by `world_size`. `build` chooses the places.
+    ValueError, with the parameter and the numbers, unless parameters start on the grid, follow each other without
+    overlap and end within `numel`, which divides by `world_size`. `build` chooses the offsets.
     """
 
     names: tuple[str, ...] = field(compare=False)  # for people; unique
@@ -68,30 +68,20 @@ class FlatParamLayout:
     alignment: int = DEFAULT_ALIGNMENT
 
     def __post_init__(self) -> None:
-        self._check_description()
-        self._check_offsets()
-
-    def _check_description(self) -> None:
-        """What is asked for makes sense (E-FLAT-9)."""
-        _at_least_one("world_size", self.world_size)
-        _at_least_one("alignment", self.alignment)
+        _at_least_one(world_size=self.world_size, alignment=self.alignment)
         if not len(self.names) == len(self.shapes) == len(self.offsets):
             lengths = f"{len(self.names)} names, {len(self.shapes)} shapes and {len(self.offsets)} offsets"
             raise ValueError(f"a layout needs one name, shape and offset per parameter, found {lengths}")
         if not self.names:
             raise ValueError("a layout needs at least one parameter, found none")
         seen: set[str] = set()
-        for name, shape in zip(self.names, self.shapes, strict=True):
+        end = 0  # of the parameters so far
+        for name, shape, offset, numel in zip(self.names, self.shapes, self.offsets, self.numels, strict=True):
             if name in seen:
                 raise ValueError(f"parameter {name!r} occurs twice; list a shared parameter once, under its first name")
             seen.add(name)
             if any(dim < 0 for dim in shape):
                 raise ValueError(f"parameter {name!r} has a negative dimension in its shape {shape}")
-
-    def _check_offsets(self) -> None:
-        """Parameters lie on the grid, one after the other, within a buffer that the ranks can share."""
-        end = 0  # of the parameters so far
-        for name, offset, numel in zip(self.names, self.offsets, self.numels, strict=True):
             if offset % self.alignment:
                 raise ValueError(f"parameter {name!r} starts at {offset}, off the grid of {self.alignment} elements")
             if offset < end:
@@ -114,12 +104,9 @@ class FlatParamLayout:
 
         Padding goes before each parameter that would start off the grid of `alignment` elements (E-FLAT-15), and at the
         end until the buffer divides into `world_size` shards of a multiple of `shard_alignment` elements (E-FLAT-16).
-        An `alignment` of 1 pads nowhere but at the end. ValueError for an empty list, a repeated name, a negative
-        dimension, or a `world_size`, `alignment` or `shard_alignment` below 1.
+        ValueError for an empty list, a repeated name, a negative dimension, or a number below 1.
         """
-        _at_least_one("world_size", world_size)
-        _at_least_one("alignment", alignment)
-        _at_least_one("shard_alignment", shard_alignment)
+        _at_least_one(world_size=world_size, alignment=alignment, shard_alignment=shard_alignment)
         names, shapes, offsets = [], [], []
         end = 0
         for name, dims in parameters:
@@ -141,6 +128,11 @@ class FlatParamLayout:
     def numels(self) -> tuple[int, ...]:
         """Elements of each parameter; 1 for a 0-d shape (E-FLAT-11)."""
         return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """For each parameter the elements of one index into its first dimension."""
+        return [math.prod(shape[1:]) for shape in self.shapes]
 
     @cached_property
     def segments(self) -> tuple[LayoutSegment, ...]:
@@ -223,19 +215,12 @@ _BLOCKS = (128, 64, 32, DEFAULT_ALIGNMENT)
 def lay_out(parameters: Iterable[tuple[str, Sequence[int]]], world_size: int) -> FlatParamLayout:
     """The layout of `(name, shape)` pairs over `world_size` ranks whose shards end between rows, and between blocks.
 
-    `end_between_rows` tells about rows. If it costs no row, and at most one element in `MOST` more, parameters and
-    shards begin at multiples of 128, 64 or 32 elements instead of 16: then no two ranks share a block that has a scale
-    (passes/joint/smallest_gather.py). ValueError as of `FlatParamLayout.build`.
+    Parameters and shards begin at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more rows and pads
+    at most one element in `MOST` more: then no two ranks share a block that has a scale. ValueError as of `build`.
     """
     named = list(parameters)
     layouts = [end_between_rows(FlatParamLayout.build(named, world_size, grid, grid), grid) for grid in _BLOCKS]
-    within = [each for each in layouts if each.numel <= layouts[-1].numel * (1 + 1 / MOST)]
-    return min(within, key=lambda each: _cut_rows(each, _rows(each)))
-
-
-def _rows(layout: FlatParamLayout) -> list[int]:
-    """For each parameter the elements that one index into its first dimension gives."""
-    return [math.prod(shape[1:]) for shape in layout.shapes]
+    return min((each for each in layouts if each.numel <= layouts[-1].numel * (1 + 1 / MOST)), key=_cut_rows)
 
 
 def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParamLayout:
@@ -244,27 +229,27 @@ def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParam
     See Note [Why shards end between rows]. Of the sizes that are multiples of a row for each rank it takes the one with
     the fewest such shards, then the smallest. Shards stay multiples of `shard_alignment` elements.
     """
-    rows = _rows(layout)
     used = layout.offsets[-1] + layout.numels[-1]
-    steps = {layout.world_size * math.lcm(row, shard_alignment) for row in rows if row}
+    steps = {layout.world_size * math.lcm(row, shard_alignment) for row in layout.rows if row}
     sizes = {round_up(used, step) for step in steps}
     wider = [replace(layout, numel=size) for size in sizes if layout.numel < size <= layout.numel * (1 + 1 / MOST)]
-    return min([layout, *wider], key=lambda each: (_cut_rows(each, rows), each.numel)) if wider else layout
+    return min([layout, *wider], key=lambda each: (_cut_rows(each), each.numel)) if wider else layout
 
 
-def _cut_rows(layout: FlatParamLayout, rows: list[int]) -> int:
-    """How many shards end within a row."""
+def _cut_rows(layout: FlatParamLayout) -> int:
+    """How many shards end within a row of a parameter."""
     count = 0
     for end in range(layout.shard_numel, layout.numel, max(1, layout.shard_numel)):  # there may be no elements
         index = bisect_right(layout.offsets, end) - 1
         within = end - layout.offsets[index]
-        count += within < layout.numels[index] and within % rows[index] > 0
+        count += within < layout.numels[index] and within % layout.rows[index] > 0
     return count
 
 
-def _at_least_one(what: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{what} must be at least 1, found {value}")
+def _at_least_one(**values: int) -> None:
+    for what, value in values.items():
+        if value < 1:
+            raise ValueError(f"{what} must be at least 1, found {value}")
 
 
 def round_up(count: int, multiple: int) -> int:

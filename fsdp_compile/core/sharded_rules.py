@@ -182,11 +182,11 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     def gathered(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(gathered, value))
-        if isinstance(value, (ShardedTensor, ShardedView)):
-            if id(value) not in full:
-                full[id(value)] = plain(value)
-            return full[id(value)]
-        return value
+        if not isinstance(value, (ShardedTensor, ShardedView)):
+            return value
+        if id(value) not in full:
+            full[id(value)] = plain(value)
+        return full[id(value)]
 
     result = func(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
     if not func._schema.is_mutable:
@@ -245,7 +245,7 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     values = [*args, *kwargs.values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors: list[Any] = [value for value in values if isinstance(value, Tensor)]
     mutable = func._schema.is_mutable
     target = kwargs.get("out", args[0]) if mutable else None
     if mutable and not is_sharded(target):
@@ -263,9 +263,14 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
                 f"{func._schema.name}: expected sharded operands, found a plain one, which may differ by rank, for an "
                 f"edit in place that autograd records; write it out of place, as x = x * y for x.mul_(y)"
             )
-    spec = target.spec if target is not None else _common_spec(tensors)
-    if spec is None:
-        return gather(func, args, kwargs)
+    if target is not None:
+        spec = target.spec
+    else:
+        shape = tensors[0].shape if len(tensors) == 1 else torch.broadcast_shapes(*[each.shape for each in tensors])
+        spec = next((each.spec for each in tensors if is_sharded(each) and each.shape == shape), None)
+        # A 0-d tensor has 1-D local data, which would be promoted otherwise beside another such tensor.
+        if spec is None or (not shape and len({tensor.dtype for tensor in tensors}) > 1):
+            return gather(func, args, kwargs)
     result = func(*[operand(spec, arg) for arg in args], **{key: operand(spec, kwargs[key]) for key in kwargs})
     if target is None:
         return wrap(result, spec)
@@ -274,19 +279,6 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _LINEAR = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.neg.default}
-
-
-def _common_spec(tensors: list[Any]) -> ShardSpec | None:
-    """How the result of an elementwise operator is sharded; None if it has the shape or dtype of no local data.
-
-    Local data has one dimension where a tensor has none, and so would be promoted otherwise beside another such tensor.
-    """
-    shape = tensors[0].shape
-    if len(tensors) > 1:
-        shape = torch.broadcast_shapes(*[tensor.shape for tensor in tensors])
-        if not shape and len({tensor.dtype for tensor in tensors}) > 1:
-            return None
-    return next((each.spec for each in tensors if is_sharded(each) and each.shape == shape), None)
 
 
 # --- foreach and fused ------------------------------------------------------------------------------------------------
@@ -362,9 +354,7 @@ def _foreach_mixed(func: Any, args: Any, kwargs: Any, targets: Any) -> Any:
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
     """Draw all elements on every rank, so that generators and results are those of one process."""
     target = args[0]
-    if type(target) is not ShardedTensor:
-        return gather(func, args, kwargs)
-    if func not in _FILLS:
+    if type(target) is not ShardedTensor or func not in _FILLS:
         return gather(func, args, kwargs)
     drawn = func(target.local.new_empty(target.spec.shape), *args[1:], **kwargs)
     if not func._schema.is_mutable:
@@ -373,15 +363,11 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-_FILLS = {aten.normal_.default, aten.uniform_.default, aten.exponential_.default, aten.geometric_.default}
-_FILLS |= {
-    aten.log_normal_.default,
-    aten.cauchy_.default,
-    aten.random_.default,
-    aten.random_.to,
-    aten.random_.__getattr__("from"),
-}
-_FILLS |= {aten.bernoulli_.float, aten.randn_like.default, aten.rand_like.default}  # the values there do not matter
+_FILLS = {
+    *(aten.normal_.default, aten.uniform_.default, aten.exponential_.default, aten.geometric_.default),
+    *(aten.log_normal_.default, aten.cauchy_.default, aten.bernoulli_.float, aten.random_.default, aten.random_.to),
+    *(aten.random_.__getattr__("from"), aten.randn_like.default, aten.rand_like.default),
+}  # the values there do not matter
 
 
 # --- views and copies -------------------------------------------------------------------------------------------------
@@ -500,7 +486,6 @@ def _dims(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
 # --- sums and extremes ------------------------------------------------------------------------------------------------
 
 
-@_of_sharded
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """Of half-precision numbers too the sum is rounded once, as on one process."""
     x = args[0]
@@ -511,7 +496,6 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     return total.to(wanted)
 
 
-@_of_sharded
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     wanted = kwargs.get("dtype") or x.dtype
@@ -522,14 +506,19 @@ def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     return total.div_(x.numel() / total.numel() if total.numel() else 1).to(wanted)
 
 
-def _extreme(fill: float, op: str, reduce: Reduction) -> Rule:
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
-        x = args[0]
-        if not x.numel():
-            return gather(func, args, kwargs)
-        return _reduced(x, *_dims(args, kwargs), _limit(x.dtype, fill), op, reduce)
-
-    return _of_sharded(rule)
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not x.numel():
+        return gather(func, args, kwargs)
+    is_max = func in (aten.amax.default, aten.max.default)
+    if x.dtype.is_floating_point:
+        fill: Any = -math.inf if is_max else math.inf
+    elif x.dtype is torch.bool:
+        fill = not is_max
+    else:
+        fill = torch.iinfo(x.dtype).min if is_max else torch.iinfo(x.dtype).max
+    op, reduce = ("max", _amax) if is_max else ("min", _amin)
+    return _reduced(x, *_dims(args, kwargs), fill, op, reduce)
 
 
 def _amax(x: Tensor, dims: list[int], keep: bool) -> Tensor:
@@ -540,36 +529,15 @@ def _amin(x: Tensor, dims: list[int], keep: bool) -> Tensor:
     return x.amin(dims, keepdim=keep)
 
 
-_max, _min = _extreme(-math.inf, "max", _amax), _extreme(math.inf, "min", _amin)
-
-
-def _limit(dtype: torch.dtype, fill: float) -> Any:
-    """`fill`, infinite, or the last number in that direction if `dtype` has no infinity."""
-    if dtype.is_floating_point:
-        return fill
-    if dtype is torch.bool:
-        return fill > 0
-    return torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
-
-
-@_of_sharded
-def _any(func: Any, args: Any, kwargs: Any) -> Any:
-    return _reduced(_truth(args[0]), *_dims(args, kwargs), 0, "max", _amax).bool()
-
-
-@_of_sharded
-def _all(func: Any, args: Any, kwargs: Any) -> Any:
-    return _reduced(_truth(args[0]), *_dims(args, kwargs), 1, "min", _amin).bool()
-
-
-def _truth(x: ShardedTensor) -> ShardedTensor:
-    return ShardedTensor((x.local != 0).to(torch.uint8), x.spec)
+def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
+    truth = ShardedTensor((args[0].local != 0).to(torch.uint8), args[0].spec)
+    fill, op, reduce = (0, "max", _amax) if func.overloadpacket is aten.any else (1, "min", _amin)
+    return _reduced(truth, *_dims(args, kwargs), fill, op, reduce).bool()
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-@_of_sharded
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
     [norm] = _norms([x], float(2 if order is None else order), *_dims(args, kwargs, 2))
@@ -648,44 +616,27 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
 
 
 RULES.choose = _choose
-RULES |= {
-    aten.detach.default: _same,
-    aten.alias.default: _alias,
-    aten.lift_fresh.default: _same,
-    aten.clone.default: _like,
-    aten._to_copy.default: _like,
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
-    aten.ones_like.default: _like,
-    aten.full_like.default: _like,
-    aten._pin_memory.default: _like,
-    aten.new_zeros.default: _new,
-    aten.new_ones.default: _new,
-    aten.new_empty.default: _new,
-    aten.new_full.default: _new,
-    aten.new_empty_strided.default: _new_strided,
-    aten.is_pinned.default: _local_only,
-    aten.record_stream.default: _local_only,
-    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
-    aten._has_compatible_shallow_copy_type.default: lambda func, args, kwargs: type(args[0]) is type(args[1]),
-    aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.amax.default: _max,
-    aten.max.default: _max,
-    aten.amin.default: _min,
-    aten.min.default: _min,
-    aten.any.default: _any,
-    aten.any.dim: _any,
-    aten.any.dims: _any,
-    aten.all.default: _all,
-    aten.all.dim: _all,
-    aten.all.dims: _all,
-    aten.linalg_vector_norm.default: _norm,
-    aten.norm.Scalar: _norm,
-    aten.norm.ScalarOpt_dim: _norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.equal.default: _equal,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-}
+for _rule, _operators in (
+    (_same, (aten.detach.default, aten.lift_fresh.default)),
+    (_alias, (aten.alias.default,)),
+    (_like, (aten.clone.default, aten._to_copy.default, aten._pin_memory.default)),
+    (_like, (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)),
+    (_new, (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)),
+    (_new_strided, (aten.new_empty_strided.default,)),
+    (_local_only, (aten.is_pinned.default, aten.record_stream.default)),
+    (lambda func, args, kwargs: args[0].shape == args[1].shape, (aten.is_same_size.default,)),
+    (
+        lambda func, args, kwargs: type(args[0]) is type(args[1]),
+        (aten._has_compatible_shallow_copy_type.default,),
+    ),
+    (_of_sharded(_sum), (aten.sum.default, aten.sum.dim_IntList)),
+    (_of_sharded(_mean), (aten.mean.default, aten.mean.dim)),
+    (_of_sharded(_extreme), (aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)),
+    (_of_sharded(_any_or_all), (aten.any.default, aten.any.dim, aten.any.dims)),
+    (_of_sharded(_any_or_all), (aten.all.default, aten.all.dim, aten.all.dims)),
+    (_of_sharded(_norm), (aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)),
+    (_foreach_norm, (aten._foreach_norm.Scalar,)),
+    (_equal, (aten.equal.default,)),
+    (_unscale, (aten._amp_foreach_non_finite_check_and_unscale_.default,)),
+):
+    RULES |= dict.fromkeys(_operators, _rule)

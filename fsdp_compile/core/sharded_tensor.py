@@ -200,16 +200,14 @@ class ShardedTensor(Tensor):
         local = value.local if isinstance(value, ShardedTensor) else self.spec.local_of(value.detach())
         set_local(self, local, self.spec)
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: it would be this rank's part."""
-        raise TypeError(_REFUSED.format("numpy()", "numpy()"))
+        raise TypeError(
+            "a sharded tensor cannot become an array or a list, as this rank has a part of it; call full_tensor() on "
+            "all ranks first, or to_local() for this rank's part"
+        )
 
-    def tolist(self) -> NoReturn:
-        """Refused: it would be this rank's part."""
-        raise TypeError(_REFUSED.format("tolist()", "tolist()"))
-
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        raise TypeError(_REFUSED.format("conversion to an array", "numpy()"))
+    tolist = __array__ = numpy
 
     def data_ptr(self) -> int:
         """The address of this rank's elements."""
@@ -318,12 +316,6 @@ class FlatGradient:
                 return None
             shared = flat
         return shared
-
-
-_REFUSED = (
-    "{}: expected a plain tensor, found one of which this rank stores a part; call full_tensor().{} on all ranks, or "
-    "to_local() for this rank's part"
-)
 
 
 def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:

@@ -34,19 +34,12 @@ _MARK = "_fsdp_tensor_parallel"  # on a parameter that was a DTensor
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How one tensor is distributed over the ranks of tensor or expert parallelism.
-
-    Attributes:
-        mesh: these ranks.
-        placements: for each dimension of the mesh a `Shard` or `Replicate`.
-        shape: of the full tensor.
-        stride: of it, contiguous. A field, because Dynamo reads it and traces no cached property.
-    """
+    """How one tensor is distributed over the ranks of tensor or expert parallelism."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    placements: tuple[Placement, ...]  # for each dimension of the mesh a `Shard` or `Replicate`
+    shape: torch.Size  # of the full tensor
+    stride: tuple[int, ...]  # of it, contiguous. A field, because Dynamo reads it and traces no cached property
 
     @staticmethod
     def of(tensor: DTensor) -> "TensorParallel":
@@ -109,9 +102,12 @@ def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
 
 def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
     """`params`, with a plain parameter over its local tensor in the place of each DTensor, in `model` as well."""
-    local: dict[nn.Parameter, nn.Parameter] = {
-        param: _local_parameter(param) for _, param in params if isinstance(param, DTensor)
-    }
+    local: dict[nn.Parameter, nn.Parameter] = {}
+    for _, each in params:
+        if isinstance(each, DTensor):
+            local[each] = plain = nn.Parameter(each.to_local().detach(), each.requires_grad)
+            vars(plain).update(vars(each))  # a DTensor keeps its own fields elsewhere, in slots
+            vars(plain)[_MARK] = TensorParallel.of(each)
     for module in model.modules() if local else ():
         for name, param in module._parameters.items():
             if param is not None and param in local:
@@ -119,37 +115,27 @@ def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter
     return [(name, local.get(param, param)) for name, param in params]
 
 
-def _local_parameter(param: nn.Parameter) -> nn.Parameter:
-    """A plain parameter over the local tensor of `param`, a DTensor, with its attributes; it knows its distribution."""
-    assert isinstance(param, DTensor)
-    local = nn.Parameter(param.to_local().detach(), param.requires_grad)
-    vars(local).update(vars(param))  # a DTensor keeps its own fields elsewhere, in slots
-    vars(local)[_MARK] = TensorParallel.of(param)
-    return local
-
-
 def check_distribution(name: str, param: DTensor, peers: list[int]) -> None:
     """Check that `param` can be sharded over the ranks `peers` as well.
 
     Raises:
-        ValueError: it is distributed over these ranks already, or by a placement other than `Shard` and `Replicate`, or
-            has hooks, which the object that takes its place would not have.
+        ValueError: it has hooks, which the object that takes its place would not have, a placement other than `Shard`
+            and `Replicate`, or is distributed over some of these ranks already.
     """
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
-            f"parameter {name}: expected a DTensor without hooks, because another object takes its place, found one "
-            f"with hooks; register them after fully_shard"
+            f"parameter {name} is a DTensor with hooks; fully_shard replaces it by another object, which would not "
+            f"have them: register hooks after fully_shard"
         )
     unknown = [placement for placement in param.placements if type(placement) not in (Shard, Replicate)]
     if unknown:
         raise ValueError(
-            f"parameter {name}: expected a DTensor with placements Shard and Replicate, found {unknown[0]}; "
-            f"redistribute it first"
+            f"parameter {name} is a DTensor with placement {unknown[0]}; only Shard and Replicate can be sharded "
+            f"further: redistribute it first"
         )
     common = set(peers) & set(param.device_mesh.mesh.flatten().tolist())
     if len(common) > 1:
         raise ValueError(
-            f"parameter {name}: expected a DTensor that is distributed over other ranks than the parameters are "
-            f"sharded over, found ranks {sorted(common)} in both; pass mesh=mesh['dp'] of one mesh with a dimension "
-            f"for each, or list the parameter in ignored_params"
+            f"parameter {name} is distributed over ranks {sorted(common)} already, and its unit would be sharded over "
+            f"them again: pass mesh=mesh['dp'] of one mesh with a dimension for each, or list it in ignored_params"
         )

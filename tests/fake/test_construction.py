@@ -201,7 +201,7 @@ def test_parameters_of_other_apis_are_refused() -> None:
     flat._is_flat_param = True
     refused(with_parameter(flat), ValueError, "parameter 0.extra is a FlatParameter")
     spread = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD_SIZE,))))
-    refused(with_parameter(spread), ValueError, "parameter 0.extra: expected a DTensor that is distributed over other")
+    refused(with_parameter(spread), ValueError, "parameter 0.extra is distributed over ranks")
 
 
 def test_tensor_parallel_parameters_may_be_ignored() -> None:
