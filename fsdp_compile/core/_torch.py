@@ -49,43 +49,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp_compile.comm._torch import current_backward
 
 __all__ = [
-    "NO_TORCH_FUNCTION",
-    "RNN_WITHOUT_LIST",
-    "WITHOUT_TENSORS",
     "FakeTensor",
     "TrainingState",
     "allowed_in_regions",
     "allreduce_hook",
     "bf16_compress_hook",
-    "call_after_backward",
-    "carry_optimizers",
-    "change_wrapper",
-    "computes_all_gradients",
     "current_backward",
-    "dynamo_is_active",
-    "executes_formula",
     "fp16_compress_hook",
-    "gives_gradients_of_leaves",
     "has_global_hooks",
-    "keep_size_static",
-    "leaves_of",
     "local_shape_and_offset",
-    "mark_as_sharded",
-    "never_compile",
-    "never_trace",
-    "new_wrapper",
-    "norms",
     "reduce_scatter_hook",
-    "register_foreach_type",
-    "replace_data",
-    "replicated_params",
-    "set_plain_grad",
-    "step_carried_optimizers",
-    "swap_wrapper",
     "tree_map",
     "without_dispatch_modes",
-    "without_torch_function",
-]
+]  # of torch, for others
 
 
 def keep_size_static(tensor: Tensor) -> None:
@@ -161,8 +137,7 @@ class _Last:
 def computes_all_gradients(sentinel: Any) -> bool:
     """Whether the running backward pass computes all gradients, as `backward()` does, and not chosen ones.
 
-    Args:
-        sentinel: a node of the graph, of a leaf that nobody else knows.
+    `sentinel` is a node of the graph, of a leaf that nobody else knows.
     """
     return torch._C._will_engine_execute_node(sentinel)
 
