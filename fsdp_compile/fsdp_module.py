@@ -15,8 +15,7 @@ from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, clean_names, original_class, units_gathered_below
-from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.core.unit import Unit, check_idle, unit_of
 from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
 from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call

@@ -27,8 +27,7 @@ from fsdp_compile.config import CompileConfig, StepUpdate, update_moves
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import VersionCounters, check_idle
+from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule

@@ -40,8 +40,7 @@ from fsdp_compile.core.sharding import (
     units_gathered_below,
 )
 from fsdp_compile.core.tensor_parallel import with_local_parameters
-from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.core.unit import Unit, check_idle, unit_of
 
 
 class ModuleGroup(nn.Module):

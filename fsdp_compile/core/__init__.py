@@ -5,8 +5,7 @@ ops.py            the marker operators of traced graphs, and the string that say
 flat_collectives.py   a flat parameter gathered and averaged, over one group or two
 autograd.py       between parameters and the flat shard: who gets which gradient, and when reduces are waited for
 flat_param.py     a flat parameter: layout, shard and parameters bound together
-unit_state.py     what changes about a unit while steps run: its state, version counters, parameter locations
-unit.py           flat parameters that are gathered together
+unit.py           flat parameters that are gathered together, who reads them now, and what steps change about them
 shard_spec.py     which elements of a sharded tensor each rank stores, as ranges, rows and chunks
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
 sharded_rules.py  what operators do with sharded tensors

@@ -9,15 +9,22 @@
 Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen ones are gathered and never reduced.
 If a unit is given in sections, each has flat parameters for itself.
 
-A `Unit` describes how its parameters are sharded. What of it is unsharded at the moment, and the types of what else
-changes while steps run, are in unit_state.py.
+Phase                 which of forward, backward and `summon_full_params` reads unsharded parameters, if any does
+GradientDelivery      what a graph that is traced now does with gradients
+UnitOptions           what the `set_*` methods of a sharded module chose for its units
+VersionCounters       whether values have changed since they were gathered
+ParameterLocations    whether modules still hold the parameters that the unit knows
+ReduceQueue           what the units of a root share about their reduces
 """
 
 import copy
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,24 +33,151 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
+from fsdp_compile.core._torch import current_backward
+from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
-from fsdp_compile.core.unit_state import (
-    GradientDelivery,
-    ParameterLocations,
-    ReduceQueue,
-    UnitOptions,
-    UnshardedState,
-    VersionCounters,
-)
 
 T = TypeVar("T")
 
 
-class Unit(UnshardedState):
+class Phase(Enum):
+    """Who reads unsharded parameters of a unit (E-STATE-1).
+
+        SHARDED ---- a forward begins --------> FORWARD ----- it ends, or fails -----> SHARDED
+        SHARDED ---- backward reaches it -----> BACKWARD ---- its gradients are -----> SHARDED
+                                                              there, or backward fails
+        SHARDED ---- summon_full_params ------> SUMMONED ---- the context is left ---> SHARDED
+
+    In SHARDED nothing reads them, though buffers may hold them: prefetched for the next forward, not freed between
+    forward and backward (SHARD_GRAD_OP), or left by a backward pass under no_sync.
+    """
+
+    SHARDED = "sharded"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SUMMONED = "summoned"
+
+
+TRANSITIONS = {
+    Phase.SHARDED: {Phase.SHARDED, Phase.FORWARD, Phase.BACKWARD, Phase.SUMMONED},
+    Phase.FORWARD: {Phase.SHARDED},
+    Phase.BACKWARD: {Phase.SHARDED, Phase.BACKWARD},  # again for an earlier forward of the unit
+    Phase.SUMMONED: {Phase.SHARDED},
+}
+
+
+class GradientDelivery(Enum):
+    """What a graph that is traced now does in backward with packed gradients."""
+
+    REDUCE = "reduce"
+    REDUCE_AND_UPDATE = "reduce and update"  # the optimizer may update the unit at once (compile_step)
+    REDUCE_WITH_ACCUMULATED = "reduce with accumulated"  # their sum with gradients accumulated under no_sync
+    DEFER = "defer"  # the eager runtime accumulates them, or reduces them as hooks and `UnitOptions` say
+
+
+@dataclass
+class UnitOptions:
+    """What the `set_*` methods of a sharded module chose for its units.
+
+    Attributes:
+        all_reduces: hybrid sharding: whether reduced shards are averaged over replicas, or summed up until they are.
+        has_deferred: whether `all_reduces` was ever False: sums may wait.
+        divide_factor: what the sum of gradients over all ranks is divided by; None means the number of ranks.
+        only_sums: whether collectives add, and a kernel divides, where the backend could average.
+        reduce_groups: the groups of reduce-scatters, if they are not those of all-gathers.
+        reduces_in_flight: how many reduces may be under way before the oldest one is waited for.
+        all_reduce_hook: is called with each reduced gradient, 1-D `[shard_numel]`, and may change it in place.
+        all_reduce_hook_stream: the stream that it is called in, or None.
+        reshard_after_backward: whether a backward pass frees unsharded parameters.
+        prefetch_in_forward: the units whose all-gathers the unit's forward starts; None: as the runtime chooses.
+        prefetch_in_backward: the same of backward.
+    """
+
+    all_reduces: bool = True
+    has_deferred: bool = False
+    divide_factor: float | None = None
+    only_sums: bool = False
+    reduce_groups: tuple[NamedGroup, ...] | None = None
+    reduces_in_flight: int = 2
+    all_reduce_hook: Callable[[Tensor], Any] | None = None
+    all_reduce_hook_stream: Any = None
+    reshard_after_backward: bool = True
+    prefetch_in_forward: "tuple[Unit, ...] | None" = None
+    prefetch_in_backward: "tuple[Unit, ...] | None" = None
+
+    @property
+    def changes_reduce(self) -> bool:
+        """Whether gradients are reduced in another way than a graph's reduces do it."""
+        chosen = (self.divide_factor, self.reduce_groups, self.all_reduce_hook)
+        return self.has_deferred or self.only_sums or any(each is not None for each in chosen)
+
+
+class VersionCounters(NamedTuple):
+    """When the values of a unit's parameters were last changed: equal counters, equal values.
+
+    The counters of all ranks change together, also those of ranks that store nothing of what was changed.
+    """
+
+    params: list[int]  # version counters of the parameters
+    shards: list[int]  # for each flat parameter, that of its shard and how often it was bound to its parameters
+
+
+Location = tuple[dict[str, nn.Parameter | None], str]
+"""A module's `_parameters`, and a name there."""
+
+
+class ParameterLocations:
+    """For each parameter of a unit its locations; tied parameters have several.
+
+    Attributes:
+        of: the locations of each parameter, by index.
+    """
+
+    def __init__(self, params: int) -> None:
+        self.of: list[list[Location]] = [[] for _ in range(params)]
+        self.record()
+
+    def add(self, index: int, parameters: dict[str, nn.Parameter | None], name: str) -> None:
+        """Parameter `index` is in `parameters`, a module's `_parameters`, under `name`."""
+        self.of[index].append((parameters, name))
+        self.record()
+
+    def record(self) -> None:
+        """Record what modules hold now, to compare with later."""
+        flattened = [location for locations in self.of for location in locations]
+        self._registries = [parameters for parameters, _ in flattened]
+        self._names = [name for _, name in flattened]
+        self._recorded = [parameters.get(name) for parameters, name in flattened]
+
+    def are_unchanged(self) -> bool:
+        """Whether modules hold what they held at the last `record`.
+
+        Asked at every eager forward: the work for each parameter runs in C, at the cost that eager/writeback.py tells.
+        """
+        held = map(dict.get, self._registries, self._names)
+        return all(map(operator.is_, held, self._recorded))
+
+
+class ReduceQueue(deque[GradientReduction]):
+    """Reduces that a root's backward passes have started and not yet waited for, oldest first.
+
+    Attributes:
+        awaiting_reduce: units of the root for which no_sync was in force since their last reduce, in one order on all
+            ranks: what they have accumulated is to be reduced, even if they take part in no backward pass any more.
+        settled_in: the last backward pass at whose end that happens.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaiting_reduce: list[weakref.ref[Unit]] = []
+        self.settled_in = -1
+
+
+class Unit:
     """Parameters that are gathered, reduced and freed together.
 
     Args:
@@ -66,7 +200,18 @@ class Unit(UnshardedState):
         state_settings: the kind of state dicts (state_dict/model.py), or None.
         ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
 
-    Attributes that steps and the user change, beside those of `UnshardedState`:
+    Attributes that steps change, plain where Dynamo guards on them:
+        unsharded_params: the unsharded parameters while a forward or backward reads them, else None.
+        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
+        backward_pass: the backward pass that set one of these two; -1: a forward did.
+        awaiting_backward: the eager forwards of this unit whose backward is still to come (eager.unsharded), in the
+            order in which they ended; that is the same order on all ranks.
+        prefetched: what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded), or None.
+        summoned: the full parameters while they stand in the place of the sharded ones (eager.summon), or None.
+        may_keep: whether a backward pass of what was gathered last may leave it unsharded; equal on all ranks.
+        kept: what a backward pass left unsharded for the next forward (eager.unsharded), or None.
+
+    Attributes that the user changes:
         reshard_after_forward: whether unsharded parameters are freed between forward and backward. None: an eager step
             frees them, the plan of a compiled one decides.
         delivery: what a graph that is traced now does in backward with packed gradients.
@@ -129,6 +274,74 @@ class Unit(UnshardedState):
             reduce_dtype=reduce if reduce != compute else None,
         )
         return spec.text, flat.layout.text
+
+    # --- who reads unsharded parameters -------------------------------------------------------------------------------
+
+    def become_idle(self) -> None:
+        """Begin in SHARDED, with nothing gathered."""
+        self._phase = Phase.SHARDED
+        self.unsharded_params: list[Tensor] | None = None
+        self.unsharded_flats: list[Tensor] | None = None
+        self.backward_pass = -1
+        self.awaiting_backward: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.prefetched: Any = None
+        self.summoned: Any = None
+        self.may_keep = False
+        self.kept: Any = None
+
+    @property
+    def phase(self) -> Phase:
+        """Who reads the parameters now. What a backward pass that failed has left ends with that pass."""
+        if self._phase is Phase.BACKWARD and self.backward_pass != current_backward():
+            return Phase.SHARDED
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """Change the phase, as `TRANSITIONS` allows."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self} cannot change from {self.phase.value} to {phase.value}")
+        self._phase = phase
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether module code may read unsharded parameters: in a forward, or in the backward pass now running."""
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+    def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
+        """A forward, or else the running backward pass, reads `tensors`: one per parameter, or one per flat one."""
+        now = current_backward()
+        self.enter(Phase.FORWARD if now == -1 else Phase.BACKWARD)
+        self.backward_pass = now
+        if as_flats:
+            self.unsharded_flats = tensors
+        else:
+            self.unsharded_params = tensors
+
+    def hide_unsharded(self, tensors: list[Tensor]) -> None:
+        """Nothing reads `tensors` any more. The autograd node that they own owns this unit, so it must drop them."""
+        if self.unsharded_params is tensors:
+            self.unsharded_params = None
+        if self.unsharded_flats is tensors:
+            self.unsharded_flats = None
+        if self.unsharded_params is None and self.unsharded_flats is None and self._phase is not Phase.SUMMONED:
+            self._phase = Phase.SHARDED
+
+    def trace_unsharded(self, params: list[Tensor] | None) -> None:
+        """A forward that is traced reads `params` from here on; None: no more."""
+        self.unsharded_params = params
+        if self.unsharded_flats is None:
+            self._phase = Phase.SHARDED if params is None else Phase.FORWARD
+
+    def describe_phase(self) -> str:
+        """What the unit is doing, for messages."""
+        if self.summoned is not None:
+            return f"inside {self.summoned.by}"
+        return "in its forward or backward" if self.is_unsharded else "idle"
+
+    def check_not_summoned(self, what: str) -> None:
+        """Raise AssertionError if the parameters are summoned: `what` cannot run then (E-FWD-12)."""
+        if self.summoned is not None:
+            raise AssertionError(f"{what} needs sharded parameters, and {self} is {self.describe_phase()}: leave that")
 
     # --- what the user changes ----------------------------------------------------------------------------------------
 
@@ -402,3 +615,12 @@ def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
     link = getattr(param, "_fsdp_unit", None)
     unit = link[0]() if link else None
     return (unit, link[1]) if link and unit else None
+
+
+def check_idle(units: Iterable[Unit], what: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` if a unit is not idle or a backward pass is running (E-STATE-3, E-STATE-4)."""
+    for unit in units:
+        if unit.phase is not Phase.SHARDED:
+            raise error(f"{what} needs idle units, and {unit} is {unit.describe_phase()}: call it between steps")
+    if current_backward() != -1:
+        raise error(f"{what} cannot run within a backward pass: call it between steps")

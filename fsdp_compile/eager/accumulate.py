@@ -19,8 +19,7 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_grad
-from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.core.unit_state import ReduceQueue
+from fsdp_compile.core.unit import ReduceQueue, Unit, unit_of
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with accumulated gradients. Hooks on optimizers are process-wide, and so is this:

@@ -16,8 +16,7 @@ from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import units_used_below
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.unshard import free_prefetched
 from fsdp_compile.eager.writeback import refresh

@@ -10,10 +10,10 @@ as for its neighbours, and the graph in between reads unsharded flat parameters 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -269,7 +269,7 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
     """Run the forward again within backward, with the units unsharded that are not yet."""
     sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
     for unit in module._fsdp.units:
-        for gathered in cast(Iterable[UnshardedUnit], unit.awaiting_backward):
+        for gathered in unit.awaiting_backward:
             if gathered.views is unit.unsharded_params or gathered.views is unit.unsharded_flats:
                 gathered.recompute()
     full_precision, streams_for = computes_in_full_precision(module), module._fsdp_runtime.streams_for
@@ -295,7 +295,7 @@ def _open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, 
     """
     awaiting = list(unit.awaiting_backward)
     if awaiting:
-        gathered = cast(UnshardedUnit, awaiting[-1])
+        gathered = awaiting[-1]
         gathered.readers |= Reader.RECOMPUTED_FORWARD
         gathered.reopen()
         return None
@@ -351,4 +351,4 @@ def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:
 
     This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
     """
-    unit.unsharded_params = params
+    unit.trace_unsharded(params)

@@ -34,8 +34,7 @@ from fsdp_compile.comm import collectives, prefetched
 from fsdp_compile.comm.groups import host_group
 from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import VersionCounters
+from fsdp_compile.core.unit import Unit, VersionCounters
 
 _HOST = torch.device("cpu")
 

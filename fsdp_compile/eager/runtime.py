@@ -10,7 +10,7 @@ has shown itself wrong: by the next prediction, or at the end of the pass.
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import ReduceQueue
+from fsdp_compile.core.unit import ReduceQueue, Unit
 from fsdp_compile.eager.checks import check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
@@ -248,7 +247,7 @@ class Runtime:
     def _prefetch_chosen(self, units: Sequence[Unit]) -> None:
         """Begin to gather again what the last forward of each of `units` freed."""
         for unit in units:
-            target = cast(UnshardedUnit | None, next(reversed(list(unit.awaiting_backward)), None))
+            target = next(reversed(list(unit.awaiting_backward)), None)
             if target is None or target.backward_pass == current_backward() or not target.is_current():
                 continue  # nothing to gather, or its own backward says what is wrong
             if target.prefetch():

@@ -19,8 +19,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.comm.prefetched import Filling, take
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import VersionCounters
+from fsdp_compile.core.unit import Unit, VersionCounters
 
 # Note [Streams]
 # Collectives have a stream of their own in NCCL: they start after what the current stream has queued, and `wait_tensor`

@@ -25,8 +25,7 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import check_idle
+from fsdp_compile.core.unit import Phase, Unit, check_idle
 from fsdp_compile.eager.unshard import free_prefetched
 from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects, write_to_shard
 
@@ -158,6 +157,7 @@ class Summoned:
         if self.shows_grads:
             for param, grad in zip(unit.params, grads, strict=True):
                 _put_grad(param, grad)
+        unit.enter(Phase.SUMMONED)
         unit.summoned = self
 
     def close(self) -> None:
@@ -201,6 +201,7 @@ class Summoned:
 
     def _restore(self) -> None:
         self.unit.summoned = None
+        self.unit.enter(Phase.SHARDED)
         for param in self.unit.params if self.shows_grads else ():
             param.grad = None
         for flat in self.unit.flats:

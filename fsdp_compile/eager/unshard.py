@@ -6,7 +6,6 @@ Within one forward of the root no parameter may change, and nothing is asked.
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 
@@ -55,7 +54,7 @@ def unshard(
                     streams.begin_iteration()
                 unit.prefetched = UnshardedUnit(unit, full_precision, streams, iteration)
             if unit.prefetched is not None:
-                started.append(cast(UnshardedUnit, unit.prefetched))
+                started.append(unit.prefetched)
     return UnshardHandle(started)
 
 
@@ -70,7 +69,7 @@ def reshard(unit: Unit) -> None:
     free_prefetched(unit)
     free_kept(unit)
     for gathered in unit.awaiting_backward:
-        if cast(UnshardedUnit, gathered).can_free:
+        if gathered.can_free:
             gathered.free()
 
 
@@ -98,7 +97,7 @@ def take_prefetched(unit: Unit, full_precision: bool, iteration: object | None) 
     """
     if unit.prefetched is None:
         return None
-    gathered = cast(UnshardedUnit, unit.prefetched)
+    gathered = unit.prefetched
     unit.prefetched = None
     refresh(unit)
     current = gathered.full_precision == full_precision and gathered.is_current()

@@ -11,7 +11,7 @@ UnshardedUnit      what one forward of a unit gathered, and when it is freed and
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Flag, auto
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.core.unit_state import UnitState
+from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.accumulate import settle_after_backward
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
@@ -164,7 +163,7 @@ class UnshardedUnit:
         asks, unit.may_keep = unit.may_keep, unit.keep_unsharded and torch.is_grad_enabled()
         if not asks:
             return None
-        earlier, unit.kept = cast(KeptUnsharded | None, unit.kept), None
+        earlier, unit.kept = unit.kept, None
         usable = (
             earlier is not None
             and earlier.versions == self.versions
@@ -279,10 +278,10 @@ class UnshardedUnit:
     def reopen(self) -> None:
         """Let the running backward pass read the parameters: gather again what was freed."""
         self.unit.check_not_summoned("backward")
-        if self.unit.state is UnitState.FORWARD:  # its parameters would be freed at the end of this backward (E-BWD-3)
+        if self.unit.phase is Phase.FORWARD:  # its parameters would be freed at the end of this backward (E-BWD-3)
             raise ValueError(
-                f"backward: expected {self.unit} to be idle, found it in a forward, within which an earlier forward of "
-                f"it was run backward; end the forward first"
+                f"backward reached {self.unit} while a forward of it runs, as the backward of an earlier forward was "
+                f"called within: end the forward first"
             )
         self.backward_pass = current_backward()
         if any(buffer.is_shard for buffer in self.buffers):
@@ -358,7 +357,7 @@ class UnshardedUnit:
             self._keep()
             return
         if self.unit.kept is not None:
-            self._free(cast(KeptUnsharded, self.unit.kept).buffers)
+            self._free(self.unit.kept.buffers)
             self.unit.kept = None
         self.free()
 
@@ -367,7 +366,7 @@ class UnshardedUnit:
         self.unit.hide_unsharded(self.views)
 
     def _keep(self) -> None:
-        earlier = cast(KeptUnsharded | None, self.unit.kept)
+        earlier = self.unit.kept
         if earlier is not None and earlier.buffers is not self.buffers:
             self._free(earlier.buffers)
         self.unit.kept = KeptUnsharded(self.buffers, self.versions, self.full_precision)

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compile import FSDPModule, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import original_class
-from fsdp_compile.core.unit import unit_of
-from fsdp_compile.core.unit_state import GradientDelivery
+from fsdp_compile.core.unit import GradientDelivery, unit_of
 
 
 def test_reshard_after_forward_is_a_strategy() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import FSDPModule, ShardingStrategy, fully_shard, summon_full_params
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient
-from fsdp_compile.core.unit import unit_of
+from fsdp_compile.core.unit import TRANSITIONS, Phase, unit_of
 from fsdp_compile.eager.streams import UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit
 
@@ -70,7 +70,7 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
     seen: dict[str, list[str]] = {}
 
     def note(moment: str, unit: Any) -> None:
-        seen.setdefault(moment, []).append(unit.describe_state())
+        seen.setdefault(moment, []).append(unit.describe_phase())
 
     for module in (model[0], model[1]):
         (unit,) = module._fsdp.units
@@ -87,11 +87,26 @@ def test_the_cycle_of_a_unit(strategy: str) -> None:
             note(moment, module._fsdp.units[0])
             assert _is_sharded(module), moment
     with summon_full_params(model):
-        assert model[0]._fsdp.units[0].describe_state() == "inside summon_full_params"
+        assert model[0]._fsdp.units[0].describe_phase() == "inside summon_full_params"
         assert _is_sharded(model[0]) == (strategy == "NO_SHARD")
     running = ["in its forward or backward"] * 2
     assert seen == {"before": ["idle"] * 2, "forward": running, "between": ["idle"] * 2, "backward": running,
                     "after": ["idle"] * 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(("now", "after"), [(now, after) for now in Phase for after in Phase])
+def test_phases_change_as_the_table_says(now: Phase, after: Phase) -> None:
+    """A transition that is not in `TRANSITIONS` raises and changes nothing; back to SHARDED is always allowed."""
+    unit = units(fully_shard(nn.Linear(7, 2)))[0]
+    with mock.patch.object(unit, "_phase", now), mock.patch("fsdp_compile.core.unit.current_backward", lambda: -1):
+        if after in TRANSITIONS[now]:
+            unit.enter(after)
+            assert unit.phase is after
+        else:
+            with pytest.raises(AssertionError, match=rf"Unit\(.*\) cannot change from {now.value} to {after.value}"):
+                unit.enter(after)
+            assert unit.phase is now
+        unit.enter(Phase.SHARDED)
 
 
 @all_strategies
@@ -155,13 +170,13 @@ def test_nothing_is_left_gathered_after_backward(strategy: str) -> None:
     used, unused = model(torch.randn(3, 7))
     assert filled(model) == (3 if strategy == "SHARD_GRAD_OP" else 0)
     (used.sum() + unused.detach().sum()).backward(retain_graph=True)
-    assert {unit.describe_state() for unit in units(model)} == {"idle"}
+    assert {unit.describe_phase() for unit in units(model)} == {"idle"}
     assert filled(model) == (strategy == "SHARD_GRAD_OP"), "block 2 waits for a backward that may still come"
     unused.sum().backward()
     assert filled(model) == 0
     alone = model.blocks[1](torch.randn(3, 7)).sum()
     alone.backward()
-    assert filled(model) == 0 and {unit.describe_state() for unit in units(model)} == {"idle"}
+    assert filled(model) == 0 and {unit.describe_phase() for unit in units(model)} == {"idle"}
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -285,11 +300,11 @@ def test_backward_inside_a_forward() -> None:
     model = fully_shard(mlp())
     pending = [model(torch.randn(3, 7)).sum()]
     hook = model.blocks[1].up.register_forward_pre_hook(lambda *_: pending[0].backward())
-    with pytest.raises(ValueError, match=r"backward: expected Unit\(.*\) to be idle, found it in a forward"):
+    with pytest.raises(ValueError, match=r"backward reached Unit\(.*\) while a forward of it runs"):
         model(torch.randn(3, 7))
     hook.remove()
     pending.clear()
-    assert {unit.describe_state() for unit in units(model)} == {"idle"}
+    assert {unit.describe_phase() for unit in units(model)} == {"idle"}
     step(model)
     assert filled(model) == 0
 
@@ -302,7 +317,7 @@ def test_backward_inside_full_parameters() -> None:
     model = fully_shard(mlp())
     loss = model(torch.randn(3, 7)).sum()
     refused = pytest.raises(
-        AssertionError, match=r"backward: expected sharded parameters, found Unit\(.* inside summon_full_params"
+        AssertionError, match=r"backward needs sharded parameters, and Unit\(.* inside summon_full_params"
     )
     with summon_full_params(model), refused:
         loss.backward(retain_graph=True)

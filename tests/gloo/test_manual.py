@@ -55,14 +55,14 @@ def _nest(rank: int) -> None:
     reference, model = reference_and_model(MLP)
     with summon_full_params(model):
         for nested in (model, model.blocks[1], model.blocks[1].up):
-            refused = pytest.raises(AssertionError, match=r"summon_full_params: expected idle units.* inside summon")
+            refused = pytest.raises(AssertionError, match=r"summon_full_params needs idle units.* inside summon")
             with refused, summon_full_params(nested):
                 pass
-        with pytest.raises(ValueError, match="no_sync: expected idle units"), model.no_sync():
+        with pytest.raises(ValueError, match="no_sync needs idle units"), model.no_sync():
             pass
-        with pytest.raises(ValueError, match="apply: expected idle units"):
+        with pytest.raises(ValueError, match="apply needs idle units"):
             model.apply(lambda module: None)
-        with pytest.raises(ValueError, match="_apply: expected idle units"):
+        with pytest.raises(ValueError, match="_apply needs idle units"):
             model.double()
         with pytest.raises(AssertionError, match="unshard: expected sharded parameters"):
             model.unshard()
@@ -111,10 +111,10 @@ def test_no_forward_or_backward_inside(two: Ranks, how: str, strategy: str) -> N
 
 class _Summons(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        refused = pytest.raises(AssertionError, match=r"summon_full_params: expected idle units.* in its forward")
+        refused = pytest.raises(AssertionError, match=r"summon_full_params needs idle units.* in its forward")
         with refused, summon_full_params(self):
             pass
-        with pytest.raises(ValueError, match=r"apply: expected idle units"):
+        with pytest.raises(ValueError, match=r"apply needs idle units"):
             self.apply(lambda module: None)
         with pytest.raises(ValueError, match=r"reshard: expected an idle unit"):
             self.reshard()

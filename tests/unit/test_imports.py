@@ -32,8 +32,6 @@ ALLOWED = {
 PLAIN = {"passes.plan": {"torch"}, "passes.cost": {"torch"}}  # folders that import nothing of these packages
 
 
-KNOWN_CIRCLES = [{"core.unit", "core.unit_state"}]
-
 Graph = dict[str, set[str]]  # for each module the modules that it imports
 
 
@@ -122,7 +120,7 @@ def test_imports_run_downward() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Also counting imports within functions and for type checkers, no file imports itself through others."""
-    assert [circle for circle in circles(file_graph(modules())) if circle not in KNOWN_CIRCLES] == []
+    assert circles(file_graph(modules())) == []
 
 
 @pytest.mark.parametrize(
