@@ -1,9 +1,9 @@
 """Gradients without copies, in Inductor's IR: the kernel that computes a gradient writes it into the packed buffer.
 
-A pack is a concatenation kernel, and a gradient's own buffer becomes a strided slice of it. If the pack lies in its
-unit's gathered buffer (Note [Gradients take the place of their parameters]), each write comes after all that reads its
-slice. Inductor knows which operations read and write a buffer, not which slice of it, so it is told operation by
-operation while the pack is lowered: all operations that read parameters of the unit are known then.
+A pack is a concatenation kernel, and a gradient's own buffer becomes a slice of it. If the pack lies in its unit's
+gathered buffer (Note [Gradients take the place of their parameters]), each write comes after all that reads its slice.
+Inductor knows which operations read a buffer, not which slice of it, so dependencies are added operation by operation
+while the pack is lowered, when all operations that read parameters of the unit are known.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,9 +30,6 @@ Contents = Sequence[tuple[LayoutSegment, Any]]
 _EVERYTHING = (0, float("inf"))
 
 
-# --- the pack ---------------------------------------------------------------------------------------------------------
-
-
 @register_lowering(PACK_GRADS, type_promotion_kind=None)
 def _lower_pack_grads(grads: list[Any], layout: str, into: Any = None) -> Any:
     parsed = FlatParamLayout.parse(layout)
@@ -53,7 +50,13 @@ def _pack_into_new_buffer(numel: int, contents: Contents) -> Any:
     )
     box = ir.StorageBox(packed)
     written = [_write(grad, segment, box) for segment, grad in contents]
-    _fill_late(written, contents)
+    # Zeros depend on nothing, so the scheduler could fill the slices of all units at the start of backward, and every
+    # packed buffer would be alive from there on. They wait for the unit's first gradient.
+    computed = {buffer.get_name() for buffer, (_, grad) in zip(written, contents, strict=True) if grad is not None}
+    first_computed = next(name for name in V.graph.name_to_buffer if name in computed)
+    for buffer, (_, grad) in zip(written, contents, strict=True):
+        if grad is None:
+            V.graph.additional_buffer_deps[buffer.get_operation_name()].add(first_computed)
     return _register(packed, written, box)
 
 
@@ -105,16 +108,13 @@ def _write(grad: Any, segment: LayoutSegment, box: Any) -> Any:
     if grad is None:
         return _fill(target)
     product = getattr(grad.data, "data", None)
-    if isinstance(product, ir.ExternKernelOut) and _is_fixed_like(product.layout, layout):
+    fixed = product.layout if isinstance(product, ir.ExternKernelOut) else None
+    if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(layout.stride):
         # With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor
         # would copy it. With the strides of the slice it may as well lie there.
         product.layout = ir.NonOwningLayout(target)
         return product
     return ir.ConcatKernel.realize_into(grad, target)
-
-
-def _is_fixed_like(layout: Any, other: Any) -> bool:
-    return isinstance(layout, ir.FixedLayout) and layout.offset == 0 and list(layout.stride) == list(other.stride)
 
 
 def _fill(target: Any) -> Any:
@@ -133,24 +133,11 @@ def _fill(target: Any) -> Any:
     )
 
 
-def _fill_late(written: list[Any], contents: Contents) -> None:
-    """Let zeros wait for the unit's first gradient.
-
-    They depend on nothing else, so the scheduler could fill the slices of all units at the start of backward, and every
-    packed buffer would be alive from there on.
-    """
-    zeros = [buffer for buffer, (_, grad) in zip(written, contents, strict=True) if grad is None]
-    computed = {buffer.get_name() for buffer, (_, grad) in zip(written, contents, strict=True) if grad is not None}
-    first = next(name for name in V.graph.name_to_buffer if name in computed)
-    for buffer in zeros:
-        V.graph.additional_buffer_deps[buffer.get_operation_name()].add(first)
-
-
 # --- who reads the gathered buffer ------------------------------------------------------------------------------------
 
 
 class Read(NamedTuple):
-    """A read of the buffer: the names of what the operation computes; the first element read, and after the last."""
+    """A read of the buffer: what the operation computes, by name, and the range of elements that it reads."""
 
     computed: list[str]
     first: float
@@ -160,10 +147,13 @@ class Read(NamedTuple):
 def _reads_before(name: str, contents: Contents) -> list[Read] | None:
     """What reads the gathered buffer `name`, of which nothing is read after the node that is being lowered.
 
-    Returns:
-        None if gradients cannot be written there: one is computed from its own slice, or two from each other's.
+    None if gradients cannot be written there: one is computed from its own slice, or two from each other's.
     """
-    _realize_readers(name)
+    for node, value in V.graph.env.items():  # what would be computed only when it is read: the buffer is intact now
+        if any(user not in V.graph.env for user in node.users):
+            for box in tree_leaves(value):
+                if isinstance(box, ir.TensorBox) and name in box.get_read_names():
+                    box.realize()
     writes = [(segment, grad) for segment, grad in contents if grad is not None]
     for _, grad in writes:
         grad.realize()
@@ -190,15 +180,6 @@ def _reads_of(reads: Iterable[Read], segment: LayoutSegment) -> list[str]:
     """What is computed from any element of `segment`."""
     end = segment.offset + segment.numel
     return [name for read in reads if read.first < end and segment.offset < read.end for name in read.computed]
-
-
-def _realize_readers(name: str) -> None:
-    """Compute now what would be computed from the buffer only when it is read: the buffer still has its contents."""
-    for node, value in V.graph.env.items():
-        if any(user not in V.graph.env for user in node.users):
-            for box in tree_leaves(value):
-                if isinstance(box, ir.TensorBox) and name in box.get_read_names():
-                    box.realize()
 
 
 def _operations_after_wait(name: str) -> list[Any]:
@@ -286,9 +267,7 @@ def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: boo
     return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True))
 
 
-@register_lowering(UPDATE_SHARD, type_promotion_kind=None)
-def _lower_update_shard(grad: Any, flat_param_id: Any, at_once: bool = False) -> Any:
-    return fallback_handler(UPDATE_SHARD, add_to_fallback_set=False)(grad, flat_param_id, at_once)
+register_lowering(UPDATE_SHARD, type_promotion_kind=None)(fallback_handler(UPDATE_SHARD, add_to_fallback_set=False))
 
 
 class _OwningCall(ir.FallbackKernel):
