@@ -36,11 +36,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
+from fsdp_compile.passes.graph.choices import keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.graph.costs import Costs, costs_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
 from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
-from fsdp_compile.passes.joint.reshard import keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Copy, Repeat, Way, choose, planned
 

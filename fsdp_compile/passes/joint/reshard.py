@@ -5,18 +5,15 @@ reshard          joint       each gather is tagged: computed again in backward, 
 check_saved      post_grad   the forward saves nothing that was to be freed
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
-from fsdp_compile.passes.cost.roofline import measured_update, step_with_profile
-from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, stored_shard, stretches_of
-from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
+from fsdp_compile.passes.cost.roofline import step_with_profile
+from fsdp_compile.passes.graph.analyze import analyze, stretches_of
+from fsdp_compile.passes.graph.choices import keep_unsharded, note_arrivals, set_policy, update_cost
+from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.graph.nodes import (
     derived,
     get_tag,
@@ -25,15 +22,12 @@ from fsdp_compile.passes.graph.nodes import (
     is_scalar,
     is_view_or_cast,
     module_path,
-    set_tag,
     tag_of,
     tagged,
 )
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.update import UpdateCost, arrivals_in_forward, with_update
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.plan.update import with_update
 
 
 def choose_reshard(context: GraphContext) -> None:
@@ -72,67 +66,6 @@ def choose_reshard(context: GraphContext) -> None:
     keep_unsharded(graph, info, names)
 
 
-def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
-    """Let the tags of gathers that `plan`, of a step with updates, launches behind those say when they end."""
-    for name, seconds in arrivals_in_forward(step, plan).items():
-        for node in info.gathers[name].start:
-            set_tag(node, replace(tag_of(node), arrives=seconds))
-
-
-def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
-    """Of the units whose tags leave it open, those of these names stay unsharded, and the others reshard."""
-    unsharded = {tag_of(info.gathers[name].start[-1]).unit for name in names}
-    for node in graph.nodes:
-        tag = get_tag(node)
-        if tag is not None and tag.reshard is None:
-            set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
-
-
-def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
-    """What `config.update` says follows the backward of `info`, a joint graph; None if nothing is known of it.
-
-    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
-    update right before it.
-
-    Raises:
-        PlanError: `config.profile` is no profile.
-    """
-    update, step = config.update, info.workload
-    if costs is None or update is None or step.backward == len(step.tasks):
-        return None
-    sizes = [_shard_bytes(info, unit.name) for unit in step.units]
-    estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
-    in_backward = units_updated_in_backward(info)
-    is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
-    measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
-    before, *seconds, after = measured or [*estimated, costs.step]
-    return UpdateCost(
-        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
-        tuple(sizes),
-        before,
-        after,
-        norm=costs.norm if update.clips else None,
-        prefetch=None if update.prefetch == "auto" else update.prefetch,
-        in_backward=in_backward,
-        compare=costs.compare if update.prefetch != 0 else 0.0,
-    )
-
-
-def units_updated_in_backward(info: GraphInfo) -> tuple[int, ...]:
-    """Indices of the units that the graph updates as soon as their gradients are reduced."""
-    names = [unit.name for unit in info.workload.units]
-    return tuple(at for at, name in enumerate(names) if name in info.reduces and info.reduces[name].updates)
-
-
-def _shard_bytes(info: GraphInfo, name: str) -> int:
-    """Bytes of a unit's shard that are updated: as many as it has gradients."""
-    if info.reduces:
-        reduce = info.reduces.get(name)
-        return size_of(reduce.result) if reduce is not None else 0
-    shard = stored_shard(info.gathers[name])
-    return size_of(shard) if shard is not None else 0
-
-
 # Note [Why gathers are tagged for recomputation]
 # AOTAutograd's partitioner decides what the forward saves for backward. Left alone it saves a view of the gathered
 # buffer, so that the full parameters of every unit are alive from forward to backward. A second collective in the joint
@@ -158,13 +91,6 @@ def reshard(context: GraphContext) -> None:
         elif tag.kind in ("gather", "wait"):
             set_policy((node,), CheckpointPolicy.MUST_SAVE)
     set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
-
-
-def set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
-    """Tell the partitioner whether to save `nodes` or to compute them again in backward."""
-    for node in nodes:
-        node.meta.pop("ac_graph_id", None)
-        node.meta["recompute"] = policy
 
 
 _SMALL = 16  # how many times smaller than a parameter a tensor is that may be saved to compute from it again

@@ -107,7 +107,7 @@ def _write(grad: Any, segment: LayoutSegment, box: Any) -> Any:
     target = ir.ReinterpretView(data=box, layout=layout)
     if grad is None:
         return _fill(target)
-    product = getattr(grad.data, "data", None)
+    product: Any = getattr(grad.data, "data", None)
     fixed = product.layout if isinstance(product, ir.ExternKernelOut) else None
     if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(layout.stride):
         # With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor

@@ -27,9 +27,9 @@ from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes.cost.roofline import graph_name, with_profile
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of
+from fsdp_compile.passes.graph.choices import units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
-from fsdp_compile.passes.joint.reshard import units_updated_in_backward, update_cost
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
 from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan

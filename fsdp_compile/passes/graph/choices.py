@@ -1,0 +1,82 @@
+"""What passes that choose have in common: what an update costs, and how a choice is noted on nodes."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp_compile.config import CompileConfig
+from fsdp_compile.passes.cost.roofline import measured_update
+from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard
+from fsdp_compile.passes.graph.costs import Costs, size_of
+from fsdp_compile.passes.graph.nodes import get_tag, set_tag, tag_of
+from fsdp_compile.passes.plan.plan import Plan
+from fsdp_compile.passes.plan.update import UpdateCost, arrivals_in_forward
+from fsdp_compile.passes.plan.workload import Workload
+
+
+def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
+    """Let the tags of gathers that `plan`, of a step with updates, launches behind those say when they end."""
+    for name, seconds in arrivals_in_forward(step, plan).items():
+        for node in info.gathers[name].start:
+            set_tag(node, replace(tag_of(node), arrives=seconds))
+
+
+def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
+    """Of the units whose tags leave it open, those of these names stay unsharded, and the others reshard."""
+    unsharded = {tag_of(info.gathers[name].start[-1]).unit for name in names}
+    for node in graph.nodes:
+        tag = get_tag(node)
+        if tag is not None and tag.reshard is None:
+            set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
+
+
+def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
+    """What `config.update` says follows the backward of `info`, a joint graph; None if nothing is known of it.
+
+    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
+    update right before it.
+
+    Raises:
+        PlanError: `config.profile` is no profile.
+    """
+    update, step = config.update, info.workload
+    if costs is None or update is None or step.backward == len(step.tasks):
+        return None
+    sizes = [_shard_bytes(info, unit.name) for unit in step.units]
+    estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
+    in_backward = units_updated_in_backward(info)
+    is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
+    measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
+    before, *seconds, after = measured or [*estimated, costs.step]
+    return UpdateCost(
+        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
+        tuple(sizes),
+        before,
+        after,
+        norm=costs.norm if update.clips else None,
+        prefetch=None if update.prefetch == "auto" else update.prefetch,
+        in_backward=in_backward,
+        compare=costs.compare if update.prefetch != 0 else 0.0,
+    )
+
+
+def units_updated_in_backward(info: GraphInfo) -> tuple[int, ...]:
+    """Indices of the units that the graph updates as soon as their gradients are reduced."""
+    names = [unit.name for unit in info.workload.units]
+    return tuple(at for at, name in enumerate(names) if name in info.reduces and info.reduces[name].updates)
+
+
+def _shard_bytes(info: GraphInfo, name: str) -> int:
+    """Bytes of a unit's shard that are updated: as many as it has gradients."""
+    reduce = info.reduces.get(name)
+    updated = stored_shard(info.gathers[name]) if not info.reduces else reduce.result if reduce is not None else None
+    return size_of(updated) if updated is not None else 0
+
+
+def set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
+    """Tell the partitioner whether to save `nodes` or to compute them again in backward."""
+    for node in nodes:
+        node.meta.pop("ac_graph_id", None)
+        node.meta["recompute"] = policy
