@@ -45,11 +45,12 @@ def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> 
     if costs is None or update is None or step.backward == len(step.tasks):
         return None
     sizes = [_shard_bytes(info, unit.name) for unit in step.units]
-    estimated = [costs.moving(sum(sizes)) if update.clips else 0.0, *(costs.moving(update.moves * n) for n in sizes)]
+    seconds_of = costs.update_seconds
+    estimated = [seconds_of(sum(sizes)) if update.clips else 0.0, *(seconds_of(update.moves * n) for n in sizes)]
     in_backward = units_updated_in_backward(info)
     is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
     measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
-    before, *seconds, after = measured or [*estimated, costs.step]
+    before, *seconds, after = measured or [*estimated, costs.host_gap]
     return UpdateCost(
         tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
         tuple(sizes),
@@ -58,7 +59,7 @@ def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> 
         norm=costs.norm if update.clips else None,
         prefetch=None if update.prefetch == "auto" else update.prefetch,
         in_backward=in_backward,
-        compare=costs.compare if update.prefetch != 0 else 0.0,
+        compare=costs.rank_check_seconds if update.prefetch != 0 else 0.0,
     )
 
 

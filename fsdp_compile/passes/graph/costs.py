@@ -171,11 +171,11 @@ class Costs:
         collective: seconds that a link needs for what this node starts, without latency.
         latency: seconds that each launch takes beside that.
         memory: whether bytes are counted too.
-        moving: seconds that the device takes to read or write so many bytes, in one kernel of an optimizer.
+        update_seconds: seconds that one kernel of an optimizer takes to read or write so many bytes.
         norm: seconds of the all-reduce of a number.
-        step: seconds from the last update to the next forward.
-        compare: seconds of the message by which ranks compare what they know of prefetched gathers; 0: it does not go
-            over the link.
+        host_gap: seconds from the last update to the next forward.
+        rank_check_seconds: of the message by which ranks compare what they know of prefetched gathers; 0: it does not
+            go over the link.
         host_bandwidth: bytes per second between the device and the memory of its host; None: there is no such copy.
     """
 
@@ -183,10 +183,10 @@ class Costs:
     collective: Callable[[fx.Node], float]
     latency: float = 0.0
     memory: bool = True
-    moving: Callable[[float], float] = lambda moved: 0.0
+    update_seconds: Callable[[float], float] = lambda moved: 0.0
     norm: float = 0.0
-    step: float = 0.0
-    compare: float = 0.0
+    host_gap: float = 0.0
+    rank_check_seconds: float = 0.0
     host_bandwidth: float | None = None
 
 
@@ -215,7 +215,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
         full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
         return transfer_seconds(full, _world_size(start), wire)
 
-    def moving(moved: float) -> float:
+    def of_update(moved: float) -> float:
         return max(update_seconds(moved, computer), computer.kernel_seconds)
 
     world = max(map(_world_size, starts))
@@ -226,10 +226,10 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
         of_node,
         of_collective,
         launch_seconds(world, wire),
-        moving=moving,
+        update_seconds=of_update,
         norm=norm,
-        step=computer.step_seconds,
-        compare=norm if on_cpu else 0.0,
+        host_gap=computer.step_seconds,
+        rank_check_seconds=norm if on_cpu else 0.0,
         host_bandwidth=computer.host_bandwidth,
     )
 
