@@ -25,35 +25,16 @@ from torch import fx
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import shared_name
+from fsdp_compile.core import ops
 from fsdp_compile.core.flat_collectives import averaging
 from fsdp_compile.core.layout import FlatParamLayout
-from fsdp_compile.core.ops import (
-    ADD_ACCUMULATED,
-    DEFER_REDUCE,
-    PACK_GRADS,
-    REDUCE_GRADS,
-    UNSHARD,
-    UPDATE_SHARD,
-    UnshardSpec,
-)
-from fsdp_compile.passes.graph.nodes import (
-    CAST,
-    Emit,
-    Kind,
-    Tag,
-    emitter,
-    module_path,
-    set_tag,
-    source_of,
-    tag_of,
-    tagged,
-)
+from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.pipeline import GraphContext
 
 aten = torch.ops.aten
 SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 
-_REDUCES = (REDUCE_GRADS, DEFER_REDUCE)
+_REDUCES = (ops.REDUCE_GRADS, ops.DEFER_REDUCE)
 
 # Note [Graphs without a rank]
 # All ranks must run the same collectives in the same order, and on the CPU they share one compile cache. So no constant
@@ -68,7 +49,7 @@ def insert_collectives(context: GraphContext) -> None:
     graph = context.graph
     _merge_calls(graph)
     units = _units_of_markers(graph)
-    context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is UNSHARD}
+    context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is ops.UNSHARD}
     for marker, unit in units.items():
         _EXPANSIONS[marker.target](graph, marker, unit)
     _tag_updates(graph)
@@ -82,9 +63,9 @@ def insert_collectives(context: GraphContext) -> None:
 def _tag_updates(graph: fx.Graph) -> None:
     """Let the updates of units run where they stand: later passes see to it that nothing reads the shard after them."""
     updated: set[Any] = set()
-    for update in graph.find_nodes(op="call_function", target=UPDATE_SHARD):
+    for update in graph.find_nodes(op="call_function", target=ops.UPDATE_SHARD):
         grad, flat_param_id, *_ = update.args
-        unit = tag_of(grad.args[0] if grad.target is CAST else grad)
+        unit = nodes.tag_of(grad.args[0] if grad.target is nodes.CAST else grad)
         if flat_param_id in updated:
             raise RuntimeError(
                 f"unit {unit.path or 'root'}: expected one call in a forward, found several: the first gradient is not "
@@ -92,13 +73,13 @@ def _tag_updates(graph: fx.Graph) -> None:
             )
         updated.add(flat_param_id)
         update.args = (grad, flat_param_id, True)
-        set_tag(update, replace(unit, kind="update"))
+        nodes.set_tag(update, replace(unit, kind="update"))
 
 
 def _remove_unread_gathers(graph: fx.Graph) -> None:
     """Erase gathers that nothing reads, such as those of `loss + 0 * weight.sum()`, whose zeros Inductor has folded."""
     graph.eliminate_dead_code()
-    for wait in reversed(tagged(graph, "wait")):
+    for wait in reversed(nodes.tagged(graph, "wait")):
         if not wait.users:
             start: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
             graph.erase_node(wait)
@@ -106,14 +87,14 @@ def _remove_unread_gathers(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, Tag]:
+def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, nodes.Tag]:
     """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard."""
-    units: dict[fx.Node, Tag] = {}
-    by_sequence: dict[Any, Tag] = {}
+    units: dict[fx.Node, nodes.Tag] = {}
+    by_sequence: dict[Any, nodes.Tag] = {}
     for node in graph.nodes:
         sequence = node.meta.get("seq_nr")
-        if node.target is UNSHARD:
-            tag = Tag("gather", len(units), module_path(node), _spec(node).reshard_after_forward)
+        if node.target is ops.UNSHARD:
+            tag = nodes.Tag("gather", len(units), nodes.module_path(node), _spec(node).reshard_after_forward)
             units[node] = by_sequence[sequence] = tag
         elif node.target in _REDUCES:
             if sequence is None or sequence not in by_sequence:
@@ -125,8 +106,8 @@ def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, Tag]:
     return units
 
 
-def _spec(unshard: fx.Node) -> UnshardSpec:
-    return UnshardSpec.parse(unshard.args[3])  # type: ignore[arg-type]  # fx arguments are untyped
+def _spec(unshard: fx.Node) -> ops.UnshardSpec:
+    return ops.UnshardSpec.parse(unshard.args[3])  # type: ignore[arg-type]  # fx arguments are untyped
 
 
 # --- several calls of one unit ----------------------------------------------------------------------------------------
@@ -136,7 +117,7 @@ def _merge_calls(graph: fx.Graph) -> None:
     """Let equal unshards be one, and reduces that are only added up."""
     first_calls: dict[tuple[Any, ...], fx.Node] = {}
     sequences: dict[Any, Any] = {}  # by that of an unshard that is merged: that of the other
-    for marker in graph.find_nodes(op="call_function", target=UNSHARD):
+    for marker in graph.find_nodes(op="call_function", target=ops.UNSHARD):
         first = first_calls.setdefault(marker.args, marker)
         if first is not marker:
             sequences[marker.meta.get("seq_nr")] = first.meta.get("seq_nr")
@@ -171,12 +152,12 @@ def _marker_beneath(addend: Any) -> fx.Node | None:
     """The marker of a reduce that `addend` is, or is a cast of, if nothing else reads it."""
     if not isinstance(addend, fx.Node):
         return None
-    node: Any = addend.args[0] if addend.target is CAST and len(addend.users) == 1 else addend
+    node: Any = addend.args[0] if addend.target is nodes.CAST and len(addend.users) == 1 else addend
     return node if node.target in _REDUCES and len(node.users) == 1 else None
 
 
 def _sum_of_packs(graph: fx.Graph, one: Any, other: Any) -> fx.Node:
-    if one.target is ADD_ACCUMULATED:  # accumulated gradients count once
+    if one.target is ops.ADD_ACCUMULATED:  # accumulated gradients count once
         return _copy_with(graph, one, (_sum_of_packs(graph, one.args[0], other.args[0]), *one.args[1:]))
     if one.target is aten.cat.default and other.target is aten.cat.default:
         sums = [_sum(graph, a, b) for a, b in zip(one.args[0], other.args[0], strict=True)]
@@ -206,13 +187,13 @@ def _is_zeros(segment: fx.Node) -> bool:
 # --- each marker ------------------------------------------------------------------------------------------------------
 
 
-def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
+def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
     shard, spec = marker.args[0], _spec(marker)
-    emit = emitter(graph, marker, unit)
-    full: Any = shard if spec.compute_dtype is None else emit("cast", CAST, shard, spec.compute_dtype)
+    emit = nodes.emitter(graph, marker, unit)
+    full: Any = shard if spec.compute_dtype is None else emit("cast", nodes.CAST, shard, spec.compute_dtype)
     for index, group in enumerate(spec.groups if spec.is_sharded else ()):
         is_last = index == len(spec.groups) - 1  # what an earlier stage brings is retained for backward
-        gather = emit if is_last else emitter(graph, marker, replace(unit, reshard=False))
+        gather = emit if is_last else nodes.emitter(graph, marker, replace(unit, reshard=False))
         full = gather("wait", collectives.WAIT, gather("gather", collectives.ALL_GATHER, full, group.size, group.name))
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         for element in list(split.users):  # a slice for each one that is used: unlike the split, it can be moved
@@ -225,15 +206,15 @@ def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
     graph.erase_node(marker)
 
 
-def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
+def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
     packed: Any
     packed, text = marker.args
-    spec = UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    emit = emitter(graph, marker, unit)
+    spec = ops.UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
+    emit = nodes.emitter(graph, marker, unit)
     how = averaging(packed.meta["val"].dtype, spec.data_parallel_size)
-    if packed.target is ADD_ACCUMULATED:  # accumulated gradients are divided too
+    if packed.target is ops.ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
-        packed = emit("add_accumulated", ADD_ACCUMULATED, _pack(packed, spec.layout, 1.0, emit), flat_param_id)
+        packed = emit("add_accumulated", ops.ADD_ACCUMULATED, _pack(packed, spec.layout, 1.0, emit), flat_param_id)
         packed = packed if how.before == 1 else emit("scale", SCALE, packed, how.before)
     else:
         packed = _pack(packed, spec.layout, how.before, emit)
@@ -253,32 +234,32 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
     graph.erase_node(marker)
 
 
-def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: Tag) -> None:
+def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
     packed, flat_param_id, text = marker.args
-    emit = emitter(graph, marker, unit)
+    emit = nodes.emitter(graph, marker, unit)
     packed = _pack(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
-    marker.replace_all_uses_with(emit("defer_reduce", DEFER_REDUCE, packed, flat_param_id, text))
+    marker.replace_all_uses_with(emit("defer_reduce", ops.DEFER_REDUCE, packed, flat_param_id, text))
     graph.erase_node(marker)
 
 
-_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, Tag], None]] = {
-    UNSHARD: _expand_unshard,
-    REDUCE_GRADS: _expand_reduce,
-    DEFER_REDUCE: _expand_defer_reduce,
+_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, nodes.Tag], None]] = {
+    ops.UNSHARD: _expand_unshard,
+    ops.REDUCE_GRADS: _expand_reduce,
+    ops.DEFER_REDUCE: _expand_defer_reduce,
 }
 
 
-def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.Node:
+def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) -> fx.Node:
     """`pack_grads` in place of the concatenation of all segments that autograd derived from our own split.
 
     Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
     """
-    dtype = sent.args[1] if sent.target is CAST else None
+    dtype = sent.args[1] if sent.target is nodes.CAST else None
     concatenated = sent if dtype is None else sent.args[0]
     if concatenated.target is not aten.cat.default or len(concatenated.args[0]) != len(layout.segments):
         _view_at_once(sent)
         return sent if divisor == 1 else emit("scale", SCALE, sent, divisor)
-    steps: list[tuple[Kind, Any, Any]] = [("cast", CAST, dtype)] if dtype is not None else []
+    steps: list[tuple[nodes.Kind, Any, Any]] = [("cast", nodes.CAST, dtype)] if dtype is not None else []
     steps += [("scale", SCALE, divisor)] if divisor > 1 else []
     grads: list[fx.Node | None] = [None] * len(layout.shapes)
     for grad, segment in zip(concatenated.args[0], layout.segments, strict=True):
@@ -289,7 +270,7 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: Emit) -> fx.
                     grad.append(prepared)  # as soon as it exists
                 grad = prepared
             grads[segment.parameter] = grad
-    return emit("pack", PACK_GRADS, grads, layout.text)
+    return emit("pack", ops.PACK_GRADS, grads, layout.text)
 
 
 def _view_at_once(gradient: fx.Node) -> None:
@@ -298,7 +279,7 @@ def _view_at_once(gradient: fx.Node) -> None:
     It stands where autograd ended with the parameter: for what the model's own unit holds, at the end of backward. From
     there on a planner would take it to be ready.
     """
-    source = source_of(gradient)
+    source = nodes.source_of(gradient)
     while gradient is not source and len(gradient.all_input_nodes) == 1 and source.op != "placeholder":
         source.append(gradient)  # the last view first: each of the others comes to stand before it
         gradient = gradient.args[0]  # type: ignore[assignment]  # fx arguments are untyped

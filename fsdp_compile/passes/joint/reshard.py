@@ -11,20 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
 from fsdp_compile.passes.cost.roofline import step_with_profile
+from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of
 from fsdp_compile.passes.graph.choices import keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.graph.costs import costs_of
-from fsdp_compile.passes.graph.nodes import (
-    derived,
-    get_tag,
-    is_pointwise,
-    is_pure,
-    is_scalar,
-    is_view_or_cast,
-    module_path,
-    tag_of,
-    tagged,
-)
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.search import search_plan
 from fsdp_compile.passes.plan.update import with_update
@@ -48,7 +38,7 @@ def choose_reshard(context: GraphContext) -> None:
     graph, config = context.graph, context.config
     costs = costs_of(graph, config)
     has_update = costs is not None and config.update is not None and config.activations == "keep"
-    if all(tag_of(gather).reshard is not None for gather in tagged(graph, "gather")) and not has_update:
+    if all(nodes.tag_of(gather).reshard is not None for gather in nodes.tagged(graph, "gather")) and not has_update:
         return
     info = analyze(graph, costs, joint=True)
     step = info.workload
@@ -84,10 +74,10 @@ def reshard(context: GraphContext) -> None:
 
     See Note [Why gathers are tagged for recomputation].
     """
-    for node in tagged(context.graph, "local", "gather", "wait", "view"):
-        tag = tag_of(node)
+    for node in nodes.tagged(context.graph, "local", "gather", "wait", "view"):
+        tag = nodes.tag_of(node)
         if tag.reshard:
-            set_policy((node, *derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
+            set_policy((node, *nodes.derived(node)), CheckpointPolicy.MUST_RECOMPUTE)
         elif tag.kind in ("gather", "wait"):
             set_policy((node,), CheckpointPolicy.MUST_SAVE)
     set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
@@ -104,15 +94,15 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
     numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
     after_tangents: set[fx.Node] = set()
     for node in graph.nodes:
-        value, tag, needed = node.meta.get("val"), get_tag(node), node.all_input_nodes
+        value, tag, needed = node.meta.get("val"), nodes.get_tag(node), node.all_input_nodes
         if is_tangent(node) or not after_tangents.isdisjoint(needed):
             after_tangents.add(node)
         elif tag is not None and tag.kind in ("gather", "wait"):
             if tag.reshard and tag.kind == "wait":
                 numels[node] = 0
-        elif isinstance(value, Tensor) and is_pure(node) and not numels.keys().isdisjoint(needed):
+        elif isinstance(value, Tensor) and nodes.is_pure(node) and not numels.keys().isdisjoint(needed):
             largest = max(numels.get(each, 0) for each in needed) or _numel(node)  # a view of the buffer: a parameter
-            is_cheap = is_pointwise(node) and _numel(node) <= largest
+            is_cheap = nodes.is_pointwise(node) and _numel(node) <= largest
             if all(each in numels or (is_cheap and _is_at_hand(each, largest)) for each in needed):
                 numels[node] = largest
     return [node for node, largest in numels.items() if _numel(node) * _SMALL >= largest]
@@ -120,7 +110,7 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_at_hand(node: fx.Node, largest: int) -> bool:
     """Whether backward may have `node` at no cost beside a parameter of `largest` elements."""
-    return node.op == "placeholder" or is_scalar(node) or _numel(node) * _SMALL <= largest
+    return node.op == "placeholder" or nodes.is_scalar(node) or _numel(node) * _SMALL <= largest
 
 
 def _numel(node: fx.Node) -> int:
@@ -142,13 +132,13 @@ def check_saved(context: GraphContext) -> None:
         )
     for node in saved_for_backward(graph):
         origin = node
-        while is_view_or_cast(origin) and not _is_gathered(origin):  # under autocast, a cast of a gathered buffer
+        while nodes.is_view_or_cast(origin) and not _is_gathered(origin):  # under autocast, a cast of a gathered buffer
             origin = origin.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-        is_gathered = _is_gathered(origin) and tag_of(origin).reshard
+        is_gathered = _is_gathered(origin) and nodes.tag_of(origin).reshard
         # tagged by `reshard`; checkpoints do so too, and add a region
         was_tagged = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and "ac_graph_id" not in node.meta
         if is_gathered or was_tagged:
-            path = tag_of(origin).path if is_gathered else module_path(node)
+            path = nodes.tag_of(origin).path if is_gathered else nodes.module_path(node)
             raise RuntimeError(
                 f"unit {path or 'root'}: {node.name}, {'a view of' if is_gathered else 'computed from'} its gathered "
                 f"parameters of shape {tuple(node.meta['val'].shape)}, would be kept from forward to backward, but the "
@@ -158,5 +148,5 @@ def check_saved(context: GraphContext) -> None:
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    tag = get_tag(node)
+    tag = nodes.get_tag(node)
     return tag is not None and tag.kind in ("gather", "wait")

@@ -21,19 +21,8 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
 from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
+from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
-from fsdp_compile.passes.graph.nodes import (
-    SAME_ORDER,
-    derived,
-    get_tag,
-    is_pointwise,
-    is_product,
-    is_view,
-    readers,
-    set_tag,
-    tag_of,
-    tagged,
-)
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
 
@@ -46,7 +35,7 @@ def separate_reduces(context: GraphContext) -> None:
     Where gradients of two units are equal constants, such as the zeros of `loss + 0 * weight.sum()`, the partitioner
     merges what is computed from them: two parameters would have one memory as their gradients.
     """
-    for start in tagged(context.graph, "reduce"):
+    for start in nodes.tagged(context.graph, "reduce"):
         for wait in [user for user in start.users if user.target is WAIT][1:]:
             _copy_reduce(context.graph, start, wait)
 
@@ -54,11 +43,11 @@ def separate_reduces(context: GraphContext) -> None:
 def _copy_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
     """Let `wait` wait for a copy of `start`, and of what prepares that."""
     copies: dict[fx.Node, fx.Node] = {}
-    owner = tag_of(wait)
+    owner = nodes.tag_of(wait)
     with graph.inserting_before(wait):
         for node in with_preparation(start):
             copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
-            set_tag(copies[node], replace(tag_of(node), unit=owner.unit, path=owner.path))
+            nodes.set_tag(copies[node], replace(nodes.tag_of(node), unit=owner.unit, path=owner.path))
     wait.replace_input_with(start, copies[start])
 
 
@@ -80,7 +69,7 @@ def pack_in_place(context: GraphContext) -> None:
 
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
     """The node beneath views that keep the order of elements, rewritten if its output is laid out otherwise."""
-    while grad.target in SAME_ORDER:
+    while grad.target in nodes.SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return _transposed_product(graph, grad) or _bias_of_convolution(graph, grad) or grad
 
@@ -137,9 +126,9 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
 def reuse_gathered(context: GraphContext) -> None:
     """Let packs lie in their unit's gathered buffer (Note [Gradients take the place of their parameters])."""
     graph = context.graph
-    waits = {tag_of(gather).unit: next(iter(gather.users)) for gather in tagged(graph, "gather")}
+    waits = {nodes.tag_of(gather).unit: next(iter(gather.users)) for gather in nodes.tagged(graph, "gather")}
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
-        wait = waits.get(tag_of(pack).unit)
+        wait = waits.get(nodes.tag_of(pack).unit)
         if wait is None or not _fits(pack, wait):
             continue
         position = {node: index for index, node in enumerate(graph.nodes)}  # the last unit has moved nodes
@@ -154,8 +143,8 @@ def _fits(pack: fx.Node, wait: fx.Node) -> bool:
     if packed.dtype != gathered.dtype or packed.shape != gathered.shape or packed.device != gathered.device:
         return False
     only_packed = all(len(grad.users) == 1 for grad in gradients_of(pack))
-    only_sent = all((tag := get_tag(user)) is not None and tag.kind == "reduce" for user in pack.users)
-    return only_packed and only_sent and all(reader.op != "output" for reader in readers(wait)[1])
+    only_sent = all((tag := nodes.get_tag(user)) is not None and tag.kind == "reduce" for user in pack.users)
+    return only_packed and only_sent and all(reader.op != "output" for reader in nodes.readers(wait)[1])
 
 
 def _in_time(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> bool:
@@ -167,17 +156,17 @@ def _in_time(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> b
     """
     gradients = gradients_of(pack)
     written = [position[grad] for grad in gradients]
-    read = [position[reader] for reader in readers(wait)[1]]
+    read = [position[reader] for reader in nodes.readers(wait)[1]]
     if not read or min(written) > max(read):
         return False
-    early = any(is_product(grad) and position[grad] < min(read) for grad in gradients)
+    early = any(nodes.is_product(grad) and position[grad] < min(read) for grad in gradients)
     between = list(position)[max(written) + 1 : max(read)]
-    return not early and not any(map(is_product, between))
+    return not early and not any(map(nodes.is_product, between))
 
 
 def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> None:
     """Move every gradient behind the first reader of the parameters, and the last gradient behind the last reader."""
-    reading, gradients = readers(wait)[1], gradients_of(pack)
+    reading, gradients = nodes.readers(wait)[1], gradients_of(pack)
     first, last = (choose(reading, key=position.__getitem__) for choose in (min, max))
     for early in [grad for grad in gradients if position[grad] < position[first]]:
         first.append(early)
@@ -185,8 +174,10 @@ def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int])
     if position[gradient] < position[last]:
         last.append(gradient)
     end = max(position[gradient], position[last])
-    fused = {node for node in reading if is_pointwise(node)}  # kernels that read the parameters
-    fused.update(*(derived(node, lambda each: is_pointwise(each) or is_view(each)) for node in tuple(fused)))
+    fused = {node for node in reading if nodes.is_pointwise(node)}  # kernels that read the parameters
+    fused.update(
+        *(nodes.derived(node, lambda each: nodes.is_pointwise(each) or nodes.is_view(each)) for node in tuple(fused))
+    )
     before = [node for node in fused if position[node] <= end]
     for node in _next_pointwise(sorted(before, key=position.__getitem__), position, end):
         if gradient not in node.all_input_nodes:
@@ -203,10 +194,10 @@ def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end:
     for node in before:
         for user in sorted(node.users, key=position.__getitem__):
             views = []
-            while is_view(user) and position[user] > end and len(user.users) == 1:
+            while nodes.is_view(user) and position[user] > end and len(user.users) == 1:
                 views.append(user)
                 user = next(iter(user.users))
             ready = all(position[each] <= end or each in views for each in user.all_input_nodes)
-            if position[user] > end and is_pointwise(user) and ready and user not in following:
+            if position[user] > end and nodes.is_pointwise(user) and ready and user not in following:
                 following += [*views, user]
     return following

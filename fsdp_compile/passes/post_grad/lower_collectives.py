@@ -15,16 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compile.comm.collectives import (
-    ALL_GATHER,
-    ALL_GATHER_INTO,
-    ALL_TO_ALL,
-    COALESCED,
-    GROUP_ARGUMENT,
-    REDUCE_SCATTER,
-    WAIT,
-    copies,
-)
+from fsdp_compile.comm import collectives
 from fsdp_compile.core.host_copies import WAIT_COPY
 from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
@@ -60,7 +51,7 @@ def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
     last, names = starts[-1], [start.name for start in starts]
     with graph.inserting_before(last):
         sent = [start.args[0] for start in starts]
-        call = graph.call_function(COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
+        call = graph.call_function(collectives.COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
         results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(starts))]
     call.meta["val"] = [start.meta["val"] for start in starts]
     set_tag(call, replace(tag_of(starts[0]), path=" ".join(tag_of(start).path or "root" for start in starts)))
@@ -91,15 +82,15 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
     """
     graph = context.graph
     for reduce in tagged(graph, "reduce"):
-        group: str = reduce.args[GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped
-        if reduce.target is REDUCE_SCATTER and copies(reduce.meta["val"], group):
+        group: str = reduce.args[collectives.GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped
+        if reduce.target is collectives.REDUCE_SCATTER and collectives.copies(reduce.meta["val"], group):
             _use_all_to_all(graph, reduce)
 
 
 def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
     args: Any = reduce.args
     packed, op, ranks, group = args
-    (wait,) = (user for user in reduce.users if user.target is WAIT)
+    (wait,) = (user for user in reduce.users if user.target is collectives.WAIT)
     part = reduce.meta["val"].numel()
     received = reduce.meta["val"].new_empty(part * ranks)
     unit = wait.name.removeprefix("wait_reduce_")
@@ -110,7 +101,7 @@ def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
     mean.meta = dict(wait.meta)
     set_tag(mean, replace(tag_of(reduce), kind="mean"))
     rows.meta = {"val": received.view(ranks, part)}
-    reduce.target, reduce.args = ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
+    reduce.target, reduce.args = collectives.ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
     reduce.meta["val"] = wait.meta["val"] = received
     _call_directly(reduce)
 
@@ -126,7 +117,7 @@ def all_gather_into_buffer(context: GraphContext) -> None:
     stored inside that string: two threads that finish at once free its memory twice. Eager code never uses that form.
     """
     for gather in tagged(context.graph, "gather"):
-        if gather.target is ALL_GATHER:
+        if gather.target is collectives.ALL_GATHER:
             _allocate(context.graph, gather)
             _mark_sent(context.graph, gather)
             _call_directly(gather)
@@ -138,13 +129,13 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
     with graph.inserting_before(gather):
         buffer = graph.create_node("call_function", aten.empty.memory_format, (list(full.shape),), options, name)
     buffer.meta["val"] = full
-    gather.target, gather.kwargs = ALL_GATHER_INTO, {"out": buffer}
+    gather.target, gather.kwargs = collectives.ALL_GATHER_INTO, {"out": buffer}
 
 
 def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
     """Say that what was computed from a shard is sent; a cast of the stored shard is left to who starts the gather."""
     computed: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    if computed.op != "call_function" or computed.target in (WAIT, WAIT_COLLECTIVE):
+    if computed.op != "call_function" or computed.target in (collectives.WAIT, WAIT_COLLECTIVE):
         return
     is_cast = computed.target is CAST and computed.all_input_nodes[0].op == "placeholder"
     with graph.inserting_after(computed):
@@ -175,12 +166,15 @@ def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
 
 # --- calls of the process group ---------------------------------------------------------------------------------------
 
-_DIRECT = {ALL_GATHER_INTO: "all_gather", ALL_TO_ALL: "all_to_all"}  # methods of `DirectCollectives`
+_DIRECT = {
+    collectives.ALL_GATHER_INTO: "all_gather",
+    collectives.ALL_TO_ALL: "all_to_all",
+}  # methods of `DirectCollectives`
 
 
 def _call_directly(start: fx.Node) -> None:
     """Let generated code call the process group for `start`, an all-gather with an `out` or an all-to-all."""
-    (wait,) = (user for user in start.users if user.target is WAIT)
+    (wait,) = (user for user in start.users if user.target is collectives.WAIT)
     wait.target, wait.args = WAIT_COLLECTIVE, (start, start.args[0])
 
 
@@ -199,7 +193,7 @@ def _lower_wait(full: Any, sent: Any) -> Any:
 
     `sent` itself may be a view of what has no buffer. The collective has put it into one of its own then.
     """
-    _DirectWait.create_wait(WAIT, full)
+    _DirectWait.create_wait(collectives.WAIT, full)
     wait = V.graph.operations[-1]
     starts = [each for each in V.graph.operations if getattr(each, "op_overload", None) in _DIRECT]
     start = next(each for each in reversed(starts) if full.get_name() in (each.get_name(), *each.alias_names))

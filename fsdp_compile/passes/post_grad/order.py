@@ -21,16 +21,8 @@ from torch import fx
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
+from fsdp_compile.core import ops
 from fsdp_compile.core.host_copies import FROM_HOST, TO_HOST, WAIT_COPY
-from fsdp_compile.core.ops import (
-    CHECK_RANKS,
-    DEFER_REDUCE,
-    PACK_GRADS,
-    PREFETCH_NEXT,
-    RECORD_TIME,
-    UPDATE_SHARD,
-    WAIT_COLLECTIVE,
-)
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
@@ -137,7 +129,7 @@ def name_prefetched(context: GraphContext) -> None:
         return
     gathers = [gather for gather in info.gathers.values() if tag_of(gather.start[-1]).arrives is not None]
     shards = [shard for gather in gathers if (shard := stored_shard(gather)) is not None]
-    _put_first(graph, "prefetch_next", PREFETCH_NEXT, (shards, starts[0].meta["val"].device), starts[0])
+    _put_first(graph, "prefetch_next", ops.PREFETCH_NEXT, (shards, starts[0].meta["val"].device), starts[0])
 
 
 def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], like: fx.Node) -> None:
@@ -174,13 +166,20 @@ def pin_order(context: GraphContext) -> None:
 
 
 def _is_event(node: fx.Node) -> bool:
-    ours = (WAIT_COLLECTIVE, DEFER_REDUCE, UPDATE_SHARD, CHECK_RANKS, RECORD_TIME, PREFETCH_NEXT)
+    ours = (
+        ops.WAIT_COLLECTIVE,
+        ops.DEFER_REDUCE,
+        ops.UPDATE_SHARD,
+        ops.CHECK_RANKS,
+        ops.RECORD_TIME,
+        ops.PREFETCH_NEXT,
+    )
     if node.target in (*STARTS, WAIT, *ours):
         return True
     tag = get_tag(node)
     if (tag is not None and tag.kind == "mean") or node.target in (TO_HOST, FROM_HOST, WAIT_COPY):
         return True
-    return is_product(node) and not any(reader.target is PACK_GRADS for reader in readers(node)[1])
+    return is_product(node) and not any(reader.target is ops.PACK_GRADS for reader in readers(node)[1])
 
 
 # --- among ranks ------------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ def check_ranks(context: GraphContext) -> None:
         lines.append(f"{get_tag(start)}, {sizes} bytes of {dtype}, group {groups.index(name)}{program}")
     first = _sent(starts[0])[0]
     arguments = ("\n".join(lines), groups, context.config.check_ranks_timeout, first.meta["val"].device)
-    _put_first(graph, "check_ranks", CHECK_RANKS, arguments, first)
+    _put_first(graph, "check_ranks", ops.CHECK_RANKS, arguments, first)
 
 
 def _sent(start: fx.Node) -> list[fx.Node]:
