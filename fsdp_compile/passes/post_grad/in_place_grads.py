@@ -174,10 +174,9 @@ def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int])
     if position[gradient] < position[last]:
         last.append(gradient)
     end = max(position[gradient], position[last])
-    fused = {node for node in reading if nodes.is_pointwise(node)}  # kernels that read the parameters
-    fused.update(
-        *(nodes.derived(node, lambda each: nodes.is_pointwise(each) or nodes.is_view(each)) for node in tuple(fused))
-    )
+    loops = [node for node in reading if nodes.is_pointwise(node)]  # their kernels read the parameters
+    joined = [nodes.derived(node, lambda each: nodes.is_pointwise(each) or nodes.is_view(each)) for node in loops]
+    fused = set(loops).union(*joined)
     before = [node for node in fused if position[node] <= end]
     for node in _next_pointwise(sorted(before, key=position.__getitem__), position, end):
         if gradient not in node.all_input_nodes:

@@ -166,10 +166,8 @@ def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
 
 # --- calls of the process group ---------------------------------------------------------------------------------------
 
-_DIRECT = {
-    collectives.ALL_GATHER_INTO: "all_gather",
-    collectives.ALL_TO_ALL: "all_to_all",
-}  # methods of `DirectCollectives`
+# By operator, methods of `DirectCollectives`.
+_DIRECT = {collectives.ALL_GATHER_INTO: "all_gather", collectives.ALL_TO_ALL: "all_to_all"}
 
 
 def _call_directly(start: fx.Node) -> None:

@@ -165,19 +165,15 @@ def pin_order(context: GraphContext) -> None:
         preserve_node_ordering(context.graph, dependencies)
 
 
+_EVENTS = (
+    *STARTS, WAIT, TO_HOST, FROM_HOST, WAIT_COPY,
+    ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS, ops.RECORD_TIME, ops.PREFETCH_NEXT,
+)  # fmt: skip
+
+
 def _is_event(node: fx.Node) -> bool:
-    ours = (
-        ops.WAIT_COLLECTIVE,
-        ops.DEFER_REDUCE,
-        ops.UPDATE_SHARD,
-        ops.CHECK_RANKS,
-        ops.RECORD_TIME,
-        ops.PREFETCH_NEXT,
-    )
-    if node.target in (*STARTS, WAIT, *ours):
-        return True
     tag = get_tag(node)
-    if (tag is not None and tag.kind == "mean") or node.target in (TO_HOST, FROM_HOST, WAIT_COPY):
+    if node.target in _EVENTS or (tag is not None and tag.kind == "mean"):
         return True
     return is_product(node) and not any(reader.target is ops.PACK_GRADS for reader in readers(node)[1])
 
