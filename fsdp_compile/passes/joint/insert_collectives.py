@@ -15,7 +15,6 @@ Then each marker is replaced:
     a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,9 +50,25 @@ def insert_collectives(context: GraphContext) -> None:
     units = _units_of_markers(graph)
     context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is ops.UNSHARD}
     for marker, unit in units.items():
-        _EXPANSIONS[marker.target](graph, marker, unit)
+        emit = nodes.emitter(graph, marker, unit)
+        if marker.target is ops.UNSHARD:
+            new = _expand_unshard(marker, nodes.emitter(graph, marker, replace(unit, reshard=False)), emit)
+        elif marker.target is ops.REDUCE_GRADS:
+            new = _expand_reduce(marker, emit)
+        else:
+            packed, flat_param_id, text = marker.args
+            packed = _pack(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
+            new = emit("defer_reduce", ops.DEFER_REDUCE, packed, flat_param_id, text)
+        marker.replace_all_uses_with(new)
+        graph.erase_node(marker)
     _tag_updates(graph)
-    _remove_unread_gathers(graph)
+    graph.eliminate_dead_code()
+    for wait in reversed(nodes.tagged(graph, "wait")):
+        if not wait.users:  # such as those of `loss + 0 * weight.sum()`, whose zeros Inductor has folded
+            start: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
+            graph.erase_node(wait)
+            graph.erase_node(start)
+    graph.eliminate_dead_code()
     for node in graph.nodes:  # collectives of others, such as those of DTensor, name their groups as ours do
         at = collectives.GROUP_ARGUMENT.get(node.target)
         if at is not None and isinstance(node.args[at], str):
@@ -74,17 +89,6 @@ def _tag_updates(graph: fx.Graph) -> None:
         updated.add(flat_param_id)
         update.args = (grad, flat_param_id, True)
         nodes.set_tag(update, replace(unit, kind="update"))
-
-
-def _remove_unread_gathers(graph: fx.Graph) -> None:
-    """Erase gathers that nothing reads, such as those of `loss + 0 * weight.sum()`, whose zeros Inductor has folded."""
-    graph.eliminate_dead_code()
-    for wait in reversed(nodes.tagged(graph, "wait")):
-        if not wait.users:
-            start: fx.Node = wait.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-            graph.erase_node(wait)
-            graph.erase_node(start)
-    graph.eliminate_dead_code()
 
 
 def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, nodes.Tag]:
@@ -187,30 +191,31 @@ def _is_zeros(segment: fx.Node) -> bool:
 # --- each marker ------------------------------------------------------------------------------------------------------
 
 
-def _expand_unshard(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
-    shard, spec = marker.args[0], _spec(marker)
-    emit = nodes.emitter(graph, marker, unit)
-    full: Any = shard if spec.compute_dtype is None else emit("cast", nodes.CAST, shard, spec.compute_dtype)
-    for index, group in enumerate(spec.groups if spec.is_sharded else ()):
-        is_last = index == len(spec.groups) - 1  # what an earlier stage brings is retained for backward
-        gather = emit if is_last else nodes.emitter(graph, marker, replace(unit, reshard=False))
-        full = gather("wait", collectives.WAIT, gather("gather", collectives.ALL_GATHER, full, group.size, group.name))
+def _expand_unshard(marker: fx.Node, retained: nodes.Emit, emit: nodes.Emit) -> fx.Node:
+    """The gathered parameters; what an earlier stage brings is `retained` for backward."""
+    graph, spec = marker.graph, _spec(marker)
+    full: Any = marker.args[0]
+    if spec.compute_dtype is not None:
+        full = emit("cast", nodes.CAST, full, spec.compute_dtype)
+    for group in spec.groups if spec.is_sharded else ():
+        stage = emit if group is spec.groups[-1] else retained
+        full = stage("gather", collectives.ALL_GATHER, full, group.size, group.name)
+        full = stage("wait", collectives.WAIT, full)
     for split in [user for user in marker.users if user.target is aten.split_with_sizes.default]:
         for element in list(split.users):  # a slice for each one that is used: unlike the split, it can be moved
-            segment = spec.layout.segments[element.args[1]]  # type: ignore[index]  # likewise
+            segment = spec.layout.segments[element.args[1]]  # type: ignore[index]  # fx arguments are untyped
             begin, end = segment.offset, segment.offset + segment.numel
             element.replace_all_uses_with(emit("view", aten.slice.Tensor, full, 0, begin, end))
             graph.erase_node(element)
         graph.erase_node(split)
-    marker.replace_all_uses_with(full)
-    graph.erase_node(marker)
+    return full
 
 
-def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
+def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
+    """The gradients of the shard."""
     packed: Any
     packed, text = marker.args
     spec = ops.UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
-    emit = nodes.emitter(graph, marker, unit)
     how = averaging(packed.meta["val"].dtype, spec.data_parallel_size)
     if packed.target is ops.ADD_ACCUMULATED:  # accumulated gradients are divided too
         packed, flat_param_id = packed.args
@@ -228,25 +233,7 @@ def _expand_reduce(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
     for group in all_reduced:
         start = emit("reduce", collectives.ALL_REDUCE, packed, how.op, group.name)
         packed = emit("wait_reduce", collectives.WAIT, start)
-    if how.after > 1:
-        packed = emit("scale", SCALE, packed, how.after)
-    marker.replace_all_uses_with(packed)
-    graph.erase_node(marker)
-
-
-def _expand_defer_reduce(graph: fx.Graph, marker: fx.Node, unit: nodes.Tag) -> None:
-    packed, flat_param_id, text = marker.args
-    emit = nodes.emitter(graph, marker, unit)
-    packed = _pack(packed, FlatParamLayout.parse(text), 1.0, emit)  # type: ignore[arg-type]  # fx arguments are untyped
-    marker.replace_all_uses_with(emit("defer_reduce", ops.DEFER_REDUCE, packed, flat_param_id, text))
-    graph.erase_node(marker)
-
-
-_EXPANSIONS: dict[Any, Callable[[fx.Graph, fx.Node, nodes.Tag], None]] = {
-    ops.UNSHARD: _expand_unshard,
-    ops.REDUCE_GRADS: _expand_reduce,
-    ops.DEFER_REDUCE: _expand_defer_reduce,
-}
+    return packed if how.after <= 1 else emit("scale", SCALE, packed, how.after)
 
 
 def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) -> fx.Node:

@@ -273,20 +273,16 @@ class _LocalPrograms:
         begin = 0
         for (_, _, smallest), nodes in alike.items():
             for node in nodes:
-                value = self._taken_of(values, begin, node, emit)
-                value = emit("maximum", aten.neg.default, value) if smallest else value
-                dtype = node.meta["val"].dtype
-                self.new[node] = value if dtype == torch.float32 else emit("maximum", CAST, value, dtype)
-                begin += node.meta["val"].numel()
-
-    def _taken_of(self, values: fx.Node, begin: int, node: fx.Node, emit: Emit) -> fx.Node:
-        """The maxima for `node`, which begin there in `values`, in its shape."""
-        known, value = self.values.of(node), node.meta["val"]
-        if isinstance(known, Scales) and known.root is not None:
-            run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
-            return _shaped(run, known.size, known.stride, "maximum", emit)
-        scalar = emit("maximum", aten.select.int, values, 0, begin)
-        return emit("maximum", aten.view.default, scalar, list(value.shape)) if value.dim() else scalar
+                known, value = self.values.of(node), node.meta["val"]
+                if isinstance(known, Scales) and known.root is not None:
+                    run = emit("maximum", aten.slice.Tensor, values, 0, begin, begin + value.numel())
+                    new = _shaped(run, known.size, known.stride, "maximum", emit)
+                else:
+                    new = emit("maximum", aten.select.int, values, 0, begin)
+                    new = emit("maximum", aten.view.default, new, list(value.shape)) if value.dim() else new
+                new = emit("maximum", aten.neg.default, new) if smallest else new
+                self.new[node] = new if value.dtype == torch.float32 else emit("maximum", CAST, new, value.dtype)
+                begin += value.numel()
 
     def _replace(self) -> None:
         """Let all that read the nodes with a new one read that, and erase what nothing reads any more."""
@@ -298,8 +294,9 @@ class _LocalPrograms:
                     output.replace_input_with(other, emit("view", aten.clone.default, new))
                 other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
         for node in reversed(list(self.graph.nodes)):
-            is_ours = node.op == "call_function" and (self.values.of(node) is not None or _is_local(node))
-            if is_ours and not node.users:
+            tag = get_tag(node)
+            is_local = tag is not None and tag.kind in ("local", "maximum") and node.target not in (ALL_REDUCE, WAIT)
+            if node.op == "call_function" and not node.users and (is_local or self.values.of(node) is not None):
                 self.graph.erase_node(node)
         for unit, _ in self.choices:
             for start in reversed(unit.starts):
@@ -328,11 +325,6 @@ def _move_before(first: fx.Node, node: fx.Node) -> None:
         first.prepend(node)
 
 
-def _is_local(node: fx.Node) -> bool:
-    tag = get_tag(node)
-    return tag is not None and tag.kind in ("local", "maximum") and node.target not in (ALL_REDUCE, WAIT)
-
-
 class _UnitPrograms:
     """The programs and gathers of one unit, which stand before its old gather."""
 
@@ -344,7 +336,9 @@ class _UnitPrograms:
     def gather(self, main: Items, *rest: Items) -> None:
         """Gather what is chosen, and take the nodes' new ones from that."""
         layout, emit = self.unit.layout, self.emit
-        wire = _wire_dtype([items[0][1].meta["val"].dtype for items in (main, *rest)])
+        # In which dtype all can be sent: the narrowest of theirs, or bytes, which every backend knows.
+        wire = min((items[0][1].meta["val"].dtype for items in (main, *rest)), key=lambda dtype: dtype.itemsize)
+        wire = torch.uint8 if wire.itemsize == 1 else wire
         groups, taken = self.unit.groups, []
         for items in rest:
             params = [param for param, _ in items]
@@ -354,7 +348,13 @@ class _UnitPrograms:
         sent = [in_place if dtype == wire else emit("local", aten.view.dtype, in_place, wire)]
         if taken:
             sent.insert(0, taken[0] if len(taken) == 1 else emit("local", aten.cat.default, taken))
-        *rows, full = self._through_groups(sent)
+        row = sent[0].meta["val"].numel()
+        retained = emitter(self.edit.graph, self.unit.starts[0], replace(self.unit.tag, reshard=False))
+        for group in self.unit.spec.groups:  # what an earlier stage brings is retained
+            emit_stage = emit if group is self.unit.spec.groups[-1] else retained
+            started = [emit_stage("gather", ALL_GATHER, each, group.size, group.name) for each in sent]
+            sent = [emit_stage("wait", WAIT, each) for each in started]
+        *rows, full = sent
         full = full if dtype == wire else emit("view", aten.view.dtype, full, dtype)
         for param, node in main:
             begin = layout.offsets[param]
@@ -362,7 +362,7 @@ class _UnitPrograms:
             self.edit.new[node] = self._as(node, run)
         begin = 0  # of the items in a rank's row, in elements on the wire
         for items, segment in zip(rest, taken, strict=True):
-            self._join(items, rows[0], sent[0].meta["val"].numel(), begin)
+            self._join(items, rows[0], row, begin)
             begin += segment.meta["val"].numel()
 
     def evaluate(self, items: Items) -> fx.Node:
@@ -407,16 +407,6 @@ class _UnitPrograms:
         values = self.emit("local", aten.cat.default, flat)
         return self.emit("local", EXPAND_SCALES, values, self.unit.layout.text, self.unit.groups, counts)
 
-    def _through_groups(self, sent: list[fx.Node]) -> list[fx.Node]:
-        """All ranks' `sent`, gathered in as many stages as the unit; what an earlier stage brings is retained."""
-        retained = emitter(self.edit.graph, self.unit.starts[0], replace(self.unit.tag, reshard=False))
-        groups = self.unit.spec.groups
-        for index, group in enumerate(groups):
-            emit = self.emit if index + 1 == len(groups) else retained
-            started = [emit("gather", ALL_GATHER, each, group.size, group.name) for each in sent]
-            sent = [emit("wait", WAIT, each) for each in started]
-        return sent
-
     def _join(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
         """Parameters out of their segments in the ranks' rows of `full`, which begin there, in elements on the wire."""
         wire = full.meta["val"].dtype
@@ -446,9 +436,3 @@ class _UnitPrograms:
         value, dtype = self.values.elements(node), node.meta["val"].dtype
         shaped = _shaped(run, value.size, value.stride, "view", self.emit)
         return self.emit("view", CAST, shaped, dtype) if dtype in _SENT_AS else shaped
-
-
-def _wire_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """In which dtype all of `dtypes` can be sent: the narrowest of them, or bytes, which every backend knows."""
-    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    return torch.uint8 if narrowest.itemsize == 1 else narrowest
