@@ -1,18 +1,18 @@
-"""A communication hook that sends gradients in float8, and carries what rounding has lost to the next step.
+"""A communication hook that sends gradients in float8, with error feedback: rounding errors go into the next step.
 
     model = fully_shard(Net())
     model.register_comm_hook(Float8ErrorFeedback(), float8_reduce_scatter)
 
-It takes the place of the reduce-scatter, in eager and compiled steps. On the wire is one byte for each element of a
-unit's flat gradient and one for each block of `block_size` elements, where float32 has four for each element.
+It replaces the reduce-scatter, in eager and compiled steps. It sends one byte for each element of a unit's flat
+gradient, and one for each block of `block_size` elements; float32 takes four for each element.
 """
 
 # Note [Scales are powers of two]
 # A block is divided by the power of two that brings its largest finite element into [128, 256), and rounded to
-# float8_e4m3fn. Such a division rounds nothing, so the float32 difference between a value and what was sent for it is
-# exact, unless it underflows: what was sent and the residual add up to the gradient and the last residual. Precision is
-# that of any other scale, because float8 is a floating-point format, and an exponent takes one byte. No finite element
-# reaches 448, the largest number of float8_e4m3fn, which has no infinity: 448 stands for infinity.
+# float8_e4m3fn. The division itself rounds nothing, so the float32 difference between a value and what was sent for it
+# is exact, unless it underflows: sent values plus residuals are the gradient plus the last residuals. Other scales
+# would not be more precise, because float8 is a floating-point format, and an exponent takes one byte. No finite
+# element reaches 448, the largest number of float8_e4m3fn, which has no infinity: 448 stands for infinity.
 
 import weakref
 from collections.abc import Mapping
@@ -33,13 +33,11 @@ _BIAS = 127  # of the exponents that are sent, as in float32
 class Float8ErrorFeedback:
     """The state of `float8_reduce_scatter`: the residual of each flat parameter.
 
-    A residual is float32 and has as many elements as the unsharded flat parameter, padding included: 4 bytes for each
-    parameter of the whole model that trains, on every rank, from the first reduce on, however many ranks there are.
-    Neither `explain` nor a budget counts it. With `error_feedback=False` there is none, and rounding errors of a step
-    are lost.
+    A residual is float32, with as many elements as the unsharded flat parameter, padding included: 4 bytes for each
+    trained parameter of the whole model, on every rank, from the first reduce on. Neither `explain` nor a budget counts
+    it. With `error_feedback=False` there are no residuals, and rounding errors are lost.
 
-    An element that is NaN or infinite arrives as such in the gradient of the rank that stores it; its residual is then
-    zero, so that the next step is free of it. The residuals of all other elements stay.
+    NaN and infinite elements arrive as such; their residuals become zero, those of other elements stay.
 
     Args:
         error_feedback: whether what rounding has lost is added to the next gradient.
@@ -51,21 +49,21 @@ class Float8ErrorFeedback:
 
     def __init__(self, *, error_feedback: bool = True, block_size: int = 1024) -> None:
         if block_size < 1:
-            raise ValueError(f"block_size: expected at least 1, found {block_size}; pass 1024, for example")
+            raise ValueError(f"block_size: expected at least 1, found {block_size}")
         self.error_feedback, self.block_size = error_feedback, block_size
         self._of_flat_params: weakref.WeakKeyDictionary[Any, _Feedback] = weakref.WeakKeyDictionary()
         self._loaded: dict[str, Tensor] = {}
 
     def of_flat_param(self, flat_param: object, name: str, group: dist.ProcessGroup) -> "_Feedback":
-        """What the hook is called with for `flat_param`, whose first parameter is called `name`, sharded in `group`."""
+        """The state of the hook for `flat_param`, whose first parameter is called `name`, sharded over `group`."""
         if flat_param not in self._of_flat_params:
-            self._of_flat_params[flat_param] = _Feedback(self, name, group, self._loaded.pop(name, None))
+            self._of_flat_params[flat_param] = _Feedback(self, name, self._loaded.pop(name, None))
         feedback = self._of_flat_params[flat_param]
         feedback.group = group
         return feedback
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's residuals by the name of each flat parameter's first parameter; every rank has its own values.
+        """This rank's residuals, by the name of each flat parameter's first parameter; they differ between ranks.
 
         Raises:
             ValueError: two models use this state, so that names are not unique.
@@ -75,16 +73,16 @@ class Float8ErrorFeedback:
             if feedback.residual is not None:
                 if feedback.name in residuals:
                     raise ValueError(
-                        f"state_dict: expected one flat parameter that begins with {feedback.name}, found two; give "
-                        f"each model a Float8ErrorFeedback of its own"
+                        f"state_dict: two flat parameters begin with {feedback.name}; give each model a "
+                        f"Float8ErrorFeedback of its own"
                     )
                 residuals[feedback.name] = feedback.residual
         return residuals
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Go on with copies of the residuals that this rank has saved; those it does not name become zero.
+        """Copy the residuals that this rank has saved; those that are missing become zero.
 
-        They are meant for the same model, sharded over the same number of ranks; the next reduce checks their sizes.
+        They belong to the same model, sharded over the same number of ranks; the next reduce checks their sizes.
         """
         self._loaded = {name: residual.detach().clone() for name, residual in state_dict.items()}
         for feedback in self._of_flat_params.values():
@@ -92,12 +90,12 @@ class Float8ErrorFeedback:
 
 
 class _Feedback:
-    """The residual of one flat parameter, None until its first reduce, and the group of the reduce that comes."""
+    """The residual of one flat parameter, None until its first reduce, and the group of the next reduce."""
 
-    def __init__(
-        self, shared: Float8ErrorFeedback, name: str, group: dist.ProcessGroup, residual: Tensor | None
-    ) -> None:
-        self.shared, self.name, self.group, self.residual = shared, name, group, residual
+    group: dist.ProcessGroup
+
+    def __init__(self, shared: Float8ErrorFeedback, name: str, residual: Tensor | None) -> None:
+        self.shared, self.name, self.residual = shared, name, residual
 
     def add_to(self, grads: Tensor) -> Tensor:
         """`grads`, 1-D, as new float32 values with the residual added."""
@@ -106,18 +104,18 @@ class _Feedback:
         if self.residual.shape != grads.shape:
             raise ValueError(
                 f"residual of the flat parameter of {self.name}: expected {grads.numel()} elements, found "
-                f"{self.residual.numel()}, which another model or number of ranks has saved; load an empty state_dict"
+                f"{self.residual.numel()}; it was saved by another model or number of ranks, load an empty state_dict"
             )
         return self.residual.to(grads.device) + grads
 
 
 def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None = None) -> None:
-    """A communication hook: average `gradients` over the ranks, sent in float8; sums and the division are in float32.
+    """Communication hook: average `gradients` over the ranks, sent in float8, summed and divided in float32.
 
-    Under hybrid sharding it reduces within the shard group; the all-reduce over replicas that follows is not
-    compressed. The sum is divided by the size of the group, whatever `set_gradient_divide_factor` says. A `GradScaler`
-    scales residuals too: when its scale changes, the residual of one step is added at the wrong scale. Finite values
-    above 3.2e38 may become infinite.
+    Under hybrid sharding it reduces within the shard group; the all-reduce over replicas is not compressed. The sum is
+    divided by the size of the group, whatever `set_gradient_divide_factor` says. A `GradScaler` scales residuals too:
+    when its scale changes, the residual of one step is added at the wrong scale. Finite values above 3.2e38 may become
+    infinite.
 
     Args:
         state: a `Float8ErrorFeedback`, as `register_comm_hook` passes it on.
@@ -126,9 +124,9 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
             where nothing is sent and nothing rounded.
 
     Raises:
-        TypeError: `state` is not such a state, or is used by something else than this package.
-        ValueError: the unit is not sharded, or a residual is of another size. Residuals are as they were, then and when
-            the collective raises.
+        TypeError: `state` is not such a state, or the model was not sharded by this package.
+        ValueError: the unit is not sharded, or a residual is of another size. Residuals are then unchanged, as they are
+            when the collective raises.
     """
     if not isinstance(state, _Feedback):
         raise TypeError(
@@ -138,8 +136,8 @@ def float8_reduce_scatter(state: Any, gradients: Tensor, output: Tensor | None =
     ranks, block_size = state.group.size(), state.shared.block_size
     if output is None and ranks > 1:
         raise ValueError(
-            f"float8_reduce_scatter: expected a sharded unit, found that of {state.name}, which all {ranks} ranks hold "
-            f"as a whole (NO_SHARD); shard it, or register allreduce_hook or bf16_compress_hook"
+            f"float8_reduce_scatter: the unit of {state.name} is not sharded (NO_SHARD); shard it, or register "
+            f"allreduce_hook or bf16_compress_hook"
         )
     if output is None or not gradients.numel():
         return
@@ -176,8 +174,7 @@ def dequantize(messages: Tensor, count: int, block_size: int) -> Tensor:
 
 def _in_blocks(rows: Tensor, block_size: int) -> Tensor:
     """`rows`, `[rows, n]`, as `[rows, blocks, block_size]`, with zeros at the end of each row."""
-    missing = -rows.shape[1] % block_size
-    return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).reshape(len(rows), -1, block_size)
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block_size)).reshape(len(rows), -1, block_size)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

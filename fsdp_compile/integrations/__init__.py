@@ -1,4 +1,4 @@
-"""Training frameworks, each in a file that is imported by name and needs its framework.
+"""Adapters for training frameworks: optional parts, nothing below the top imports them. Each needs its framework.
 
 lightning      strategies for Lightning's Fabric and Trainer
 accelerate     an Accelerator for Hugging Face accelerate

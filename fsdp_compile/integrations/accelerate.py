@@ -1,7 +1,6 @@
-"""`Accelerator` for Hugging Face accelerate: `prepare` shards models, `save_state` writes what each rank has.
+"""`Accelerator` for Hugging Face accelerate: `prepare` shards models, `save_state` writes sharded checkpoints.
 
-All else (`accumulate`, `backward`, `clip_grad_norm_`, ...) is accelerate's own. It needs that package, checked with
-1.15.
+Everything else (`accumulate`, `backward`, `clip_grad_norm_`, ...) is accelerate's own. Checked with accelerate 1.15.
 """
 
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` whose models are sharded over all ranks.
 
     Args:
-        shard: the arguments of `fully_shard`, by name; None: its defaults. A model that is sharded already stays so.
-        arguments: those of `accelerate.Accelerator`, without a plugin for another way to distribute models.
+        shard: arguments of `fully_shard`; None: its defaults. A model that is sharded already stays as it is.
+        arguments: of `accelerate.Accelerator`, without a plugin that distributes models.
     """
 
     _optimizers: list[Any]
@@ -40,7 +39,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Move `model` to the device of this rank, shard it, and add autocast and compilation as configured."""
+        """Move `model` to this rank's device, shard it, and add autocast and compilation as configured."""
         if self.use_distributed and not isinstance(model, FSDPModule):
             if self.device_placement and device_placement is not False:
                 model = model.to(self.device)
@@ -48,10 +47,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # no wrapper around it
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """All parameters and buffers of `model` in full, on the CPU of the first rank; all ranks must call it.
-
-        With `unwrap=False`, as `save_state` calls it, what each rank has.
-        """
+        """The full state dict on the CPU of the first rank, by all ranks; with `unwrap=False` a sharded one."""
         if not unwrap:
             return model.state_dict()
         return get_model_state_dict(
@@ -59,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; models and optimizers go to a folder of their own, written by all ranks."""
+        """As accelerate's, but all ranks write models and optimizers, to a folder of their own."""
         with self._without_optimizers():
             return super().save_state(*args, **kwargs)
 
@@ -70,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
-        """Within, the base class saves no optimizers: it would write what the first rank has."""
+        """Hide the optimizers from the base class, which would save those of the first rank."""
         self._all_optimizers, self._optimizers = self._optimizers, []
         try:
             yield

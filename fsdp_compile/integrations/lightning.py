@@ -1,7 +1,7 @@
 """Strategies for Lightning: `Fabric(strategy=FabricStrategy(...))` and `Trainer(strategy=TrainerStrategy(...))`.
 
-Both take the arguments of `fully_shard`, shard over all ranks, and store checkpoints in which each rank writes what it
-has, and which load on any number of ranks. They need the package `lightning`, checked with 2.6.
+Both take the arguments of `fully_shard`, shard over all ranks, and write sharded checkpoints, which load on any number
+of ranks. Checked with lightning 2.6.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +31,17 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _METADATA = "meta.pt"  # where Lightning's base class writes what is neither a model nor an optimizer
 
 
-class FabricStrategy(_FabricBase):
-    """Shards what `fabric.setup(model)` is given, unless it is sharded already.
+class _ShardOverAllRanks:
+    """What both strategies do about process groups."""
+
+    def setup_environment(self: Any) -> None:
+        """Make the process group; all ranks shard."""
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy, the other base class
+
+
+class FabricStrategy(_ShardOverAllRanks, _FabricBase):
+    """Shards the model that `fabric.setup(model)` is given, unless it is sharded already.
 
     Args:
         process_group_backend: of the process group; None: the default of the device.
@@ -53,32 +62,20 @@ class FabricStrategy(_FabricBase):
         super().__init__(shard, process_group_backend=process_group_backend, timeout=timeout)
         self._backward_sync_control = _Accumulation()
 
-    def setup_environment(self) -> None:
-        """Make the process group; all ranks shard."""
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
-        super().setup_environment()
-
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write `state`, with models and optimizers among its values, to the folder `path` (`checkpoint.save`).
-
-        Raises:
-            TypeError: `storage_options` or `filter` is given.
-        """
+        """Write `state`, with models and optimizers among its values, to the folder `path` (`checkpoint.save`)."""
         if storage_options is not None or filter is not None:
-            raise TypeError("storage_options and filter: expected None, found a value; save what you want to load")
+            raise TypeError("storage_options and filter are not supported: pass only the state that you want to load")
         checkpoint.save(state, self.broadcast(path), step=0)
 
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load into `state`, in place, what `save_checkpoint` wrote; nothing else remains to be returned.
+        """Load what `save_checkpoint` wrote into `state`, in place; return an empty dict, as nothing else is left.
 
-        With `weights_only=False` values may be of any type, which can run code.
-
-        Raises:
-            TypeError: `state` is no dict.
+        `weights_only=False` allows values of any type, whose loading can run code.
         """
         if not isinstance(state, dict):
             raise TypeError(f"state: expected a dict as it was saved, found {type(state).__name__}")
@@ -93,15 +90,11 @@ class _Accumulation:
         return module.no_sync() if enabled else nullcontext()
 
 
-class TrainerStrategy(_TrainerBase):
+class TrainerStrategy(_ShardOverAllRanks, _TrainerBase):
     """Shards the `LightningModule`, unless its `configure_model` has done so already.
 
-    The steps of the module (`training_step` and the like) gather parameters as its forward does.
-
-    Args:
-        process_group_backend: of the process group; None: the default of the device.
-        timeout: of its collectives.
-        options: the arguments of `fully_shard`.
+    The steps of the module (`training_step` and the like) gather parameters as its forward does. Arguments are those of
+    `FabricStrategy`.
     """
 
     model: Any
@@ -115,11 +108,6 @@ class TrainerStrategy(_TrainerBase):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._options = options
-
-    def setup_environment(self) -> None:
-        """Make the process group; all ranks shard."""
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, and make its optimizers if it is to be trained."""

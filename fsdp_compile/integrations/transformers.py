@@ -1,6 +1,6 @@
-"""`Trainer` for Hugging Face transformers: it shards its model and stores what each rank has.
+"""`Trainer` for Hugging Face transformers: shards its model and writes sharded checkpoints.
 
-All else is the `Trainer` of transformers. It needs that package and accelerate, checked with 5.23 and 1.15.
+Everything else is the `Trainer` of transformers. Checked with transformers 5.23 and accelerate 1.15.
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ _FOLDER, _SCHEDULER = "sharded", "scheduler.pt"  # within a checkpoint
 
 
 class Trainer(transformers.Trainer):
-    """A `transformers.Trainer` whose model is sharded over all ranks. Saved models are complete, in one format for all.
+    """A `transformers.Trainer` whose model is sharded over all ranks. Saved models are complete.
 
     Args:
-        arguments: those of `transformers.Trainer`, without settings for another way to distribute models.
-        shard: the arguments of `fully_shard`, by name; None: its defaults. A model that is sharded already stays so.
+        arguments: of `transformers.Trainer`, without settings that distribute models.
+        shard: arguments of `fully_shard`; None: its defaults. A model that is sharded already stays as it is.
     """
 
     optimizer: Any
