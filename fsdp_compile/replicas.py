@@ -1,4 +1,4 @@
-"""Training that goes on when a replica is lost, and takes in new ones: hybrid sharding with replicas that come and go.
+"""Hybrid sharding with replicas that come and go: training goes on when one is lost, and takes in new ones.
 
     replicas = Replicas(store, name="a", shard=rank, shards=2)      # this replica's ranks find each other
     model = fully_shard(Net(), mesh=replicas.mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
@@ -9,21 +9,21 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`run` returns when all ranks of all replicas have their gradients, and no rank before. If a rank fails before that, the
-others give up the step, form new process groups without the replica that the rank belongs to, and run the step again.
+`run` returns when all ranks of all replicas have their gradients. If a rank fails before that, the others give up the
+step, form new process groups without its replica, and run the step again.
 """
 
 # Note [A step is taken by all ranks or by none]
-# Until the optimizer runs, a step has changed nothing that cannot be undone: gradients, buffers and the state of random
-# generators. So ranks agree between backward and `optimizer.step()`, through a store that lives in no rank
-# (comm/membership.py). A rank that fails before it has voted makes all others give the step up; once all have voted,
-# all of them update, and a rank that dies then is missed in the next step. All replicas that are left have therefore
-# taken the same steps, and hold the same values: what a replica loses, any other one has. torchft and the elastic agent
-# of torch.distributed divide the work alike: a store decides who takes part, process groups are made anew.
+# Until the optimizer runs, a step can be undone: it has changed gradients, buffers and random generators alone. So
+# ranks agree between backward and `optimizer.step()`, through a store that lives in no rank (comm/membership.py). A
+# rank that fails before it has voted makes all others give the step up; once all have voted, all of them update, and a
+# rank that dies then is missed in the next step. All replicas that are left have therefore taken the same steps, and
+# hold the same values. torchft and the elastic agent of torch.distributed do the same: a store decides who takes part,
+# and process groups are made anew.
 #
-# Process groups are made anew as a whole. Which collectives of the old ones have completed, and on which ranks, cannot
-# be known; nothing that they wrote is read again. A rank that waits in one of them is woken by the end of a connection,
-# when the rank at its other end has left, or by the timeout.
+# Process groups are made anew as a whole: which collectives of the old ones have completed, and on which ranks, cannot
+# be known. Nothing that they wrote is read again. A rank that waits in one of them is woken when the rank at the other
+# end of a connection leaves, or by the timeout.
 
 import gc
 from collections.abc import Callable, Iterable
@@ -32,12 +32,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.optim import Optimizer
 
+from fsdp_compile.comm.collectives import broadcast, broadcast_object, is_first
 from fsdp_compile.comm.groups import Groups, divide, place, separate_group
 from fsdp_compile.comm.membership import (
     Generation,
@@ -48,10 +50,10 @@ from fsdp_compile.comm.membership import (
 )
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.runtime import Runtime
+from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.fsdp_module import FSDPModule
-from fsdp_compile.state_dict.copy_state import copy_state
+from fsdp_compile.state_dict._torch import tree_flatten_with_path, tree_unflatten
+from fsdp_compile.state_dict.sharded_value import ShardedValue
 
 __all__ = ["ReplicaLostError", "Replicas", "mark_replica_lost"]
 
@@ -66,15 +68,15 @@ class Replicas:
             `torch.distributed.TCPStore(..., is_master=True)`.
         name: of this rank's replica; all of its ranks pass the same. A replica that is started again takes a new one.
         shard: which rank of the replica this is, from 0.
-        shards: over how many ranks a replica shards; equal for all replicas.
+        shards: number of ranks of a replica; equal for all replicas.
         device_type: of the mesh, such as "cuda".
         backend: of the process groups; default: that of the devices.
-        timeout: seconds after which a collective fails, and a rank that has not answered is taken for lost. Longer than
-            the first step needs to compile.
+        timeout: seconds after which a collective fails, and a rank that has not answered counts as lost. Choose it
+            longer than the first step needs to compile.
 
     Attributes:
         mesh: 2-D, (replicate, shard): until `join` of this replica alone, then of all that train.
-        step: how many steps were taken, by all replicas that train.
+        step: number of steps taken, by all replicas that train.
 
     Raises:
         RuntimeError: a default process group is initialised already: it could not be replaced.
@@ -92,11 +94,11 @@ class Replicas:
         timeout: float = 60.0,
     ) -> None:
         if not 0 <= shard < shards:
-            raise ValueError(f"shard: expected a number from 0 to shards - 1 = {shards - 1}, found {shard}")
+            raise ValueError(f"shard: expected a number from 0 to {shards - 1}, found {shard}")
         if dist.is_initialized():
             raise RuntimeError(
-                "replicas: expected no default process group, found one; drop init_process_group(...), as groups are "
-                "made anew whenever a replica comes or goes"
+                "replicas: a default process group exists already; drop init_process_group(...), as groups are made "
+                "anew whenever a replica comes or goes"
             )
         self._store, self._membership = store, Membership(store, name, shard, shards, timeout)
         self._name, self._shard, self._shards = name, shard, shards
@@ -112,24 +114,24 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """How many replicas train; 1 before `join`. May change in `run` only."""
+        """Number of replicas that train; 1 before `join`. Changes only in `run`."""
         return 1 if self._generation is None else len(self._generation.members)
 
     @property
     def index(self) -> int:
-        """Which of them this rank's one is, from 0. May change in `run` only."""
+        """Index of this rank's replica among them. Changes only in `run`."""
         return 0 if self._generation is None else self._generation.names.index(self._name)
 
     def join(self, state: dict[str, Any], *, step: int = 0, at_least: int = 1, join_timeout: float = 1800.0) -> None:
         """Train together with the other replicas; blocks until they take this one in, between two of their steps.
 
-        Parameters, buffers, the optimizers' state and what else has a `state_dict()` are then equal to theirs.
+        Parameters, buffers, the optimizers' state and all other state are then equal to theirs.
 
         Args:
             state: one model that is sharded over `mesh`, its optimizers, and other objects with `state_dict()` and
-                `load_state_dict()` that replicas have in common, such as a learning rate scheduler.
-            step: how many steps were taken already, if `state` comes from a checkpoint.
-            at_least: with how many replicas training begins. Once it has begun, replicas join one by one.
+                `load_state_dict()`, such as a learning rate scheduler.
+            step: number of steps taken already, if `state` comes from a checkpoint.
+            at_least: number of replicas with which training begins. Once it has begun, replicas join one by one.
             join_timeout: seconds to wait at most.
 
         Raises:
@@ -140,7 +142,7 @@ class Replicas:
         """
         models = [value for value in state.values() if isinstance(value, nn.Module)]
         if len(models) != 1:
-            raise ValueError(f"state: expected one model and its optimizers, found {len(models)} models")
+            raise ValueError(f"state: expected one model, found {len(models)}")
         optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
         _check_model(models[0], self.mesh, optimizers)
         others = {key: value for key, value in state.items() if not isinstance(value, nn.Module | Optimizer)}
@@ -148,7 +150,7 @@ class Replicas:
             if not isinstance(value, Stateful):
                 raise ValueError(
                     f"state[{key!r}]: expected an object with state_dict() and load_state_dict(), found a "
-                    f"{type(value).__name__}, which cannot be copied in place"
+                    f"{type(value).__name__}"
                 )
         self._model, self._optimizers, self._others, self.step = models[0], optimizers, list(others.values()), step
         self._settle(self._membership.join(at_least, join_timeout))
@@ -157,19 +159,26 @@ class Replicas:
         """Run a step's forward and backward until all ranks of all replicas have done it; then take the step.
 
         Args:
-            backward: computes gradients from none, clips them if wanted, and changes no other state than buffers of the
-                model and random generators. It is called again, perhaps with another `count` and `index`, if a
-                replica was lost.
+            backward: computes gradients, which are None before, clips them if wanted, and changes no other state than
+                buffers of the model and random generators. It is called again, perhaps with another `count` and
+                `index`, if a replica was lost.
 
         Returns:
-            What the last call of `backward` returned.
+            The result of the last call of `backward`.
 
         Raises:
             ReplicaLostError: a rank of this replica is lost.
             RuntimeError: the step has failed twice, although no replica was lost in between.
             ValueError: a parameter has a gradient already.
         """
-        generation = self._require_generation()
+        generation = self._generation
+        if generation is None:
+            raise RuntimeError("run: this replica has not joined the others; call join(...) first")
+        if any(param.grad is not None for param in self._model.parameters()):
+            raise ValueError(
+                "run: a parameter has a gradient already; call optimizer.zero_grad() after optimizer.step(), and "
+                "accumulate within one call of run"
+            )
         if self._joining:
             generation = self._regroup(generation, self._joining)
         failed_with: tuple[str, ...] = ()
@@ -191,8 +200,8 @@ class Replicas:
                 return result
             if generation.names == failed_with:
                 raise RuntimeError(
-                    f"step {self.step}: expected it to succeed with replicas {', '.join(failed_with)} the second "
-                    f"time, found: {decision.reason}; look at what that rank printed"
+                    f"step {self.step} has failed twice with replicas {', '.join(failed_with)}: {decision.reason}; "
+                    f"look at what that rank printed"
                 ) from cause
             failed_with = generation.names
             generation = self._regroup(generation)
@@ -200,18 +209,8 @@ class Replicas:
 
     # --- generations --------------------------------------------------------------------------------------------------
 
-    def _require_generation(self) -> Generation:
-        if self._generation is None:
-            raise RuntimeError("run: expected a replica that has joined the others, found none; call join(...) first")
-        if any(param.grad is not None for param in self._model.parameters()):
-            raise ValueError(
-                "run: expected parameters without gradients, found some with; call optimizer.zero_grad() after "
-                "optimizer.step(), and accumulate within one call of run"
-            )
-        return self._generation
-
     def _regroup(self, last: Generation, joining: tuple[str, ...] = ()) -> Generation:
-        """Go on in the generation after `last`."""
+        """Continue in the generation after `last`."""
         self._joining = ()
         self._membership.announce(last.generation_id + 1, self.step if self._has_state else None)
         self._leave_groups()
@@ -239,7 +238,7 @@ class Replicas:
         for unit in units_gathered_below(self._model):
             _set_groups(unit, groups)
         if any(member.step is None for member in generation.members) and replicate.size() > 1:
-            self.step = copy_state(self._model, self._optimizers, self._others, self.step, replicate)
+            self._copy_state(replicate)
 
     def _init_groups(self, store: dist.Store, index: int, replicas: int) -> DeviceMesh:
         dist.init_process_group(
@@ -260,7 +259,7 @@ class Replicas:
 
     def _leave_groups(self) -> None:
         """Give up all process groups, and what a step in them has left."""
-        for runtime in _runtimes(self._model):
+        for runtime in {module._fsdp_runtime for module in self._model.modules() if isinstance(module, FSDPModule)}:
             runtime.abandon(self._model)
         for param in self._model.parameters():
             param.grad = None
@@ -268,9 +267,55 @@ class Replicas:
             dist.destroy_process_group()
         gc.collect()  # a connection ends with the last reference to its group, which wakes the rank at the other end
 
+    # --- copying state ------------------------------------------------------------------------------------------------
+
+    # Replicas store the same shards on the ranks of one replica group, so each rank sends what it stores to the ranks
+    # that store the same, and nothing is gathered.
+
+    @torch.no_grad()
+    def _copy_state(self, group: dist.ProcessGroup) -> None:
+        """Make all state equal to that of the first rank of `group`; all of its ranks must call it."""
+        model, first = self._model, is_first(group)
+        tensors = [flat.shard for unit in units_gathered_below(model) for flat in unit.flats]
+        tensors += [param for param in model.parameters() if unit_of(param) is None]
+        for tensor in (*tensors, *model.buffers()):
+            broadcast(tensor.detach(), group)
+        for optimizer in self._optimizers:
+            if broadcast_object(bool(optimizer.state), group):
+                _copy_optimizer(model, optimizer, group)
+        for other in self._others:
+            state = broadcast_object(other.state_dict() if first else None, group)
+            if not first:
+                other.load_state_dict(state)
+        self.step = broadcast_object(self.step, group)
+
+
+def _copy_optimizer(model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    state = get_optimizer_state_dict(model, optimizer)  # of an optimizer that has none it makes some, to be overwritten
+    leaves, structure = tree_flatten_with_path(state)
+    outline = [
+        (str(path), f"{tuple(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__)
+        for path, leaf in leaves
+    ]
+    values = [leaf for _, leaf in leaves if not isinstance(leaf, Tensor)]
+    their_outline, their_values = broadcast_object((outline, values), group)
+    if their_outline != outline:
+        differing = next((a, b) for a, b in zip(outline, their_outline, strict=False) if a != b)
+        raise RuntimeError(
+            f"optimizer: its state differs between replicas: {differing[0]} here, {differing[1]} on the replica that "
+            f"it is copied from; make the model and the optimizer alike on all replicas"
+        )
+    for _, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            broadcast(leaf.local if isinstance(leaf, ShardedValue) else leaf, group)
+    if not is_first(group):
+        remaining = iter(their_values)
+        copied = [leaf if isinstance(leaf, Tensor) else next(remaining) for _, leaf in leaves]
+        set_optimizer_state_dict(model, optimizer, tree_unflatten(copied, structure))
+
 
 class _Undo:
-    """What a forward changes beside gradients, to run it again as if for the first time."""
+    """What a forward changes beside gradients: buffers and random generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -279,7 +324,7 @@ class _Undo:
         self.random_of_devices = [torch.get_device_module(device).get_rng_state(device) for device in self.devices]
 
     def undo(self) -> None:
-        """Restore it."""
+        """Restore the state that was there before the forward."""
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
@@ -296,25 +341,25 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, optimizers: Iterable[Optimi
     units = units_gathered_below(model)
     if not units:
         raise ValueError(
-            "state: expected a model that is sharded, found none of its parameters sharded; call "
+            "state: the model is not sharded; call "
             "fully_shard(model, mesh=replicas.mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD) first"
         )
     for unit in units:
         name = unit.names[0]
         if unit.group is not mesh.get_group(1):
             raise ValueError(
-                f"parameter {name}: expected its unit to be sharded over dimension 1 of replicas.mesh, found "
-                f"{unit.group_size} other ranks; pass mesh=replicas.mesh to every call of fully_shard"
+                f"parameter {name} is not sharded over dimension 1 of replicas.mesh; pass mesh=replicas.mesh to every "
+                f"call of fully_shard"
             )
         if unit.comm_hook is not None or unit.tensor_parallel:
             raise ValueError(
-                f"parameter {name}: expected neither a communication hook nor tensor parallelism in its unit, whose "
-                f"process groups would not be made anew, found one of them; train it without replicas that change"
+                f"parameter {name}: its unit has a communication hook or tensor parallelism, whose process groups are "
+                f"not made anew; train it without replicas that change"
             )
     params = set(model.parameters())
     for optimizer in optimizers:
         if any(param not in params for group in optimizer.param_groups for param in group["params"]):
-            raise ValueError("state: expected optimizers of the model's parameters alone, found one of others")
+            raise ValueError("state: an optimizer has parameters that are not the model's; leave these out")
 
 
 def _set_groups(unit: Unit, groups: Groups) -> None:
@@ -327,8 +372,3 @@ def _set_groups(unit: Unit, groups: Groups) -> None:
     unit.set_groups(placement.group, placement.replicate, placement.stages)
     if unit.options.reduce_groups is not None:
         unit.set_options(reduce_groups=tuple(NamedGroup.of(separate_group(stage.name)) for stage in unit.stages))
-
-
-def _runtimes(model: nn.Module) -> set[Runtime]:
-    """The runtimes of all roots in `model`."""
-    return {module._fsdp_runtime for module in model.modules() if isinstance(module, FSDPModule)}
