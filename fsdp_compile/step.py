@@ -5,18 +5,19 @@
         loss = step(inputs, target=target)
         schedule.step()
 
-forward, loss, backward    as `torch.compile(model)` and a loop would run them, once for each micro-batch
+forward, loss, backward    as `torch.compile(model)` in a loop runs them, once for each micro-batch
 clip                       the norm of all gradients, by one all-reduce for each process group
-update                     a compiled function for each flat shard (optim/compiled_update.py)
+update                     a compiled function for each flat shard (optim/flat.py)
 zero_grad                  gradients are freed
 
-What is not a part of a step, such as learning rate schedules, evaluation and checkpoints, stays as it is: between two
-calls parameters and the optimizer are what the same loop, written out, would have left.
+Between two calls parameters and the optimizer are what the same loop, written out, would have left. So learning rate
+schedules, evaluation and checkpoints stay as they are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -31,27 +32,21 @@ from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
 from fsdp_compile.fsdp_module import FSDPModule
-from fsdp_compile.optim.compiled_update import CompiledUpdate, FlatUpdate
-from fsdp_compile.optim.gradient_norm import gradient_norm
-from fsdp_compile.optim.update_in_backward import UpdateInBackward, describe_partial
+from fsdp_compile.optim.flat import FlatStep, FlatUpdate, gradient_norm
+from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.wrapper import FullyShardedDataParallel
 
 # Note [Updates begin when backward has ended]
-# Without clipping the update of a unit might run as soon as its own reduce has ended, beside those that are under way.
-# The last reduce is that of the unit which the next forward reads first, so R, that reduce, u, that unit's update, and
-# G, its all-gather, follow each other in any case. All updates together take U. As it is, the other ones run beside G:
+# Without clipping, a unit might be updated as soon as its own reduce has ended, beside later reduces. But the last
+# reduce, R, is that of the unit which the next forward reads first: R, that unit's update u, and its gather G follow
+# each other in any case. All updates take U, and the other ones run beside G: the edge takes R + max(u + G, U). If some
+# ran beside R, it would be R + u + max(G, U - u - R): a gain only where updates take longer than one all-gather, and of
+# at most R. On the emulated link U is 1.4 ms with blocks, and G 6 ms on the fastest link measured: no gain. With layers
+# R is 2 of 390 ms. And the backward graph would have to return gradients that nobody may read yet.
 #
-#     last reduce R | u | the other updates, beside G | forward         R + max(u + G, U)
-#
-# If some of them ran beside R already, this would be R + u + max(G, U - u - R): something is gained only where updates
-# take longer than one all-gather, and then at most R. With blocks on the emulated link U is 1.4 ms, and G 6 ms on the
-# fastest link that is measured: nothing. With layers there R is 2 of 390 ms. For this backward's graph would have to
-# return gradients that nobody may read yet, and on gloo rows that are still to be added.
-#
-# What it costs is memory: gradients of all units live when backward ends. With `update_in_backward` an operator in the
-# graph updates a unit right behind its reduce (optim/update_in_backward.py), so that about one of them lives. The graph
-# returns none of these. Backward then takes what updates took; no other collectives begin in an update than those that
-# are under way.
+# The price is memory: gradients of all units live when backward ends. With `update_in_backward` an operator in the
+# graph updates a unit right behind its reduce (optim/in_backward.py), so that about one of them lives. Backward then
+# takes the time of the updates, and no new collectives begin during an update.
 
 _INDUCTOR = ("inductor", "fsdp_compile")
 _PREFETCHED = 2  # units that are prefetched where no plan says how many
@@ -70,34 +65,34 @@ def compile_step(
     backend: str = "fsdp_compile",
     options: dict[str, Any] | None = None,
 ) -> "CompiledStep":
-    """A callable that trains `model` by one step: forward, backward, clipping, update, zero_grad.
+    """Return a callable that trains `model` by one step: forward, backward, clipping, update, zero_grad.
 
-    The optimizer's update is compiled too, if it is one of those that `fsdp_compile.optim.flat_step` takes; another one
-    steps as it is. With Inductor its results differ from those of `optimizer.step()` by rounding; with any other
-    backend they are the same bits.
+    Runs the update as compiled kernels if the optimizer is elementwise, one of those that
+    `fsdp_compile.optim.flat_step` takes; otherwise calls `optimizer.step()`. With Inductor, results differ from those
+    of `optimizer.step()` by rounding; with any other backend they are the same bits.
 
     Args:
-        model: what `fully_shard` or `FullyShardedDataParallel` returned, which is compiled here, unless
-            `model.compile()` was called; or what `torch.compile` made of that.
+        model: a model sharded by `fully_shard` or `FullyShardedDataParallel`, which is compiled here unless
+            `model.compile()` was called; or such a model after `torch.compile`.
         optimizer: over `model.parameters()`, and maybe others.
         loss_fn: called with the model's output, and with the step's `target` if one is given; returns the mean loss of
             the batch, shape `()`. None: the output is the loss.
-        clip_norm: the largest 2-norm that the gradients of all parameters, of the model and of the optimizer, may have
-            together, as in `torch.nn.utils.clip_grad_norm_`; None: gradients are not clipped.
-        accumulate: into how many micro-batches a batch is divided. Their gradients are added up on each rank, and
-            reduced once.
+        clip_norm: the largest 2-norm of the gradients of all parameters, of the model and of the optimizer, as in
+            `torch.nn.utils.clip_grad_norm_`; None: gradients are not clipped.
+        accumulate: number of micro-batches into which a batch is divided. Their gradients are added up on each rank,
+            and reduced once.
         scaler: scales the loss and skips steps with infinite gradients, as in a loop that uses it.
-        prefetch: how many units are gathered for the next step's forward as soon as their update has ended, the first
-            ones in its order; fewer, if a plan that knows of the update finds that more bring nothing. Their memory
-            lives until that forward. "auto": as many as the plan wants; two where there is none, as without a link.
-        update_in_backward: whether each unit is updated within backward as soon as its gradient is reduced, which is
-            freed then: the gradients of about one unit live at a time, instead of all. The step may take
-            longer. An error in backward may come after some updates: see `CompiledStep.__call__`. docs/whole_step.md
-            says what is updated after backward all the same.
+        prefetch: at most how many units are gathered for the next step's forward as soon as they are updated, in the
+            order of the forward. Their memory lives until that forward. "auto": as many as the plan wants; two if there
+            is no plan, as without a link.
+        update_in_backward: updates each unit within backward as soon as its gradient is reduced, and frees the
+            gradient: gradients of about one unit live at a time, instead of all. The step may take longer. An error in
+            backward may come after some updates: see `CompiledStep.__call__`. docs/whole_step.md lists what is updated
+            after backward even so.
         backend: of `torch.compile`, for a model that is not compiled yet. With "fsdp_compile" the plan knows of the
-            update. That is fused with this one and "inductor", and run by the optimizer's own kernels with others.
-        options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, in place of what the
-            environment says.
+            update. Updates are fused with "fsdp_compile" and "inductor"; others run the optimizer's own kernels.
+        options: of `torch.compile`, likewise; for "fsdp_compile" fields of `CompileConfig`, which override the
+            environment.
 
     Raises:
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
@@ -109,7 +104,7 @@ def compile_step(
     sharded = called.module if isinstance(called, FullyShardedDataParallel) else called
     if not isinstance(sharded, FSDPModule) or not sharded.is_root():
         raise TypeError(
-            f"model: expected what fully_shard returned, compiled or not, and no module inside of that, found "
+            f"model: expected a model sharded by fully_shard, and not a module inside one, found "
             f"{type(sharded).__name__}; call fully_shard on the whole model"
         )
     if clip_norm is not None and not clip_norm > 0:
@@ -119,13 +114,14 @@ def compile_step(
     if update_in_backward and (clip_norm is not None or accumulate > 1 or scaler is not None):
         given = f"clip_norm={clip_norm}, accumulate={accumulate}, scaler={scaler and type(scaler).__name__}"
         raise ValueError(
-            f"update_in_backward: expected no clip_norm, no accumulate and no scaler beside it, as these need the "
-            f"gradients of all units before an update, found {given}; leave one out"
+            f"update_in_backward cannot be combined with clip_norm, accumulate or scaler, which need the gradients of "
+            f"all units before the first update, found {given}; leave one out"
         )
-    update = CompiledUpdate(optimizer, fuses=backend in _INDUCTOR)
+    update = FlatStep(optimizer, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)
-    flats = [flat for unit in units for flat in unit.flats]
-    in_backward = UpdateInBackward(update, flats) if update_in_backward else None
+    in_backward = (
+        UpdateInBackward(update, [flat for unit in units for flat in unit.flats]) if update_in_backward else None
+    )
     planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch, update_in_backward)
     for unit in units:
         unit.set_may_update(update_in_backward)
@@ -139,9 +135,8 @@ def compile_step(
             records = options["record_profile"]
         run = torch.compile(model, backend=backend, options=options)
     first = _PREFETCHED if prefetch == "auto" else prefetch
-    return CompiledStep(
-        sharded, units, run, update, in_backward, loss_fn, clip_norm, accumulate, scaler, first, records
-    )
+    step_options = _StepOptions(loss_fn, clip_norm, accumulate, scaler, records)
+    return CompiledStep(sharded, run, update, in_backward, NextForward(units, first), step_options)
 
 
 def _states(optimizer: Optimizer) -> int:
@@ -151,8 +146,19 @@ def _states(optimizer: Optimizer) -> int:
     return states + sum(bool(group.get(option)) for option in ("momentum", "centered", "amsgrad"))
 
 
+@dataclass(frozen=True)
+class _StepOptions:
+    """Arguments of `compile_step`; `records`: whether to note times for `TaskProfile`."""
+
+    loss_fn: Callable[..., Tensor] | None
+    clip_norm: float | None
+    accumulate: int
+    scaler: torch.amp.GradScaler | None
+    records: bool
+
+
 class CompiledStep:
-    """What `compile_step` returns. Its arguments are explained there.
+    """What `compile_step` returns: call it with a batch to train by one step.
 
     Attributes:
         model: the sharded model.
@@ -162,30 +168,24 @@ class CompiledStep:
     def __init__(
         self,
         model: FSDPModule,
-        units: Sequence[Unit],
         run: Callable[..., Any],
-        update: CompiledUpdate,
+        update: FlatStep,
         in_backward: UpdateInBackward | None,
-        loss_fn: Callable[..., Tensor] | None,
-        clip_norm: float | None,
-        accumulate: int,
-        scaler: torch.amp.GradScaler | None,
-        first: int,
-        records: bool,
+        next_forward: NextForward,
+        options: _StepOptions,
     ) -> None:
         self.model, self.optimizer = model, update.optimizer
-        self._run, self._update, self._loss_fn = run, update, loss_fn
-        self._clip_norm, self._accumulate, self._scaler = clip_norm, accumulate, scaler
-        self._units, self._next_forward, self._records = units, NextForward(units, first), records
-        self._flats = [flat for unit in units for flat in unit.flats]
-        self._in_backward = in_backward
+        self._run, self._update, self._in_backward = run, update, in_backward
+        self._next_forward, self._options = next_forward, options
+        self._units = next_forward.units
+        self._flats = [flat for unit in self._units for flat in unit.flats]
         self._broken: dict[Unit, VersionCounters] = {}  # after an error that has left some units updated
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """One step of training on this rank's batch.
 
         If the step accumulates, every tensor with dimensions among the arguments, also within tuples, lists and dicts,
-        is divided along dimension 0; all else goes to every micro-batch.
+        is divided along dimension 0; everything else goes to every micro-batch.
 
         Args:
             args, kwargs: of the model.
@@ -195,20 +195,20 @@ class CompiledStep:
             The loss on this rank, without a graph, shape `()`; the mean over micro-batches.
 
         Raises:
-            RuntimeError: gradients are not synchronized: this is called within `no_sync`. With `update_in_backward`: an
-                error has come after some updates, and is the cause; or it did in an earlier call, and not all trained
-                units have been loaded from a checkpoint since then.
+            RuntimeError: this is called within `no_sync`. With `update_in_backward`: an error came after some updates,
+                and is the cause; or it did so in an earlier call, and not all trained units have been loaded from a
+                checkpoint since then.
             ValueError: a forward or backward of the model is under way; or a tensor cannot be divided.
             Exception: what the model or the loss function raises. Gradients of this step are dropped, parameters are
                 those before it, and the next call is an ordinary step.
         """
         self._check()
-        batches = split_batch((args, kwargs, target), self._accumulate)
+        batches = split_batch((args, kwargs, target), self._options.accumulate)
         losses = []
         try:
             for position, (own_args, own_kwargs, own_target) in enumerate(batches):
                 last = position == len(batches) - 1
-                with self._taking_gradients() if last else self.model.no_sync():
+                with self._keeping_flat() if last else self.model.no_sync():
                     losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
             self._step()
         except BaseException as error:
@@ -217,36 +217,30 @@ class CompiledStep:
             if self._in_backward is not None and self._in_backward.updated:
                 self._broken = {unit: unit.version_counters() for unit in self._units if unit.trains}
                 if isinstance(error, Exception):
-                    raise RuntimeError(
-                        f"step: expected backward to end, found an error after some updates: {self._advice()}"
-                    ) from error
+                    raise RuntimeError(f"step: {self._in_backward.failure()}") from error
             raise
         self.optimizer.zero_grad()
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _advice(self) -> str:
-        assert self._in_backward is not None
-        left = describe_partial(self._in_backward.updated, self._flats)
-        return f"{left}; load a checkpoint of model and optimizer before the next step"
-
     def _check(self) -> None:
+        """Raise an error if no step can begin."""
         check_idle(self._units, "step")
-        if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
-            raise RuntimeError(f"step: expected parameters of one step, found an earlier call failed: {self._advice()}")
-        self._broken.clear()
         if self._in_backward is not None:
+            if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
+                raise RuntimeError(f"step: an earlier call failed: {self._in_backward.failure()}")
+            self._broken.clear()
             self._in_backward.updated.clear()
         for unit in self._units:
             if not unit.syncs:
                 raise RuntimeError(
-                    f"step: expected gradients to be synchronized, found {unit} without; call it outside of no_sync, "
-                    f"and let compile_step(..., accumulate=n) accumulate gradients"
+                    f"step: gradients of {unit} are not synchronized; call it outside of no_sync, and let "
+                    f"compile_step(..., accumulate=n) accumulate gradients"
                 )
 
     @contextmanager
-    def _taking_gradients(self) -> Iterator[None]:
-        """Where the norm and the update are all that read gradients, parameters get none: flat ones are read."""
-        reads_flat = self._scaler is None and self._update.fuses and self._update.is_elementwise()
+    def _keeping_flat(self) -> Iterator[None]:
+        """Keep gradients in flat tensors, instead of `.grad`, if only the norm and fused updates read them."""
+        reads_flat = self._options.scaler is None and self._update.fuses and self._update.can_update()
         for flat in self._flats:
             flat.reduction.keeps_flat = reads_flat
         try:
@@ -256,39 +250,42 @@ class CompiledStep:
                 flat.reduction.keeps_flat = False
 
     def _backward(self, args: Any, kwargs: Any, target: Any, is_first: bool) -> Tensor:
-        """Forward and backward of one micro-batch, maybe the first one since the update; its loss."""
+        """Run forward and backward of one micro-batch, maybe the first one since the update; return its loss."""
+        options = self._options
         with torch.enable_grad():
             if is_first:
                 self._record(len(self._flats) + 1, ends=True)
             with self._next_forward.offered() if is_first else nullcontext():
                 output = self._run(*args, **kwargs)
             loss: Tensor = output
-            if self._loss_fn is not None:
-                loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
-            shared = loss if self._accumulate == 1 else loss / self._accumulate
+            if options.loss_fn is not None:
+                loss = options.loss_fn(output) if target is None else options.loss_fn(output, target)
+            shared = loss if options.accumulate == 1 else loss / options.accumulate
             with nullcontext() if self._in_backward is None else self._in_backward.running(loss):
-                (shared if self._scaler is None else self._scaler.scale(shared)).backward()
+                (shared if options.scaler is None else options.scaler.scale(shared)).backward()
         return loss.detach()
 
     def _step(self) -> None:
         """Clip and update."""
         self._record(0, ends=False)
-        if self._scaler is None:
+        scaler = self._options.scaler
+        if scaler is None:
             self._clip_and_update()
             return
-        optimizer: Any = _Scaled(self.optimizer, self._clip_and_update)
-        self._scaler.unscale_(optimizer)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        # What the scaler sees as the optimizer: its parameters, and a step that it may skip.
+        optimizer: Any = SimpleNamespace(param_groups=self.optimizer.param_groups, step=self._clip_and_update)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
 
     def _record(self, stretch: int, ends: bool) -> None:
         """Note the time for `TaskProfile`. Stretches: before the first update, each unit's, until the next step."""
-        if self._records:
+        if self._options.records:
             name = f"update of {len(self._flats)} units"  # as passes/cost/roofline.py reads it
             RECORD_TIME(name, stretch, 2 * stretch + ends, self._flats[0].shard.device)
 
     def _clip_and_update(self) -> None:
-        limit = self._clip_norm
+        limit = self._options.clip_norm
         if limit is not None and not self._update.fuses:
             nn.utils.clip_grad_norm_(self._clipped_params(), limit)
             limit = None
@@ -298,7 +295,7 @@ class CompiledStep:
         self._run_updates(updates, coefficient)
 
     def _clip_others(self, updates: Sequence[FlatUpdate], limit: float) -> Tensor:
-        """Clip the gradients that `updates` do not read; the coefficient by which those multiply theirs."""
+        """Clip the gradients that `updates` do not read; return the factor for those that they read, shape `()`."""
         for flat in set(self._flats).difference(update.flat for update in updates):
             flat.show_gradient()
         params = self._clipped_params()
@@ -308,7 +305,7 @@ class CompiledStep:
         return torch.clamp(limit / (norm + 1e-6), max=1.0)  # as `clip_grads_with_norm_` computes it
 
     def _run_updates(self, updates: Sequence[FlatUpdate], coefficient: Tensor | None = None) -> None:
-        """Update units in the order of the forward, and gather the first ones for the next one behind the others."""
+        """Update units in the order of the forward; start to gather the first ones for the next forward."""
         pending = {update.flat: update for update in updates}
         self._record(0, ends=True)
         stretch = 0
@@ -344,13 +341,6 @@ class CompiledStep:
             drop_cleared(flat)
 
 
-class _Scaled:
-    """What a GradScaler sees as the optimizer: its parameters, and a step that it may skip."""
-
-    def __init__(self, optimizer: Optimizer, step: Callable[[], None]) -> None:
-        self.param_groups, self.step = optimizer.param_groups, step
-
-
 def split_batch(batch: Any, micro_batches: int) -> Sequence[Any]:
     """Divide each tensor of `batch` with dimensions along dimension 0 into equal parts.
 
@@ -364,8 +354,8 @@ def split_batch(batch: Any, micro_batches: int) -> Sequence[Any]:
         if isinstance(value, Tensor) and value.dim():
             if value.shape[0] % micro_batches:
                 raise ValueError(
-                    f"accumulate: expected tensors whose dimension 0 divides by {micro_batches}, found "
-                    f"{tuple(value.shape)}; drop the last examples or pad the batch"
+                    f"accumulate: a tensor of shape {tuple(value.shape)} cannot be divided into {micro_batches} equal "
+                    f"parts along dimension 0; drop the last examples or pad the batch"
                 )
             return value.chunk(micro_batches)[index]
         return value

@@ -23,6 +23,8 @@ __all__ = [
     "compile_graph",
     "copy_to_each",
     "has_step_hooks",
+    "is_compiled_graph",
+    "norm_of_each",
     "note_step",
     "step_without_hooks",
 ]
@@ -57,6 +59,16 @@ def note_step(of: Optimizer) -> None:
 def copy_to_each(tensors: Sequence[Tensor], value: Tensor) -> None:
     """Copy `value` into each of `tensors`, by one call."""
     torch._foreach_copy_(list(tensors), [value] * len(tensors))
+
+
+def norm_of_each(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """The 2-norm of each tensor, computed in `dtype`, by one call."""
+    return torch._foreach_norm(list(tensors), 2, dtype)
+
+
+def is_compiled_graph(node: Any) -> bool:
+    """Whether a node of autograd's graph is the backward of a compiled graph; each such graph has a type of its own."""
+    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

@@ -27,34 +27,34 @@ Group = dict[str, Any]
 State = dict[str, Any]  # of one parameter
 
 # Note [State of owners in checkpoints]
-# The owner of a parameter has all of the parameter's state, in full, and other ranks have none. The state dict says
-# this in the terms of sharded tensors: every tensor of the state is one of which the owner stores all elements. So
-# torch.distributed.checkpoint writes each from its owner and reads it where the owner of that time wants it, whatever
-# the number of ranks; nothing is gathered. Other ranks must know names, shapes and dtypes to show the same keys, and
-# owners tell them when a parameter is first updated. Scalars, such as step counts, are in the owner's state dict alone:
-# what another rank knew of them would be out of date, and DCP may write a plain value from any rank that shows it.
+# The owner of a parameter has all of its state, in full, and other ranks have none. In the state dict every tensor of
+# the state is a sharded tensor of which the owner stores all elements. So torch.distributed.checkpoint writes each from
+# its owner and reads it on whatever rank owns it then, for any number of ranks; nothing is gathered. Other ranks must
+# know names, shapes and dtypes to show the same keys, and owners tell them when a parameter is first updated. Scalars,
+# such as step counts, are in the owner's state dict alone: another rank's value would be out of date, and DCP may write
+# a plain value from any rank that shows it.
 
 
 def by_owner(params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> "ByOwner":
-    """An optimizer that updates every sharded parameter in full, on one rank, by an inner optimizer.
+    """Return an optimizer that updates each sharded parameter in full, on one rank, by an inner optimizer.
 
-    It is for updates that depend on a complete matrix: Muon, Shampoo, SOAP, Adafactor. Results are those of the inner
-    optimizer on one process. Parameters are dealt to the ranks that they are sharded over by the cost of an update,
-    m * n * min(m, n) for a matrix and the number of elements for others, the dearest first, each to the rank that has
-    least to do. A step takes two all-to-alls for each process group and dtype. State is in full on the owner alone.
+    Use it for updates that depend on a complete matrix: Muon, Shampoo, SOAP, Adafactor. Results are those of the inner
+    optimizer on one process. Each parameter is assigned to one of the ranks that it is sharded over, the most expensive
+    first, to the rank with the least work. An update costs m * n * min(m, n) for a matrix, and the number of elements
+    for others. A step takes two all-to-alls for each process group and dtype. Only the owner has the state, in full.
 
-    The inner optimizer sees, on each rank, the parameters that this rank owns, in full, and all plain parameters, which
-    every rank updates alike. Under hybrid sharding all replicas do the same work. Its `step` is called without a
-    closure. Owners retain a copy of their parameters between steps.
+    On each rank the inner optimizer sees the parameters that this rank owns, in full, and all plain parameters, which
+    every rank updates. Under hybrid sharding all replicas do the same work. Its `step` is called without a closure.
+    Owners keep a copy of their parameters between steps.
 
     Args:
-        params: parameters, pairs of names and parameters, or groups of them with options, as `torch.optim` takes them;
-            the same in the same order on all ranks.
-        make_optimizer: makes the inner optimizer of a list of groups. It is called once on each rank; a group may have
-            no parameters there.
+        params: what `torch.optim` takes (parameters, named ones, or groups with options), in the same order on all
+            ranks.
+        make_optimizer: called once on each rank with a list of groups, of which some may be empty; returns the inner
+            optimizer.
 
     Returns:
-        An optimizer over `params`: learning rate schedulers, gradient scalers and hooks work on it. Its groups have
+        An optimizer over `params`, on which learning rate schedulers, gradient scalers and hooks work. Its groups have
         the options of the inner optimizer, which follows their changes.
 
     Raises:
@@ -67,20 +67,20 @@ def by_owner(params: Iterable[Any], make_optimizer: Callable[[list[Group]], Opti
 class ByOwner(Optimizer):
     """What `by_owner` returns.
 
-    `state` is a view: for parameters that this rank owns it shares memory with the state of the inner optimizer, for
-    others it has tensors of the same shapes without elements here. See Note [State of owners in checkpoints]. A state
-    dict of any number of ranks is loaded through torch.distributed.checkpoint; `load_state_dict` also takes plain
+    `state` is a view: for parameters that this rank owns it shares memory with the state of the inner optimizer; for
+    others it has tensors of the same shapes, of which no elements are here. See Note [State of owners in checkpoints].
+    Load state dicts of any number of ranks through torch.distributed.checkpoint; `load_state_dict` also takes plain
     tensors of full shape, which all ranks must have, and state that is sharded as the parameters are.
 
     If the inner optimizer fails in a step, that rank completes the step's collectives before it raises. Other ranks
-    raise too if parameters were updated for the first time, else they go on until they next wait for that rank.
+    raise too if parameters were updated for the first time; otherwise they go on until they next wait for that rank.
 
     Attributes:
         inner: this rank's inner optimizer.
         owners: for each sharded parameter the rank that owns it, in the process group that it is sharded over.
     """
 
-    shards_own_state = True  # for state_dict/optimizer.py
+    shards_own_state = True  # for state_dict/optimizer_values.py
 
     def __init__(self, params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> None:
         self.owners: dict[Tensor, int] = {}
@@ -98,30 +98,30 @@ class ByOwner(Optimizer):
         self._raise_on_all_ranks(error, "make_optimizer", [(ranks, None) for ranks in self._loads])
         assert inner is not None
         self.inner, self.defaults = inner, inner.defaults
-        self._show_options()
+        self._copy_options()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as `Optimizer.add_param_group`; all ranks must add it."""
         super().add_param_group(param_group)
         if self.inner is not None:
             self.inner.add_param_group(self._deal(self.param_groups[-1:])[0])
-            self._show_options()
+            self._copy_options()
 
     def __getstate__(self) -> Any:
-        raise TypeError("by_owner: expected not to be copied or pickled; save its state_dict()")
+        raise TypeError("by_owner: this optimizer cannot be copied or pickled; save its state_dict()")
 
     # --- dealing ------------------------------------------------------------------------------------------------------
 
     def _deal(self, groups: list[Group]) -> list[Group]:
-        """Deal the parameters of groups to owners; the groups as the inner optimizer takes them."""
+        """Assign the parameters of groups to owners; return the groups for the inner optimizer."""
         sharded = [param for group in groups for param in group["params"] if isinstance(param, ShardedTensor)]
         for param in sharded:
             if param.device.type == "meta":
-                raise ValueError("params: expected parameters with data, found one on the meta device; materialize it")
+                raise ValueError("params: a parameter is on the meta device; materialize it first")
             if param.spec.tensor_parallel is not None:
                 raise ValueError(
-                    f"params: expected parameters that are sharded over data-parallel ranks alone, found one of shape "
-                    f"{tuple(param.shape)} that is distributed over others beside; leave it to another optimizer"
+                    f"params: a parameter of shape {tuple(param.shape)} is tensor-parallel, which by_owner does not "
+                    f"support; leave it to another optimizer"
                 )
         for param in sorted(sharded, key=_cost, reverse=True):
             ranks = param.spec.ranks
@@ -146,7 +146,7 @@ class ByOwner(Optimizer):
         return param in self._full or param not in self.owners
 
     def _buckets(self, params: Iterable[ShardedTensor]) -> Iterator[tuple[ShardRanks, list[list[ShardedTensor]]]]:
-        """Parameters that travel together, by their owners: those of one process group, dtype and device."""
+        """Parameters that one all-to-all sends, by owner: those of one process group, dtype and device."""
         buckets: dict[Any, list[list[ShardedTensor]]] = {}
         for param in params:
             ranks = param.spec.ranks
@@ -159,11 +159,7 @@ class ByOwner(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; all ranks must call it, with gradients of the same parameters.
 
-        Args:
-            closure: computes the loss and gradients anew; called once, before the update.
-
-        Returns:
-            What `closure` returned.
+        Calls `closure` once, before the update, and returns what it returned.
 
         Raises:
             RuntimeError: a gradient was accumulated under `no_sync` and not reduced; parameters are summoned; the first
@@ -193,7 +189,7 @@ class ByOwner(Optimizer):
             if param in self._full:
                 self._full[param].grad = None
         self._send_back(params)
-        self._show_options()
+        self._copy_options()
         new: defaultdict[ShardRanks, list[Tensor]] = defaultdict(list)
         for param in params:
             if param not in self._announced:
@@ -201,9 +197,8 @@ class ByOwner(Optimizer):
         self._raise_on_all_ranks(error, "the inner optimizer", new.items())
 
     def _fetch(self, params: Sequence[ShardedTensor], with_gradients: bool) -> None:
-        """Let owners have parameters, and gradients, as they are now."""
-        columns: list[Callable[[ShardedTensor], Tensor]] = [_local_data]
-        columns += [_local_gradient] if with_gradients else []
+        """Send parameters, and gradients, to their owners."""
+        columns = (_local_data, _local_gradient) if with_gradients else (_local_data,)
         for ranks, of_owners in self._buckets(params):
             mine = of_owners[ranks.rank]
             sent = torch.cat([local(param) for of_owner in of_owners for param in of_owner for local in columns])
@@ -225,7 +220,7 @@ class ByOwner(Optimizer):
                 full.grad = grads[0] if grads else None
 
     def _send_back(self, params: Sequence[ShardedTensor]) -> None:
-        """Let all ranks have their elements of what owners have updated."""
+        """Send updated parameters from their owners to the ranks that store them."""
         for ranks, of_owners in self._buckets(params):
             slices, receive = [], [sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
             for rank in range(ranks.size):
@@ -244,7 +239,7 @@ class ByOwner(Optimizer):
     def _raise_on_all_ranks(
         self, error: Exception | None, what: str, new: Iterable[tuple[ShardRanks, Sequence[Tensor] | None]]
     ) -> None:
-        """Tell each other of the state of `new` parameters, sharded over the same ranks, and of errors, which raise."""
+        """Exchange errors, which raise, and outlines of the state of `new` parameters, by the ranks that shard them."""
         elsewhere = ""
         for ranks, params in new:
             outlines = {
@@ -264,14 +259,14 @@ class ByOwner(Optimizer):
 
     # --- options and state --------------------------------------------------------------------------------------------
 
-    def _show_options(self) -> None:
-        """Let the groups have the inner optimizer's options, which it may have changed."""
+    def _copy_options(self) -> None:
+        """Copy the inner optimizer's options, which it may have changed, to the groups."""
         for group, inner in zip(self.param_groups, self.inner.param_groups if self.inner else (), strict=True):
             group.update(_options(inner))
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """For each parameter that was updated its state; made anew at each access, so changes of it have no effect."""
+        """The state of each parameter that was updated; built at each access, so changes to it have no effect."""
         shown: defaultdict[Tensor, Any] = defaultdict(dict)
         inner = self.inner.state if self.inner else {}
         for param in (param for group in self.param_groups for param in group["params"]):
@@ -285,12 +280,12 @@ class ByOwner(Optimizer):
         """`Optimizer.__init__` sets an empty state."""
 
     def _spec(self, param: ShardedTensor, shape: torch.Size) -> ShardSpec:
-        """How state of that shape is sharded: all elements are the owner's."""
+        """The sharding of state of that shape: the owner has all elements."""
         numel = shape.numel()
         return ShardSpec(FlatSharding(tuple(shape), self.owners[param] * numel, numel), param.spec.ranks)
 
     def _shown(self, param: Any, value: Any) -> Any:
-        """State of a parameter, or the outline of it, as sharded tensors."""
+        """Turn state of a parameter, or its outline, into sharded tensors."""
         if not isinstance(value, Tensor):
             return _map(lambda each: self._shown(param, each), value)
         if _is_scalar(param, value) or not value.numel():
@@ -322,7 +317,7 @@ class ByOwner(Optimizer):
         self.inner.load_state_dict({"state": loaded, "param_groups": groups})
 
     def _loaded(self, param: Any, value: Any) -> Any:
-        """A value of a state dict as the inner optimizer has it: plain, in full. All ranks gather what is sharded."""
+        """Turn a value of a state dict into a plain, full one; all ranks gather what is sharded."""
         if not isinstance(value, Tensor):
             return _map(lambda each: self._loaded(param, each), value)
         if not isinstance(value, ShardedTensor):
@@ -340,7 +335,7 @@ class ByOwner(Optimizer):
 
 
 def _cost(param: Tensor) -> int:
-    """What an update costs: that of a few products of a matrix with itself, or a few operations on each element."""
+    """Relative cost of an update: matrix products for a matrix, otherwise a few operations on each element."""
     return param.numel() * (min(param.shape) if param.dim() == 2 else 1)
 
 
@@ -350,7 +345,7 @@ def _options(group: Group) -> Group:
 
 def _local_data(param: ShardedTensor) -> Tensor:
     if isinstance(param, UnshardedTensor):
-        raise RuntimeError("step: expected sharded parameters, found summoned ones; leave summon_full_params first")
+        raise RuntimeError("step: parameters are unsharded by summon_full_params; leave it first")
     return param.local.detach()
 
 
@@ -366,14 +361,14 @@ def _local_gradient(param: ShardedTensor) -> Tensor:
 
 
 def _map(convert: Callable[[Any], Any], value: Any) -> Any:
-    """`convert` what a dict, a list or a tuple has; any other value as it is."""
+    """Apply `convert` to the items of a dict, list or tuple; return any other value unchanged."""
     if isinstance(value, dict):
         return {key: convert(each) for key, each in value.items()}
     return type(value)(map(convert, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _outline(param: Any, value: Any) -> Any:
-    """State without its data: tensors are on the meta device; scalars are left out of dicts."""
+    """State without data: tensors on the meta device, dicts without scalars."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
@@ -383,5 +378,5 @@ def _outline(param: Any, value: Any) -> Any:
 
 
 def _is_scalar(param: Tensor, value: Any) -> bool:
-    """Whether it is a scalar of a parameter that is none; of a scalar, all state may be scalar, and is sharded."""
+    """Whether `value` is a scalar, unless the parameter is one too: then all its state may be, and is sharded."""
     return isinstance(value, Tensor) and not value.dim() and param.dim() > 0

@@ -1,12 +1,10 @@
-"""What an optimizer does to each element, recorded from the optimizer itself, and run on shards by other means.
+"""What an optimizer does to each element, recorded from the optimizer itself, as a function that Inductor compiles.
 
     recorded = record(optimizer, group, state, dtype)    runs the optimizer's own `step` on a stand-in for a parameter
     recorded.program     its operators, the same ones at every step
     recorded.scalars     the floats among their arguments: learning rate, weight decay, bias corrections of this step
     recorded.state       the state that is no tensor of the parameter's shape, such as the step count, after the step
-
-    run_eagerly(recorded, tensors)    the kernels that `step` would call, in place
-    fused(programs, clips)            a function that Inductor compiles, of the same tensors, with scalars as tensors
+    fused(programs, ...)    the update of several tensors in one graph, with scalars as inputs
 
 The stand-in has two elements on the CPU, of which nothing but the scalars is taken, in Python's floats as `step`
 computes them. Recording costs the host what the step of one parameter costs, however many share the scalars; on the
@@ -42,7 +40,7 @@ class Scalar(NamedTuple):
 class Operation(NamedTuple):
     """One operator. Its result is `Value(result)`: one of its operands if it works in place."""
 
-    function: Any
+    name: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     result: int
@@ -50,7 +48,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """The operators of one step. Programs are told apart by identity, which costs nothing at every step.
+    """The operators of one step. Programs are compared by identity, which costs nothing at every step.
 
     Attributes:
         names: of the state that has the parameter's shape: `Value(2)` and following.
@@ -62,117 +60,15 @@ class UpdateProgram:
 
 
 class Recorded(NamedTuple):
-    """A step of one parameter: see the module's docstring."""
+    """A step of one parameter: see the module's docstring. Each scalar is a tensor on the CPU, shape `()`."""
 
     program: UpdateProgram
-    scalars: tuple[float, ...]
+    scalars: tuple[Tensor, ...]
     state: dict[str, Tensor]
 
 
 class NotRecordable(Exception):
-    """The optimizer does something that no program expresses; it steps as it is."""
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes every operator with one of `tensors`, or what came of them, among its arguments, and lets all run."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-        self.tensors = list(tensors)  # alive, so that no id is used again
-        self.operations: list[Operation] = []
-        self.scalars: list[float] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not any(map(self._is_noted, (*args, *kwargs.values()))):
-            return func(*args, **kwargs)  # the profiler's, or arithmetic with step counts
-        result = func(*args, **kwargs)
-        if func.is_view or not isinstance(result, Tensor):  # such as `item`, whose value would mean nothing
-            raise NotRecordable(f"{func} in the step")
-        noted = tuple(map(self._argument, args)), tuple((name, self._argument(each)) for name, each in kwargs.items())
-        if id(result) not in self.positions:
-            self.positions[id(result)] = len(self.tensors)
-            self.tensors.append(result)
-        self.operations.append(Operation(func, *noted, self.positions[id(result)]))
-        return result
-
-    def _is_noted(self, argument: Any) -> bool:
-        return (
-            any(map(self._is_noted, argument))
-            if isinstance(argument, (list, tuple))
-            else id(argument) in self.positions
-        )
-
-    def _argument(self, argument: Any) -> Any:
-        if id(argument) in self.positions:
-            return Value(self.positions[id(argument)])
-        if isinstance(argument, Tensor):
-            if argument.dim() or argument.device.type != "cpu":  # a learning rate may be a tensor
-                raise NotRecordable("a tensor that is neither the parameter's nor a scalar on the CPU")
-            argument = argument.item()
-        if isinstance(argument, float):
-            self.scalars.append(argument)
-            return Scalar(len(self.scalars) - 1)
-        if isinstance(argument, (list, tuple, torch.device)):
-            raise NotRecordable(f"an argument {argument!r}")
-        return argument
-
-
-def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], dtype: torch.dtype) -> Recorded:
-    """Record a step of one parameter of `group` that has `state`; neither it nor the optimizer changes.
-
-    Args:
-        state: of a parameter; what of it is a tensor with dimensions stands for one of the parameter's shape.
-        dtype: of the parameter and of its gradient.
-
-    Raises:
-        NotRecordable: the step makes state, or calls what cannot be expressed.
-    """
-    param = nn.Parameter(_stand_in(dtype))
-    param.grad = _stand_in(dtype)
-    own: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            own[name] = _stand_in(value.dtype) if value.dim() else value.detach().clone()
-        else:
-            own[name] = value
-    before = dict(own)
-    names = tuple(name for name, value in own.items() if isinstance(value, Tensor) and value.dim())
-    recorder = _Recorder([param, param.grad, *(own[name] for name in names)])
-    groups, states = optimizer.param_groups, optimizer.state
-    try:
-        optimizer.param_groups = [{**group, "params": [param], "foreach": False, "fused": False}]
-        optimizer.state = type(states)(dict, {param: own} if own else {})
-        with recorder:
-            step_without_hooks(optimizer)
-        after: dict[str, Any] = optimizer.state.get(param, {})
-    finally:
-        optimizer.param_groups, optimizer.state = groups, states
-    if after.keys() != before.keys() or any(after[name] is not before[name] for name in before):
-        raise NotRecordable("state that the step makes")
-    scalars = {name: value for name, value in own.items() if isinstance(value, Tensor) and not value.dim()}
-    return Recorded(UpdateProgram(names, tuple(recorder.operations)), tuple(recorder.scalars), scalars)
-
-
-def _stand_in(dtype: torch.dtype) -> Tensor:
-    return torch.zeros(_NUMEL, dtype=dtype)
-
-
-def run_eagerly(recorded: Recorded, tensors: Sequence[Tensor]) -> None:
-    """Run the recorded operators on `tensors`: the parameter, its gradient, its state; all of one shape, in place."""
-    values: dict[int, Tensor] = dict(enumerate(tensors))
-
-    def actual(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return values[argument.position]
-        return recorded.scalars[argument.position] if isinstance(argument, Scalar) else argument
-
-    for function, args, kwargs, result in recorded.program.operations:
-        values[result] = function(*map(actual, args), **{name: actual(each) for name, each in kwargs})
-
-
-# --- for Inductor -----------------------------------------------------------------------------------------------------
+    """The optimizer does something that no program expresses."""
 
 
 def _times(x: Any, factor: Any) -> Any:
@@ -198,28 +94,98 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 
 
-def check_fusible(program: UpdateProgram) -> None:
-    """Raise NotRecordable if `fused` cannot express `program`."""
-    for operation in program.operations:
-        if _name(operation) not in _ARITHMETIC:
-            raise NotRecordable(f"{operation.function} has no form for kernels")
+class _Recorder(TorchDispatchMode):
+    """Records every operator that reads one of `tensors` or a value computed from them; all operators run."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        self.tensors = list(tensors)  # alive, so that no id is used again
+        self.operations: list[Operation] = []
+        self.scalars: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not any(map(self._is_recorded, (*args, *kwargs.values()))):
+            return result  # the profiler's, or arithmetic with step counts
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        if name not in _ARITHMETIC or not isinstance(result, Tensor):  # such as `item`, whose value would mean nothing
+            raise NotRecordable(f"{func} in the step")
+        given = tuple(map(self._argument, args)), tuple((key, self._argument(each)) for key, each in kwargs.items())
+        if id(result) not in self.positions:
+            self.positions[id(result)] = len(self.tensors)
+            self.tensors.append(result)
+        self.operations.append(Operation(name, *given, self.positions[id(result)]))
+        return result
+
+    def _is_recorded(self, argument: Any) -> bool:
+        if isinstance(argument, (list, tuple)):
+            return any(map(self._is_recorded, argument))
+        return id(argument) in self.positions
+
+    def _argument(self, argument: Any) -> Any:
+        if id(argument) in self.positions:
+            return Value(self.positions[id(argument)])
+        if isinstance(argument, Tensor):
+            if argument.dim() or argument.device.type != "cpu":  # a learning rate may be a tensor
+                raise NotRecordable("a tensor that is neither the parameter's nor a scalar on the CPU")
+            argument = argument.item()
+        if isinstance(argument, float):
+            self.scalars.append(argument)
+            return Scalar(len(self.scalars) - 1)
+        if isinstance(argument, (list, tuple, torch.device)):
+            raise NotRecordable(f"an argument {argument!r}")
+        return argument
 
 
-def _name(operation: Operation) -> str:
-    name: str = operation.function._schema.name
-    return name.removeprefix("aten::").rstrip("_")
+def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], dtype: torch.dtype) -> Recorded:
+    """Record a step of one parameter of `group` that has `state`; neither it nor the optimizer changes.
+
+    Args:
+        state: of a parameter; a tensor with dimensions stands for one of the parameter's shape.
+        dtype: of the parameter and of its gradient.
+
+    Raises:
+        NotRecordable: the step makes state, or calls what cannot be expressed.
+    """
+    param = nn.Parameter(torch.zeros(_NUMEL, dtype=dtype))
+    param.grad = torch.zeros(_NUMEL, dtype=dtype)
+    own: dict[str, Any] = dict(state)
+    tensors, scalars = {}, {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            own[name] = tensors[name] = torch.zeros(_NUMEL, dtype=value.dtype)
+        elif isinstance(value, Tensor):
+            own[name] = scalars[name] = value.detach().clone()
+    before = dict(own)
+    recorder = _Recorder([param, param.grad, *tensors.values()])
+    groups, states = optimizer.param_groups, optimizer.state
+    try:
+        optimizer.param_groups = [{**group, "params": [param], "foreach": False, "fused": False}]
+        optimizer.state = type(states)(dict, {param: own} if own else {})
+        with recorder:
+            step_without_hooks(optimizer)
+        after: dict[str, Any] = optimizer.state.get(param, {})
+    finally:
+        optimizer.param_groups, optimizer.state = groups, states
+    if after.keys() != before.keys() or any(after[name] is not before[name] for name in before):
+        raise NotRecordable("state that the step makes")
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    numbers = torch.tensor(recorder.scalars, dtype=precise).unbind()
+    return Recorded(UpdateProgram(tuple(tensors), tuple(recorder.operations)), numbers, scalars)
 
 
 def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int], clips: bool) -> fx.GraphModule:
-    """The update of several segments as one function of tensors, which changes them in place.
+    """The update of several tensors as one function, which changes them in place.
 
     Args:
-        programs: for each segment its program, and which set of scalars it takes.
+        programs: for each tensor its program, and which set of scalars it takes.
         scalars: how many there are in each set.
         clips: whether gradients are multiplied by a coefficient.
 
     Returns:
-        A function of, in this order: for each segment the parameter, its gradient, its state, each 1-D; the
+        A function of, in this order: for each tensor the parameter, its gradient, its state, each 1-D; the
         coefficient, if any; all scalars, set by set; each of the latter a tensor without dimensions.
     """
     graph = fx.Graph()
@@ -252,6 +218,5 @@ def _apply(program: UpdateProgram, values: dict[int, Any], scalars: Sequence[Any
             return values[argument.position]
         return scalars[argument.position] if isinstance(argument, Scalar) else argument
 
-    for operation in program.operations:
-        kwargs = {name: actual(each) for name, each in operation.kwargs}
-        values[operation.result] = _ARITHMETIC[_name(operation)](*map(actual, operation.args), **kwargs)
+    for name, args, kwargs, result in program.operations:
+        values[result] = _ARITHMETIC[name](*map(actual, args), **{key: actual(each) for key, each in kwargs})

@@ -118,7 +118,7 @@ def test_the_update_of_a_whole_step() -> None:
     update = fused([(recorded.program, 0)] * 2, [len(recorded.scalars)], clips=True)
     tensors = [torch.rand(size) for size in (96, 96, 96, 96, 48, 48, 48, 48)]
     coefficient = torch.tensor(0.5, dtype=torch.float64)  # told apart from scalars by its dtype
-    inputs = (*tensors, coefficient, *torch.tensor(recorded.scalars).unbind())
+    inputs = (*tensors, coefficient, *recorded.scalars)
     with as_for_cuda(on_cuda=lambda tensor: tensor.dim() > 0 or tensor.dtype == torch.float64):
         _, [code] = run_and_get_code(torch.compile(update, fullgraph=True, dynamic=False), *inputs)
     assert len(Program(code).kernels) == 2

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp_compile import fully_shard
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.optim.compiled_update import CompiledUpdate
-from fsdp_compile.optim.gradient_norm import gradient_norm
+from fsdp_compile.optim.flat import FlatStep, gradient_norm
 
 from .ranks import Ranks
 from .test_communication import _spied
@@ -222,7 +221,7 @@ def _of_updates(rank: int) -> None:
     model, plain = shard(MLP), nn.Linear(3, 2)
     params = [*model.parameters(), *plain.parameters()]
     optimizer = torch.optim.AdamW(params, lr=0.01)
-    update = CompiledUpdate(optimizer, fuses=True)
+    update = FlatStep(optimizer, fuses=True)
     for number in range(3):
         backward(model, MLP, mine(MLP, 1))
         plain(torch.ones(4, 3)).sum().backward()

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.optim import compiled_update
-from fsdp_compile.optim.compiled_update import FlatUpdate
+from fsdp_compile.optim import flat as flat_module
+from fsdp_compile.optim.flat import FlatUpdate
 from gloo.ranks import Ranks
 
 
@@ -83,7 +83,7 @@ def _freed_with_updates(rank: int, clip_norm: float | None) -> float:
 
     inputs = torch.arange(32.0).view(4, 8) / 32 + rank
     with (
-        mock.patch.object(compiled_update, "compile_graph", lambda graph, _: graph),
+        mock.patch.object(flat_module, "compile_graph", lambda graph, _: graph),
         mock.patch.object(FlatUpdate, "run", running),
     ):
         for number in range(4):

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_compile import compile_step, fully_shard, summon_full_params
-from fsdp_compile.optim import compiled_update
+from fsdp_compile.optim import flat as flat_module
 
 from .ranks import Ranks
 from .training import executor
@@ -169,7 +169,7 @@ def _fused_step(rank: int) -> None:
     step._run = models[0]
     for number in range(3):
         tokens = batch(10 * number + mesh["dp"].get_local_rank())
-        with loss_parallel(), mock.patch.object(compiled_update, "compile_graph", lambda graph, _: graph):
+        with loss_parallel(), mock.patch.object(flat_module, "compile_graph", lambda graph, _: graph):
             step(tokens, target=tokens)
             loss_of(models[1](tokens), tokens).backward()
         nn.utils.clip_grad_norm_(models[1].parameters(), 0.1)

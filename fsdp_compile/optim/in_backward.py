@@ -1,0 +1,152 @@
+"""Updates within the backward pass: each unit's as soon as its gradient is reduced, which is freed then.
+
+    with updates.running(loss):
+        loss.backward()
+    updates.updated             the flat parameters that have been updated
+
+gradients of units, and which of them live at once:
+
+    updates after backward      | d | c d | b c d | a b c d | update a, b, c, d |
+    updates in backward         | d | c   | b     | a       |
+
+Where its gradient arrives, in the eager runtime, in a graph or behind one, `GradientReduction.update` is called.
+"""
+
+# Note [What is not updated in backward]
+# A unit's gradient is complete when it has been reduced once, and may be freed if nothing but the optimizer reads it.
+# So these units are updated when backward has ended, as without the option: those with plain or frozen parameters, with
+# parameters of which the optimizer has not all, with gradients that were there before or that were accumulated under
+# no_sync, with hooks on parameters, and with gradients in low precision. Two forwards of a unit in one step give two
+# gradients, and the backward of the first would read what the second has updated: that is refused before backward, by
+# the graph that autograd has recorded.
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_compile.core.flat_param import FlatParam
+from fsdp_compile.optim._torch import has_step_hooks, is_compiled_graph
+from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES, FlatStep, FlatUpdate
+
+
+class UpdateInBackward:
+    """The updates of flat parameters within the backward pass of one step after the other.
+
+    Args:
+        step: what updates them.
+        flats: the flat parameters of the model.
+
+    Attributes:
+        updated: those that have been updated in this step.
+
+    Raises:
+        ValueError: the optimizer updates more than each element by itself, or is differentiable.
+    """
+
+    def __init__(self, step: FlatStep, flats: Sequence[FlatParam]) -> None:
+        optimizer = step.optimizer
+        if type(optimizer) not in ELEMENTWISE or any(group.get("differentiable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"update_in_backward: expected one of the elementwise optimizers {ELEMENTWISE_NAMES}, not "
+                f"differentiable, found {type(optimizer).__name__}; leave update_in_backward out"
+            )
+        self.updated: list[FlatParam] = []
+        self._step, self._flats = step, flats
+        self._called_once: set[type] = set()  # autograd nodes of compiled graphs that call each unit once
+
+    @contextmanager
+    def running(self, loss: Tensor) -> Iterator[None]:
+        """Let units be updated in the backward pass of `loss`, which is run in this block.
+
+        Raises:
+            ValueError: a unit was called several times in the forward.
+            RuntimeError: the optimizer has step hooks.
+        """
+        if has_step_hooks(self._step.optimizer):
+            raise RuntimeError(
+                "update_in_backward: the optimizer has step hooks, which would see no step of the whole optimizer; "
+                "remove them, or leave update_in_backward out"
+            )
+        self._check_called_once(loss)
+        known = {id(param) for group in self._step.optimizer.param_groups for param in group["params"]}
+        updates = self._step.before_backward()
+        for flat in self._flats:
+            if flat.only_trains() and all(id(param) in known for param in flat.params):
+                flat.reduction.update = partial(self._run, updates[flat])
+        try:
+            yield
+        finally:
+            for flat in self._flats:
+                flat.reduction.update = None
+
+    def failure(self) -> str:
+        """What to say of an error that came after some updates."""
+        return (
+            f"backward failed after {len(self.updated)} of {sum(flat.trains for flat in self._flats)} flat parameters "
+            f"were updated; load a checkpoint of model and optimizer before the next step"
+        )
+
+    def _run(self, update: FlatUpdate, grad: Tensor) -> None:
+        """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
+        if update.flat in self.updated:
+            raise RuntimeError(
+                f"update_in_backward: a second gradient of parameter {update.flat.layout.names[0]} arrived after its "
+                f"update, so its unit was called several times; load a checkpoint, and leave update_in_backward out"
+            )
+        self.updated.append(update.flat)
+        update.run_with(grad)
+
+    def _check_called_once(self, loss: Tensor) -> None:
+        """Raise ValueError if backward of `loss` reaches a shard in several ways.
+
+        That is from several forwards of its unit, or from one and from what reads a parameter outside of it. A compiled
+        graph that holds all units is searched once.
+        """
+        if self._called_once and self._is_known(loss):
+            return
+        by_param = {id(param): flat for flat in self._flats for param in flat.params}
+        shards: dict[Any, FlatParam] = {}
+        of_graphs: set[Any] = set()  # nodes between a shard and graphs that do not return its gradient
+        for flat in self._flats:
+            if flat.trains and flat.autograd_shard is not None and flat.deferred is not None:
+                of_graphs.add(flat.deferred.grad_fn)
+                shards |= {flat.autograd_shard.grad_fn: flat, flat.deferred.grad_fn: flat}
+        readers: dict[FlatParam, Any] = {}
+        work = [loss.grad_fn]
+        seen = set(work)
+        while work:
+            node = work.pop()
+            for following, _ in node.next_functions if node is not None and node not in of_graphs else ():
+                known = shards.get(following) or by_param.get(id(getattr(following, "variable", None)))
+                if known is not None and readers.setdefault(known, node) is not node:
+                    raise ValueError(
+                        f"update_in_backward: the unit of {known.layout.names[0]} gets several gradients in a step, "
+                        f"because it is called more than once or something else reads its parameters; leave "
+                        f"update_in_backward out"
+                    )
+                if known is None and following not in seen:
+                    seen.add(following)
+                    work.append(following)
+        if len(set(readers.values())) == 1:
+            self._called_once.update(type(node) for node in readers.values() if is_compiled_graph(node))
+
+    def _is_known(self, loss: Tensor) -> bool:
+        """Whether `loss` depends on one call of a graph in `_called_once`, and on no other parameter."""
+        calls = 0
+        work: list[Any] = [loss.grad_fn]
+        seen: set[Any] = {None}
+        while work:
+            node = work.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if type(node) in self._called_once:
+                calls += 1
+            elif hasattr(node, "variable"):
+                return False
+            else:
+                work += [following for following, _ in node.next_functions]
+        return calls == 1
