@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fsdp_compile.config import CompileConfig
     from fsdp_compile.construct.arguments import DataParallelMeshDims
     from fsdp_compile.eager.summon import summon_full_params
-    from fsdp_compile.eager.unshard import UnshardHandle
+    from fsdp_compile.eager.unsharded import UnshardHandle
     from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from fsdp_compile.state_dict.model import get_state_dict_type, set_state_dict_type, state_dict_type
     from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
@@ -110,7 +110,7 @@ _MODULES = {
     "Float8ErrorFeedback": "fsdp_compile.comm_hooks",
     "FullyShardedDataParallel": "fsdp_compile.wrapper",
     "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
-    "UnshardHandle": "fsdp_compile.eager.unshard",
+    "UnshardHandle": "fsdp_compile.eager.unsharded",
     "compile_step": "fsdp_compile.step",
     "explain_plan": "fsdp_compile.api",
     "float8_reduce_scatter": "fsdp_compile.comm_hooks",

@@ -21,7 +21,7 @@ from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision,
 from fsdp_compile.eager.forward import CheckParams, gathering, hooked_call
 from fsdp_compile.eager.reduce import compresses, set_sync
 from fsdp_compile.eager.summon import summon_full_params, summoned_for_apply
-from fsdp_compile.eager.unshard import UnshardHandle, reshard
+from fsdp_compile.eager.unsharded import UnshardHandle, reshard
 from fsdp_compile.eager.writeback import refresh
 from fsdp_compile.state_dict import model as model_state
 

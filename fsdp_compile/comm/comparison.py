@@ -1,29 +1,27 @@
 """Ranks compare, through the store of a process group, what they are about to run; no collective takes part.
 
-Of the n-th comparison in a group its store has, under the keys `fsdp_flat/<n>/...`:
+The n-th comparison in a group has the topic `fsdp_flat/<n>` of the message board:
 
-    came/<rank>      that this rank takes part
+    came/<rank>      this rank takes part
     same/<digest>    how many ranks are about to run the same
     came             how many ranks take part so far; the last of them knows all digests
-    outcome          that all ranks agree, that texts are needed, or the error of a rank whose time was up
+    outcome          all ranks agree, or texts are needed, or the error of a rank whose time was up
     text/<rank>      only if digests differ: what this rank is about to run
     texts            how many ranks have written theirs; the last of them finds the difference
     verdict          the error that all of them raise
 
-Ranks that agree need five operations of the store, whatever the length of their texts. The first who writes an outcome
-or a verdict decides it.
+Ranks that agree need five operations of the store, whatever the length of their texts.
 """
 
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_compile.comm._torch import store_of
+from fsdp_compile.comm.message_board import MessageBoard
 
 _AGREED, _DIFFERENT = "all ranks agree", "digests differ"
 
@@ -92,7 +90,7 @@ def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: f
             GroupCheck.of(group).compare(text, group, timeout, subject)
         except RuntimeError as error:
             for following, _ in rest:
-                GroupCheck.of(following).begin(following).decide("outcome", str(error))
+                GroupCheck.of(following).begin(following).board.decide("outcome", str(error))
             raise
 
 
@@ -102,44 +100,38 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 class _Round:
-    """One comparison in one group, under `key` of its store."""
+    """One comparison in one group."""
 
-    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self.key, self.store, self.rank, self.size = key, store_of(group), group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
+        self.board, self.rank, self.size = MessageBoard.of_group(group, topic), group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
 
     def verdict(self, text: str, timeout: float, subject: Subject) -> str | None:
         """None if all ranks agree, else the error of the first rank that knows it."""
-        digest = hashlib.sha256(f"{subject.name}\n{text}".encode()).hexdigest()
-        same = f"{self.key}/same/{digest}"
-        self.store.set(f"{self.key}/came/{self.rank}", "yes")
-        self.store.add(same, 1)
-        if self.store.add(f"{self.key}/came", 1) == self.size:
-            outcome = self.decide("outcome", _AGREED if self.store.add(same, 0) == self.size else _DIFFERENT)
+        board = self.board
+        same = "same/" + hashlib.sha256(f"{subject.name}\n{text}".encode()).hexdigest()
+        board.post(f"came/{self.rank}", "yes")
+        board.count(same)
+        if board.count("came") == self.size:
+            outcome = board.decide("outcome", _AGREED if board.count(same, 0) == self.size else _DIFFERENT)
+        elif (read := board.read("outcome", timeout)) is not None:
+            outcome = read.decode()
         else:
-            outcome = self._wait("outcome", timeout) or self.decide("outcome", self._missing(text, timeout, subject))
+            outcome = board.decide("outcome", self._missing(text, timeout, subject))
         if outcome == _DIFFERENT:
             return self._difference(text, timeout, subject)
         return None if outcome == _AGREED else outcome
 
-    def decide(self, name: str, said: str) -> str:
-        """Write `said` under `name` unless another rank has written there; what it says now."""
-        return self.store.compare_set(f"{self.key}/{name}", "", said).decode()
-
-    def _wait(self, name: str, timeout: float) -> str | None:
-        try:
-            self.store.wait([f"{self.key}/{name}"], timedelta(seconds=timeout))
-        except RuntimeError:  # stores differ in what they raise when time is up
-            return None
-        return self.store.get(f"{self.key}/{name}").decode()
-
     def _difference(self, text: str, timeout: float, subject: Subject) -> str:
-        self.store.set(f"{self.key}/text/{self.rank}", f"{subject.name}\n{text}")
-        if self.store.add(f"{self.key}/texts", 1) == self.size:
-            texts = [self.store.get(f"{self.key}/text/{rank}").decode().split("\n") for rank in range(self.size)]
-            return self.decide("verdict", self._first_difference(texts, subject))
+        board = self.board
+        board.post(f"text/{self.rank}", f"{subject.name}\n{text}")
+        if board.count("texts") == self.size:
+            texts = [(board.read(f"text/{rank}") or b"").decode().split("\n") for rank in range(self.size)]
+            return board.decide("verdict", self._first_difference(texts, subject))
+        if (verdict := board.read("verdict", timeout)) is not None:
+            return verdict.decode()
         gone = f"{subject.name}: expected {subject.expected} on all ranks, found others; {subject.advice}"
-        return self._wait("verdict", timeout) or self.decide("verdict", gone)
+        return board.decide("verdict", gone)
 
     def _first_difference(self, texts: list[list[str]], subject: Subject) -> str:
         equal = next(i for i in range(max(map(len, texts))) if len({tuple(text[i : i + 1]) for text in texts}) > 1)
@@ -159,7 +151,7 @@ class _Round:
         )
 
     def _missing(self, text: str, timeout: float, subject: Subject) -> str:
-        absent = [rank for rank in range(self.size) if not self.store.check([f"{self.key}/came/{rank}"])]
+        absent = [rank for rank in range(self.size) if not self.board.has(f"came/{rank}")]
         first, *others = text.split("\n")
         return (
             f"{subject.name}: expected all ranks to run it, found no sign of "

@@ -1,4 +1,4 @@
-"""The collectives that generated code calls: straight on the process group.
+"""Collectives on process groups themselves: those of generated code, and all-gathers started before they are asked for.
 
 What the dispatcher and torch's own layers put between a compiled graph and the process group costs more than a small
 collective: on torch 2.13, 10 us for an all-gather and its wait, 32 us for an all-to-all. Graphs hold torch's operators,
@@ -10,14 +10,174 @@ so that Inductor knows what it deals with; `passes/post_grad/lower_collectives.p
 
 The first of a graph is called by `fsdp_collectives.at_start`, for an earlier call of the graph may have failed between
 a collective and its wait.
+
+An all-gather can be started before the forward that reads it:
+
+    gather = PrefetchedGather(shard, dtype, groups)     casts the shard and begins to fill a buffer
+    with offered({gather: is_usable}) as offer:
+        forward()           the first all-gather of that shard takes the buffer, and waits for what fills it
+    offer.asked             what the forward has gathered: what the next one will gather too
+
+The forward, eager or compiled, is not told of them: whatever starts an all-gather asks `take` first.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm._torch import group_named, start_all_to_all
-from fsdp_compile.comm.collectives import waiting_for
-from fsdp_compile.comm.prefetched import Filling, start_gather, take
+from fsdp_compile.comm._torch import group_named, start_all_gather, start_all_to_all
+from fsdp_compile.comm.collectives import broadcasts_in, waiting_for
+
+# Note [Where a prefetched buffer is taken]
+# An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
+# no object that could own what was prefetched. So they look it up in what is offered in this thread, which is only
+# around the one forward that may use it. In between steps `CompiledStep` owns the buffers, and nothing finds them: no
+# evaluation, no other model, no later forward.
+# What names a unit there is the address of its stored shard. A path in the graph would not do: blocks of equal layout
+# share a graph, whose inputs alone tell them apart. Stored shards live as long as the model, so no other tensor has
+# that address. For this all who start an all-gather pass on the shard as it is stored and say by the buffer's dtype to
+# what it is cast: the cast belongs to the start of the all-gather, and is not computed where a prefetched buffer is
+# taken. (A forward that gathers anything else, such as scaled values, passes on another tensor, and takes nothing.) The
+# second of two stages starts from the buffer that the first one filled, and is looked up by that.
+# What takes a buffer does not ask whether its values are up to date, or whether other ranks take it too. Both are
+# decided in one place (eager/next_forward.py), whose answer is waited for when the first buffer is about to be taken.
+
+
+class Filling(NamedTuple):
+    """A tensor, 1-D, that collectives fill: to be read after `wait`. What they send lives until then."""
+
+    full: Tensor
+    works: Sequence[dist.Work]
+    sent: Tensor | None = None
+    kind: str = "all-gather"
+
+    def wait(self) -> None:
+        """Order what follows after the collectives."""
+        for work in self.works:
+            work.wait()
+
+
+def start_gather(out: Tensor, shard: Tensor, group: str) -> Filling:
+    """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`."""
+    ranks = group_named(group)
+    broadcasts = broadcasts_in(ranks) if out.is_cpu else None
+    if broadcasts is not None:
+        return Filling(out, broadcasts.start(ranks, out, shard))
+    sent = shard.to(out.dtype)
+    return Filling(out, (start_all_gather(ranks, out, sent),), sent)
+
+
+Key = tuple[int, int, str]
+
+
+def key_of(shard: Tensor, group: str) -> Key:
+    """What an all-gather of `shard` over `group` is looked up by (Note [Where a prefetched buffer is taken])."""
+    return shard.data_ptr(), shard.numel(), group
+
+
+class PrefetchedGather:
+    """An all-gather of `shard` under way, of which nothing has read the result yet.
+
+    Args:
+        shard: 1-D `[n]`, as it is stored.
+        dtype: to what it is cast.
+        groups: name and size of what the all-gather goes through, in order: one group or two. The second stage is
+            started by `start_next_stage`.
+
+    Attributes:
+        key: what it is looked up by.
+        then: its second stage, once that is started.
+        is_taken: whether a forward has taken the result.
+    """
+
+    def __init__(self, shard: Tensor, dtype: torch.dtype, groups: Sequence[tuple[str, int]]) -> None:
+        ((group, size), *self._later), self.dtype = groups, dtype
+        self.key = key_of(shard, group)
+        full = shard.new_empty(shard.numel() * size, dtype=dtype)
+        self._filling: Filling | None = start_gather(full, shard, group)
+        self.then: PrefetchedGather | None = None
+        self.is_taken = False
+
+    def start_next_stage(self) -> None:
+        """Begin with the second of two stages, behind the first: on the CPU the host waits for that."""
+        if self._later and self._filling is not None:
+            self._filling.wait()
+            self._filling = Filling(self._filling.full, ())
+            self.then, self._later = PrefetchedGather(self._filling.full, self.dtype, self._later), []
+
+    def take(self) -> Filling:
+        """What is being filled; this object refers to its memory no more."""
+        assert self._filling is not None
+        filling, self._filling, self.is_taken = self._filling, None, True
+        return filling
+
+    def drop(self) -> None:
+        """What nothing has taken is waited for, and its memory given back."""
+        if self._filling is not None:
+            filling, self._filling = self._filling, None
+            filling.wait()
+        if self.then is not None:
+            self.then.drop()
+
+
+class Offer:
+    """What one forward may take.
+
+    Args:
+        gathers: for each whether it may be taken, to be asked when a forward is about to.
+
+    Attributes:
+        asked: what the forward gathered, taken or not: by the key of the shard the dtype of the full buffer.
+        planned: where the shards begin that the plan of a compiled forward wants prefetched; None: there is none.
+    """
+
+    def __init__(self, gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> None:
+        self._gathers = {gather.key: (gather, is_usable) for gather, is_usable in gathers.items()}
+        self.asked: dict[Key, torch.dtype] = {}
+        self.planned: set[int] | None = None
+
+    def take(self, shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
+        """The all-gather of `shard` if it may be taken."""
+        key = key_of(shard, group)
+        self.asked[key] = dtype
+        gather, is_usable = self._gathers.pop(key, (None, None))
+        if gather is None or is_usable is None or gather.dtype != dtype or not is_usable():
+            return None
+        if gather.then is not None:
+            self._gathers[gather.then.key] = gather.then, is_usable
+        return gather.take()
+
+
+_offer: ContextVar[Offer | None] = ContextVar("offer", default=None)  # of this thread: another trains another model
+
+
+@contextmanager
+def offered(gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> Iterator[Offer]:
+    """Let the forward in this block take each of `gathers` once, if it may."""
+    offer = Offer(gathers)
+    token = _offer.set(offer)
+    try:
+        yield offer
+    finally:
+        _offer.reset(token)
+
+
+def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
+    """Return the prefetched all-gather of the stored `shard` in `dtype`, or None. Call before starting one."""
+    offer = _offer.get()
+    return None if offer is None else offer.take(shard, dtype, group)
+
+
+def plan_next(shards: Sequence[Tensor]) -> None:
+    """The forward that runs has a plan, which wants all-gathers of these stored shards started before the next one."""
+    offer = _offer.get()
+    if offer is not None:
+        offer.planned = {shard.data_ptr() for shard in shards}
 
 
 class DirectCollectives:

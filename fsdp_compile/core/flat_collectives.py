@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.prefetched import take
+from fsdp_compile.comm.direct import take
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
 
 

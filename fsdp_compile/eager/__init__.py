@@ -5,7 +5,6 @@ Each step
     casting.py            inputs, outputs and buffers in mixed precision; `.to()` and the like
     runtime.py            what units below one root share: order, prefetching, streams, reduces in flight
     checks.py             what is checked of a root, by each rank alone and among ranks
-    unshard.py            manual prefetching and resharding
     unsharded.py          the unsharded parameters of one forward: gathered, freed, gathered again in backward, freed
     streams.py            streams and events behind one interface; the memory of these parameters
     reduce.py             gradients packed and reduced, by collectives or communication hooks, and waited for late

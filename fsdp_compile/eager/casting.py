@@ -18,7 +18,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
-from fsdp_compile.eager.unshard import free_prefetched
+from fsdp_compile.eager.unsharded import free_prefetched
 from fsdp_compile.eager.writeback import refresh
 
 

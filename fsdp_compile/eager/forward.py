@@ -32,8 +32,7 @@ from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, casting_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
-from fsdp_compile.eager.unshard import free_kept, free_prefetched
-from fsdp_compile.eager.unsharded import Reader, UnshardedUnit
+from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_kept, free_prefetched
 from fsdp_compile.eager.writeback import refresh
 
 # Note [Graph breaks in the forward of a sharded module]

@@ -30,9 +30,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.comm import collectives, prefetched
+from fsdp_compile.comm import collectives, direct
+from fsdp_compile.comm.direct import PrefetchedGather
 from fsdp_compile.comm.groups import host_group
-from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.unit import Unit, VersionCounters
 
@@ -81,7 +81,7 @@ class NextForward:
         for unit in self.units:
             if first and unit.is_sharded:
                 host_group(unit.group, may_make=True)
-        self._asked: list[prefetched.Key] = []  # what the last forward gathered, in its order
+        self._asked: list[direct.Key] = []  # what the last forward gathered, in its order
         self._gathered: dict[FlatParam, torch.dtype] = {}  # by the last forward, in which dtype
         self._started: list[_Started] = []
 
@@ -115,7 +115,7 @@ class NextForward:
             answers.append(collectives.start_asking_ranks(are_current, name, _HOST))
             gathers.update((each.gather, answers[-1]) for each in of_group)
         try:
-            with prefetched.offered(gathers) as offer:
+            with direct.offered(gathers) as offer:
                 yield
             self._note(offer)
         finally:
@@ -124,7 +124,7 @@ class NextForward:
             for each in started:
                 each.drop()
 
-    def _note(self, offer: prefetched.Offer) -> None:
+    def _note(self, offer: direct.Offer) -> None:
         """What the next forward will gather, if it is like the one that has ended."""
         self._gathered.clear()
         self._sort(list(offer.asked))
@@ -139,7 +139,7 @@ class NextForward:
                 if dtype is not None and flat.shard.numel() and (planned is None or flat.shard.data_ptr() in planned):
                     self._gathered[flat] = dtype
 
-    def _sort(self, asked: list[prefetched.Key]) -> None:
+    def _sort(self, asked: list[direct.Key]) -> None:
         """Put units into the order in which `asked` has the first of their shards."""
         if asked == self._asked:
             return
@@ -158,12 +158,12 @@ class NextForward:
             each.drop()
 
 
-def _key_of(unit: Unit, flat: FlatParam) -> prefetched.Key:
+def _key_of(unit: Unit, flat: FlatParam) -> direct.Key:
     """What the first all-gather of `flat`, a flat parameter of `unit`, is looked up by."""
-    return prefetched.key_of(flat.shard, unit.stages[0].name)
+    return direct.key_of(flat.shard, unit.stages[0].name)
 
 
 @torch.library.impl("fsdp_flat::prefetch_next", "default")
 def _prefetch_next(shards: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    prefetched.plan_next(shards)
+    direct.plan_next(shards)
     return torch.empty(0, device=device)

@@ -5,6 +5,10 @@
 
 At most one unit is prefetched. A wrong prediction costs one all-gather, whose result is freed as soon as the prediction
 has shown itself wrong: by the next prediction, or at the end of the pass.
+
+What forward uses is `unit.prefetched`, whoever asked for it: forward prefetch, `set_modules_to_forward_prefetch` or
+`FSDPModule.unshard`. Within one forward of the root no parameter may change. Outside of it one may, on some ranks only
+(an optimizer skips parameters without a gradient): the ranks then agree by an all-reduce of one number.
 """
 
 import weakref
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
+from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
@@ -23,8 +28,8 @@ from fsdp_compile.core.unit import ReduceQueue, Unit
 from fsdp_compile.eager.checks import check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
-from fsdp_compile.eager.unshard import UnshardHandle, reshard, take_prefetched, unshard
-from fsdp_compile.eager.unsharded import UnshardedUnit
+from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_prefetched, reshard
+from fsdp_compile.eager.writeback import refresh
 
 
 class Runtime:
@@ -57,7 +62,7 @@ class Runtime:
         self.converting = False
         self._order_is_known = self._is_checked = self._is_compared = False
         self._streams: dict[torch.device, Streams] = {}
-        self._prefetched_in_forward: UnshardedUnit | None = None
+        self._predicted: Unit | None = None  # what forward prefetch gathers
         self._prefetched_in_backward: weakref.ref[UnshardedUnit] | None = None
         self._last_forward: weakref.ref[UnshardedUnit] | None = None
 
@@ -102,7 +107,7 @@ class Runtime:
         """A forward of the root `module` starts. Raises as `check` and `compare` do."""
         self.check(module)
         self.compare(module, compiled=False)
-        self._drop_prefetched()
+        self._drop_prediction()
         self._drop_unread()
         self._last_forward, self.iteration = None, object()
         if not self._order_is_known:
@@ -120,7 +125,7 @@ class Runtime:
     def end_iteration(self) -> None:
         """The forward of the root module has ended, or failed."""
         self.iteration = None
-        self._drop_prefetched()
+        self._drop_prediction()
         if not torch.is_grad_enabled():  # no backward follows, after which the host may change what copies still read
             for streams in self._streams.values():
                 streams.block_on_unshard()
@@ -148,7 +153,7 @@ class Runtime:
         self.reduces_in_flight.clear()
         self.unread.clear()
         self.shared_in_forward.clear()
-        self.iteration = self._prefetched_in_forward = self._prefetched_in_backward = self._last_forward = None
+        self.iteration = self._predicted = self._prefetched_in_backward = self._last_forward = None
         self._is_compared = self._order_is_known = False
         for unit in units_gathered_below(module):
             unit.become_idle()
@@ -164,11 +169,27 @@ class Runtime:
         streams = self.streams_for(unit.device)
         if not running:  # a unit that runs outside of its root
             streams.begin_iteration()
-        return (
-            take_prefetched(unit, full_precision, self.iteration)
-            or self._take_prefetched(unit, full_precision)
-            or UnshardedUnit(unit, full_precision, streams)
-        )
+        if self._predicted is not None and self._predicted is not unit:
+            position, other = self._position(unit), self._position(self._predicted)
+            if position is None or other is None or position > other:  # the prediction was wrong
+                self._drop_prediction()
+        return self._take_prefetched(unit, full_precision) or UnshardedUnit(unit, full_precision, streams)
+
+    def _take_prefetched(self, unit: Unit, full_precision: bool) -> UnshardedUnit | None:
+        """What was gathered for this forward of `unit`; None if there is nothing or it is out of date on some rank."""
+        if self._predicted is unit:
+            self._predicted = None
+        gathered, unit.prefetched = unit.prefetched, None
+        if gathered is None:
+            return None
+        refresh(unit)
+        current = gathered.full_precision == full_precision and gathered.is_current()
+        in_this_forward = self.iteration is not None and gathered.iteration is self.iteration
+        if unit.is_sharded and not in_this_forward:
+            current = collectives.holds_on_all_ranks(current, unit.group_name, unit.device)
+        if not current:
+            gathered.free()
+        return gathered if current else None
 
     def prefetch_forward(self, gathered: UnshardedUnit) -> None:
         """Begin to gather the unit after that of `gathered`, which is about to compute (E-PRE-2), or those chosen."""
@@ -177,46 +198,49 @@ class Runtime:
             self.unshard(chosen, gathered.full_precision)
             return
         wanted = self.settings.forward_prefetch and self._order_is_known and self.iteration is not None
-        if not wanted or self._prefetched_in_forward is not None:
+        if not wanted or self._predicted is not None:
             return
         position = self._position(gathered.unit)
         following = self.order[position + 1]() if position is not None and position + 1 < len(self.order) else None
         if following is not None and following.prefetched is None and not following.is_unsharded:
-            streams = self.streams_for(following.device)
-            self._prefetched_in_forward = UnshardedUnit(following, gathered.full_precision, streams)
+            self.unshard([following], gathered.full_precision)
+            self._predicted = following
 
     def unshard(self, units: Sequence[Unit], full_precision: bool) -> UnshardHandle:
-        """Begin to gather `units` for their next forward, as the user asks."""
-        return unshard(units, full_precision, self.iteration, self.streams_for)
+        """Begin to gather those of `units` that are sharded for their next forward. AssertionError if one is summoned.
+
+        Args:
+            units: the units to gather.
+            full_precision: whether that forward computes in the stored dtype.
+        """
+        for unit in units:
+            unit.check_not_summoned("unshard")
+        started = []
+        with torch.inference_mode(False):
+            for unit in units:
+                if not unit.is_unsharded and unit.prefetched is None:
+                    streams = self.streams_for(unit.device)
+                    if self.iteration is None:
+                        streams.begin_iteration()
+                    unit.prefetched = UnshardedUnit(unit, full_precision, streams, self.iteration)
+                if unit.prefetched is not None:
+                    started.append(unit.prefetched)
+        return UnshardHandle(started)
 
     def _position(self, unit: Unit) -> int | None:
         return next((position for position, known in enumerate(self.order) if known() is unit), None)
 
-    def _take_prefetched(self, unit: Unit, full_precision: bool) -> UnshardedUnit | None:
-        gathered = self._prefetched_in_forward
-        if gathered is None:
-            return None
-        predicted = gathered.unit is unit
-        if predicted and gathered.full_precision == full_precision and gathered.is_current():
-            self._prefetched_in_forward = None
-            return gathered
-        position, other = self._position(unit), self._position(gathered.unit)
-        may_still_come = not predicted and position is not None and other is not None and position < other
-        if not may_still_come:
-            self._drop_prefetched()
-        return None
-
-    def _drop_prefetched(self) -> None:
-        if self._prefetched_in_forward is not None:
-            self._prefetched_in_forward.free()
-            self._prefetched_in_forward = None
+    def _drop_prediction(self) -> None:
+        if self._predicted is not None:
+            free_prefetched(self._predicted)
+            self._predicted = None
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def end_forward(self, gathered: UnshardedUnit) -> None:
         """Record the order in which the forwards of units end: backward reverses it."""
         if torch.is_grad_enabled():
-            gathered.prefetcher, gathered.previous = self, self._last_forward
+            gathered.prefetch_backward, gathered.previous = self.prefetch_backward, self._last_forward
             gathered.in_root_forward = self.iteration is not None
             self._last_forward = weakref.ref(gathered)
 
@@ -231,8 +255,10 @@ class Runtime:
         """Begin to gather the unit whose backward is likely to come next (E-PRE-1), or the units that were chosen."""
         chosen = gathered.unit.options.prefetch_in_backward
         if chosen is not None:
-            if when is BackwardPrefetch.BACKWARD_PRE:
-                self._prefetch_chosen(chosen)
+            for unit in chosen if when is BackwardPrefetch.BACKWARD_PRE else ():
+                last = next(reversed(list(unit.awaiting_backward)), None)
+                if last is not None and last.backward_pass != current_backward():
+                    self._prefetch_again(last)
             return
         target = gathered.previous() if gathered.previous is not None else None
         if when is not self.settings.backward_prefetch or target is None or target.backward_pass == current_backward():
@@ -240,22 +266,16 @@ class Runtime:
         earlier = self._prefetched_in_backward() if self._prefetched_in_backward is not None else None
         if earlier is not None and earlier is not target:
             earlier.free_prefetched()
-        if target.is_current() and target.prefetch():  # else its own backward says what is wrong
+        if self._prefetch_again(target):
             self._prefetched_in_backward = weakref.ref(target)
-            self._free_after_backward(target)
 
-    def _prefetch_chosen(self, units: Sequence[Unit]) -> None:
-        """Begin to gather again what the last forward of each of `units` freed."""
-        for unit in units:
-            target = next(reversed(list(unit.awaiting_backward)), None)
-            if target is None or target.backward_pass == current_backward() or not target.is_current():
-                continue  # nothing to gather, or its own backward says what is wrong
-            if target.prefetch():
-                self._free_after_backward(target)
-
-    def _free_after_backward(self, target: UnshardedUnit) -> None:
+    def _prefetch_again(self, target: UnshardedUnit) -> bool:
+        """Begin to gather again what `target` freed; whether anything was. If values changed, its backward says so."""
+        if not target.is_current() or not target.prefetch():
+            return False
         leave = partial(_leave_unread, self.unread, target.buffers)
         call_after_backward(partial(_free_prefetched, weakref.ref(target)), if_failed=leave)
+        return True
 
 
 def _leave_unread(unread: list[UnshardedBuffer], buffers: Sequence[UnshardedBuffer]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.prefetched import Filling, take
+from fsdp_compile.comm.direct import Filling, take
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
 from fsdp_compile.core.unit import Unit, VersionCounters

@@ -26,7 +26,7 @@ from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
 from fsdp_compile.core.unit import Phase, Unit, check_idle
-from fsdp_compile.eager.unshard import free_prefetched
+from fsdp_compile.eager.unsharded import free_prefetched
 from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects, write_to_shard
 
 APPLY = "apply"

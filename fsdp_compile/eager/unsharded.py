@@ -6,12 +6,14 @@
 
 UnshardParams      the differentiable step from a unit's shards to its unsharded parameters
 UnshardedUnit      what one forward of a unit gathered, and when it is freed and gathered again
+UnshardHandle      all-gathers that `FSDPModule.unshard` started
+reshard, free_*    free what no forward or backward reads
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Flag, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,13 +93,6 @@ class Reader(Flag):
     RECOMPUTED_FORWARD = auto()  # a checkpoint within the unit, of this forward or of another one
 
 
-class Prefetcher(Protocol):
-    """Who prefetches the unit whose backward comes next: the runtime of the root."""
-
-    def prefetch_backward(self, gathered: "UnshardedUnit", when: BackwardPrefetch) -> None:
-        """Do so, if it is wanted at the moment `when`."""
-
-
 class UnshardedUnit:
     """The unsharded parameters that one forward of `unit` reads, and the buffers beneath them.
 
@@ -120,6 +115,7 @@ class UnshardedUnit:
         is_differentiated: whether a backward pass made a graph of its own (`create_graph`), which has saved the
             parameters: their buffers go with that graph.
         readers: who else reads the parameters in that backward pass.
+        prefetch_backward: gathers the unit whose backward comes next, if that is wanted now; of the root's runtime.
         previous: the forward of a unit that ended before this one.
         in_root_forward: whether it was part of a forward of the root, and not recomputed or called by itself.
     """
@@ -132,7 +128,7 @@ class UnshardedUnit:
         iteration: object | None = None,
     ) -> None:
         self.unit, self.full_precision, self.streams, self.iteration = unit, full_precision, streams, iteration
-        self.prefetcher: Prefetcher | None = None
+        self.prefetch_backward: Callable[[UnshardedUnit, BackwardPrefetch], None] | None = None
         self.previous: weakref.ref[UnshardedUnit] | None = None
         if refresh(unit):
             streams.begin_iteration()
@@ -341,8 +337,8 @@ class UnshardedUnit:
             self._prefetch_next(BackwardPrefetch.BACKWARD_POST)  # a frozen unit has no gradients to be ready (E-PRE-6)
 
     def _prefetch_next(self, when: BackwardPrefetch) -> None:
-        if self.prefetcher is not None:
-            self.prefetcher.prefetch_backward(self, when)
+        if self.prefetch_backward is not None:
+            self.prefetch_backward(self, when)
 
     def _is_shared(self) -> bool:
         return Reader.RECOMPUTED_FORWARD in self.readers and len(self.unit.awaiting_backward) > 1
@@ -394,6 +390,47 @@ class UnshardedUnit:
             buffer.slice = None
         if filled:
             self.streams.note_free()
+
+
+class UnshardHandle:
+    """All-gathers that `FSDPModule.unshard(async_op=True)` has started."""
+
+    def __init__(self, gathers: Sequence[UnshardedUnit]) -> None:
+        self._gathers = gathers
+
+    def wait(self) -> None:
+        """Order what follows on the current stream after the all-gathers; without streams, wait for them."""
+        for gathered in self._gathers:
+            gathered.wait()
+        self._gathers = ()
+
+
+def reshard(unit: Unit) -> None:
+    """Free all unsharded parameters of an idle unit; a backward that still needs them gathers again.
+
+    ValueError if a forward or backward of the unit is under way.
+    """
+    if unit.is_unsharded:
+        raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
+    free_prefetched(unit)
+    free_kept(unit)
+    for gathered in unit.awaiting_backward:
+        if gathered.can_free:
+            gathered.free()
+
+
+def free_prefetched(unit: Unit) -> None:
+    """Free what was gathered for a forward that has not begun."""
+    if unit.prefetched is not None:
+        unit.prefetched.free()
+        unit.prefetched = None
+
+
+def free_kept(unit: Unit) -> None:
+    """Free what a backward pass left unsharded for the next forward."""
+    if unit.kept is not None:
+        unit.kept.free()
+        unit.kept = None
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.prefetched import PrefetchedGather, offered, take
+from fsdp_compile.comm.direct import PrefetchedGather, offered, take
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.optim.flat import gradient_norm
 

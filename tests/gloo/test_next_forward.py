@@ -22,8 +22,8 @@ from fsdp_compile import ModuleWrapPolicy, compile_step, fully_shard, summon_ful
 from fsdp_compile.comm import collectives, groups
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import start_asking_ranks
+from fsdp_compile.comm.direct import PrefetchedGather
 from fsdp_compile.comm.groups import host_group
-from fsdp_compile.comm.prefetched import PrefetchedGather
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager import next_forward
 

@@ -16,7 +16,7 @@ PACKAGE = Path(fsdp_compile.__file__).parent
 # The first entry that a module lies within holds for it: collectives lie below `core`, and what unites both above it.
 ALLOWED = {
     "comm": set(),
-    "core": {"comm.collectives", "comm.groups", "comm.prefetched", "comm._torch"},
+    "core": {"comm.collectives", "comm.groups", "comm.direct", "comm._torch"},
     "construct": {"core", "comm"},
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
