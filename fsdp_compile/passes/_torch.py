@@ -18,21 +18,19 @@ FakeStore                                 may leave `torch.testing`; `init_proce
 reset_dynamo                              `torch.compiler.reset` clears more than Dynamo (also the caches of Inductor)
 
 Order of nodes: `preserve_node_ordering(graph, {node: OrderedSet(earlier)})` wraps nodes in `control_deps`, which pins
-their order through Inductor's scheduler. When torch moves: a wrapped matrix product gets a buffer of its own (if that
-changes, `pin_order` can pin all products), and `reorder_for_peak_memory` must still leave the pinned order alone.
+their order through Inductor's scheduler. A wrapped matrix product gets a buffer of its own (if that changes, `pin_order`
+can pin all products); `reorder_for_peak_memory` must leave the pinned order alone.
 
-Lowering of operators: `register_lowering`, `fallback_handler` (the call as it is), `lowerings` (what is registered),
-`V.graph` (the graph that is being lowered) and `ops` (what a loop computes). When torch moves: `V.graph` must still
-have `env`, `operations`, `name_to_buffer`, `name_to_op`, `additional_buffer_deps`, `additional_star_deps`,
-`never_reuse_buffers` and `scheduler`, and the wrapper `add_import_once` and `make_buffer_free`.
+Lowering: `V.graph`, the graph that is being lowered, must still have `env`, `operations`, `name_to_buffer`,
+`name_to_op`, `additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
+`add_import_once` and `make_buffer_free`. `fallback_handler` is the call as it is; `ops` is what a loop computes.
 
-Dependencies of the nodes of the scheduler: see Note [Loops that forget the wait]. When torch moves:
-`recompute_size_and_body` may rename what a loop reads; if `tests/gloo/test_traps.py` holds without the hook, drop it.
+Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/test_traps.py` holds without the hook, drop it.
 
 Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
 buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input
-stands for a shard that is cast where its all-gather starts. When torch moves: `tests/fake/test_copies.py`,
-`test_reuse.py` and `test_order.py` read generated code and fail if a gradient is copied or read too late.
+stands for a shard that is cast where its all-gather starts. `tests/fake/test_copies.py`, `test_reuse.py` and
+`test_order.py` read generated code and fail if a gradient is copied or read too late.
 """
 
 import re
@@ -110,7 +108,7 @@ def cache_hits() -> int:
 
 
 def cache_misses() -> int:
-    """How many graphs this process has compiled and put into the compiler's caches."""
+    """How many graphs this process has compiled and put there."""
     return counters["inductor"]["fxgraph_cache_miss"]
 
 
@@ -190,10 +188,7 @@ _UNBOUNDED = 8192  # stands for a size that depends on data and has no bound, as
 
 
 def size_hint(size: Any) -> int:
-    """The number that a size has, or had when it was traced; for one that depends on data, the most that it may be.
-
-    It is equal on all ranks where the sizes of their inputs are.
-    """
+    """The number that a size has, or had when it was traced; for one that depends on data, the most that it may be."""
     if isinstance(size, int):
         return size
     context = TracingContext.try_get()

@@ -1,4 +1,4 @@
-"""What a pass is: a named edit of one graph, and what the passes of one graph know together.
+"""What a pass is: a named edit of one graph, and what the passes of one graph share.
 
     Pipeline (inductor.py)  ->  GraphContext(graph, config)  ->  Pass.run(context), one after the other
                                 .info      set by read_graph     the graph as tasks and units
@@ -11,9 +11,8 @@ into a file of its own (1 means `./fsdp_compile_graphs`):
     FOLDER/rank0/graph0_1_joint/00_insert_collectives.txt      first graph, forward and backward in one
     FOLDER/rank0/graph0_2_forward/05_order.txt                 the same graph's forward, later
 
-and says so in one line for each graph on rank 0. Graphs that come out of a compile cache are not compiled and so not
-written; `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has them compiled. The logger `fsdp_compile.graphs` gets the same texts
-at level DEBUG.
+Graphs that come out of a compile cache are not written; `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has them compiled. The
+logger `fsdp_compile.graphs` gets the same texts at level DEBUG.
 """
 
 import logging

@@ -27,7 +27,7 @@ from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
 from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.plan import Kind, PlanError, Step
+from fsdp_compile.passes.plan.plan import PlanError, Step
 
 
 def place_deferred_reduces(context: GraphContext) -> None:
@@ -48,7 +48,8 @@ def order(context: GraphContext) -> None:
     """
     info, plan = context.info, context.plan
     for launch, step in enumerate(plan.of("gather", "reduce")):  # what the plan launches at once is tagged
-        starts = [start for name in step.units for start in _starts(step.kind, name, info)]
+        by_unit = [info.gathers[n].starts if step.kind == "gather" else info.reduces[n].start[-1:] for n in step.units]
+        starts = list(chain(*by_unit))
         for start in starts if len(starts) > 1 else ():
             set_tag(start, replace(tag_of(start), launch=launch))
     steps_before: list[list[Step]] = [[] for _ in range(len(info.tasks) + 1)]  # each task, and what follows the last
@@ -69,10 +70,6 @@ def order(context: GraphContext) -> None:
     output = context.graph.output_node()
     for node in ordered:
         output.prepend(node)
-
-
-def _starts(kind: Kind, name: str, info: GraphInfo) -> list[fx.Node]:
-    return info.gathers[name].starts if kind == "gather" else info.reduces[name].start[-1:]
 
 
 def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
