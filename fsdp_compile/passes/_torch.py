@@ -18,8 +18,8 @@ FakeStore                                 may leave `torch.testing`; `init_proce
 reset_dynamo                              `torch.compiler.reset` clears more than Dynamo (also the caches of Inductor)
 
 Order of nodes: `preserve_node_ordering(graph, {node: OrderedSet(earlier)})` wraps nodes in `control_deps`, which pins
-their order through Inductor's scheduler. A wrapped matrix product gets a buffer of its own (if that changes, `pin_order`
-can pin all products); `reorder_for_peak_memory` must leave the pinned order alone.
+their order through Inductor's scheduler. A wrapped matrix product gets a buffer of its own (if that changes, all
+products can be pinned); `reorder_for_peak_memory` must leave the pinned order alone.
 
 Lowering: `V.graph`, the graph that is being lowered, must still have `env`, `operations`, `name_to_buffer`,
 `name_to_op`, `additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
