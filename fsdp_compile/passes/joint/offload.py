@@ -19,9 +19,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.core.host_copies import FROM_HOST, TO_HOST, WAIT_COPY
-from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.graph.costs import size_of
-from fsdp_compile.passes.graph.nodes import Kind, Tag, block_path, module_path, set_tag
+from fsdp_compile.passes.graph.nodes import Kind, Tag, backward_nodes, block_path, module_path, set_tag
 
 LARGE = 1 << 16  # bytes below which an activation is not worth a copy of its own
 
@@ -64,13 +63,10 @@ def following(
 ) -> dict[str, Next]:
     """What follows each block but the last: where the next one's forward ends, and where its backward begins."""
     begins: dict[str, fx.Node] = {}
-    after_tangents: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or not after_tangents.isdisjoint(node.all_input_nodes):
-            after_tangents.add(node)
-            path = block_path(node)
-            if path and position.get(node, 0) >= split and isinstance(node.meta.get("val"), Tensor):
-                begins.setdefault(path, node)
+    for node in sorted(backward_nodes(graph)):
+        path = block_path(node)
+        if path and position.get(node, 0) >= split and isinstance(node.meta.get("val"), Tensor):
+            begins.setdefault(path, node)
     return {name: Next(spans[other][-1], begins[other]) for name, other in pairwise(spans) if other in begins}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.core.ops import UNSHARD
-from fsdp_compile.passes._torch import is_tangent, saved_for_backward, size_hint
+from fsdp_compile.passes._torch import saved_for_backward, size_hint
 from fsdp_compile.passes.cost.roofline import step_with_profile
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import analyze, stretches_of
@@ -92,25 +92,20 @@ def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
     Of units that reshard after forward. See Note [Why gathers are tagged for recomputation].
     """
     numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
-    after_tangents: set[fx.Node] = set()
-    for node in graph.nodes:
+    backward = nodes.backward_nodes(graph)
+    for node in [each for each in graph.nodes if each not in backward]:
         value, tag, needed = node.meta.get("val"), nodes.get_tag(node), node.all_input_nodes
-        if is_tangent(node) or not after_tangents.isdisjoint(needed):
-            after_tangents.add(node)
-        elif tag is not None and tag.kind in ("gather", "wait"):
+        if tag is not None and tag.kind in ("gather", "wait"):
             if tag.reshard and tag.kind == "wait":
                 numels[node] = 0
         elif isinstance(value, Tensor) and nodes.is_pure(node) and not numels.keys().isdisjoint(needed):
             largest = max(numels.get(each, 0) for each in needed) or _numel(node)  # a view of the buffer: a parameter
             is_cheap = nodes.is_pointwise(node) and _numel(node) <= largest
-            if all(each in numels or (is_cheap and _is_at_hand(each, largest)) for each in needed):
+            at_hand = [each for each in needed if each.op == "placeholder" or nodes.is_scalar(each)]  # costs nothing
+            at_hand += [each for each in needed if _numel(each) * _SMALL <= largest]
+            if all(each in numels or (is_cheap and each in at_hand) for each in needed):
                 numels[node] = largest
     return [node for node, largest in numels.items() if _numel(node) * _SMALL >= largest]
-
-
-def _is_at_hand(node: fx.Node, largest: int) -> bool:
-    """Whether backward may have `node` at no cost beside a parameter of `largest` elements."""
-    return node.op == "placeholder" or nodes.is_scalar(node) or _numel(node) * _SMALL <= largest
 
 
 def _numel(node: fx.Node) -> int:
