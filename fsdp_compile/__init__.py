@@ -20,127 +20,87 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import (
-        BackwardPrefetch,
-        CPUOffload,
-        CPUOffloadPolicy,
-        FlatParameter,
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        LocalOptimStateDictConfig,
-        LocalStateDictConfig,
-        MixedPrecision,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        OptimStateDictConfig,
-        OptimStateKeyType,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        ShardingStrategy,
-        StateDictConfig,
-        StateDictSettings,
-        StateDictType,
-    )
-    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
+    from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch
+    from torch.distributed.fsdp import CPUOffload as CPUOffload
+    from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+    from torch.distributed.fsdp import FlatParameter as FlatParameter
+    from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
+    from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
+    from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+    from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
+    from torch.distributed.fsdp import MixedPrecision as MixedPrecision
+    from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+    from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
+    from torch.distributed.fsdp import OptimStateKeyType as OptimStateKeyType
+    from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+    from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
+    from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
+    from torch.distributed.fsdp import StateDictConfig as StateDictConfig
+    from torch.distributed.fsdp import StateDictSettings as StateDictSettings
+    from torch.distributed.fsdp import StateDictType as StateDictType
+    from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy as ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as size_based_auto_wrap_policy
 
-    from fsdp_compile.api import explain, explain_plan, fully_shard
-    from fsdp_compile.comm_hooks import Float8ErrorFeedback, float8_reduce_scatter
-    from fsdp_compile.config import CompileConfig
-    from fsdp_compile.construct.arguments import DataParallelMeshDims
-    from fsdp_compile.eager.summon import summon_full_params
-    from fsdp_compile.eager.unsharded import UnshardHandle
-    from fsdp_compile.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-    from fsdp_compile.state_dict.model import get_state_dict_type, set_state_dict_type, state_dict_type
-    from fsdp_compile.state_dict.optimizer import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
-    from fsdp_compile.step import compile_step
-    from fsdp_compile.wrapper import FullyShardedDataParallel
+    from fsdp_compile.api import explain as explain
+    from fsdp_compile.api import explain_plan as explain_plan
+    from fsdp_compile.api import fully_shard as fully_shard
+    from fsdp_compile.comm_hooks import Float8ErrorFeedback as Float8ErrorFeedback
+    from fsdp_compile.comm_hooks import float8_reduce_scatter as float8_reduce_scatter
+    from fsdp_compile.config import CompileConfig as CompileConfig
+    from fsdp_compile.construct.arguments import DataParallelMeshDims as DataParallelMeshDims
+    from fsdp_compile.eager.summon import summon_full_params as summon_full_params
+    from fsdp_compile.eager.unsharded import UnshardHandle as UnshardHandle
+    from fsdp_compile.fsdp_module import FSDPModule as FSDPModule
+    from fsdp_compile.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
+    from fsdp_compile.fsdp_module import share_comm_ctx as share_comm_ctx
+    from fsdp_compile.state_dict.model import get_state_dict_type as get_state_dict_type
+    from fsdp_compile.state_dict.model import set_state_dict_type as set_state_dict_type
+    from fsdp_compile.state_dict.model import state_dict_type as state_dict_type
+    from fsdp_compile.state_dict.optimizer import optim_state_dict as optim_state_dict
+    from fsdp_compile.state_dict.optimizer import optim_state_dict_to_load as optim_state_dict_to_load
+    from fsdp_compile.state_dict.optimizer import rekey_optim_state_dict as rekey_optim_state_dict
+    from fsdp_compile.step import compile_step as compile_step
+    from fsdp_compile.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "CompileConfig",
-    "CustomPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "FlatParameter",
-    "Float8ErrorFeedback",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "ModuleWrapPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
-    "compile_step",
-    "explain",
-    "explain_plan",
-    "float8_reduce_scatter",
-    "fully_shard",
-    "get_state_dict_type",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "register_fsdp_forward_method",
-    "rekey_optim_state_dict",
-    "set_state_dict_type",
-    "share_comm_ctx",
-    "size_based_auto_wrap_policy",
-    "state_dict_type",
-    "summon_full_params",
-]
-
-# Where names are defined that are not among torch's own, which `torch.distributed.fsdp` has.
-_MODULES = {
-    "CompileConfig": "fsdp_compile.config",
-    "CustomPolicy": "torch.distributed.fsdp.wrap",
-    "DataParallelMeshDims": "fsdp_compile.construct.arguments",
-    "FSDPModule": "fsdp_compile.fsdp_module",
-    "Float8ErrorFeedback": "fsdp_compile.comm_hooks",
-    "FullyShardedDataParallel": "fsdp_compile.wrapper",
-    "ModuleWrapPolicy": "torch.distributed.fsdp.wrap",
-    "UnshardHandle": "fsdp_compile.eager.unsharded",
-    "compile_step": "fsdp_compile.step",
-    "explain_plan": "fsdp_compile.api",
-    "float8_reduce_scatter": "fsdp_compile.comm_hooks",
-    "fully_shard": "fsdp_compile.api",
-    "get_state_dict_type": "fsdp_compile.state_dict.model",
-    "optim_state_dict": "fsdp_compile.state_dict.optimizer",
-    "optim_state_dict_to_load": "fsdp_compile.state_dict.optimizer",
-    "register_fsdp_forward_method": "fsdp_compile.fsdp_module",
-    "rekey_optim_state_dict": "fsdp_compile.state_dict.optimizer",
-    "set_state_dict_type": "fsdp_compile.state_dict.model",
-    "share_comm_ctx": "fsdp_compile.fsdp_module",
-    "size_based_auto_wrap_policy": "torch.distributed.fsdp.wrap",
-    "state_dict_type": "fsdp_compile.state_dict.model",
-    "summon_full_params": "fsdp_compile.eager.summon",
+# Where each public name is defined. It is imported when it is first asked for.
+_NAMES = {
+    "torch.distributed.fsdp": "BackwardPrefetch CPUOffload CPUOffloadPolicy FlatParameter FullOptimStateDictConfig "
+    "FullStateDictConfig LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision MixedPrecisionPolicy "
+    "OffloadPolicy OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig ShardedStateDictConfig "
+    "ShardingStrategy StateDictConfig StateDictSettings StateDictType",
+    "torch.distributed.fsdp.wrap": "CustomPolicy ModuleWrapPolicy size_based_auto_wrap_policy",
+    "fsdp_compile.api": "explain explain_plan fully_shard",
+    "fsdp_compile.comm_hooks": "Float8ErrorFeedback float8_reduce_scatter",
+    "fsdp_compile.config": "CompileConfig",
+    "fsdp_compile.construct.arguments": "DataParallelMeshDims",
+    "fsdp_compile.eager.summon": "summon_full_params",
+    "fsdp_compile.eager.unsharded": "UnshardHandle",
+    "fsdp_compile.fsdp_module": "FSDPModule register_fsdp_forward_method share_comm_ctx",
+    "fsdp_compile.state_dict.model": "get_state_dict_type set_state_dict_type state_dict_type",
+    "fsdp_compile.state_dict.optimizer": "optim_state_dict optim_state_dict_to_load rekey_optim_state_dict",
+    "fsdp_compile.step": "compile_step",
+    "fsdp_compile.wrapper": "FullyShardedDataParallel",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES.get(name, "torch.distributed.fsdp")), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})
 
 
 if not TYPE_CHECKING:
+    __all__ = sorted(_MODULES)
 
     class _Package(ModuleType):
         """The type of this package, for which `fsdp_compile.explain` is always the function.

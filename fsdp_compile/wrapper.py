@@ -26,7 +26,15 @@ from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
 from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, sharding_of, units_used_below
+from fsdp_compile.core.settings import Settings
+from fsdp_compile.core.sharding import (
+    CHECKPOINTED,
+    WRAPPED,
+    ModuleSharding,
+    clean_name,
+    sharding_of,
+    units_used_below,
+)
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
@@ -203,16 +211,13 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
-        if self._units and not self._units[0].is_sharded:
-            return ShardingStrategy.NO_SHARD
-        strategy: ShardingStrategy = self.module._fsdp.settings.strategy
-        return strategy
+        copied = self._units and not self._units[0].is_sharded
+        return ShardingStrategy.NO_SHARD if copied else self._settings.strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The dtypes in force; those of the parameters where they are None."""
-        precision: MixedPrecision = self.module._fsdp.settings.precision
-        return precision
+        return self._settings.precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -237,24 +242,23 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        device: torch.device = self._units[0].device if self._units else self.module._fsdp.device
-        return device
+        sharding: ModuleSharding = self.module._fsdp
+        return self._units[0].device if self._units else sharding.device
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
         """The setting in force, that of the root, as of `forward_prefetch` and `limit_all_gathers`."""
-        setting: BackwardPrefetch | None = self.module._fsdp_runtime.settings.backward_prefetch
-        return setting
+        return self._root_settings.backward_prefetch
 
     @property
     def forward_prefetch(self) -> bool:
         """Whether the eager forward prefetches."""
-        return bool(self.module._fsdp_runtime.settings.forward_prefetch)
+        return self._root_settings.forward_prefetch
 
     @property
     def limit_all_gathers(self) -> bool:
         """Whether the host waits before an all-gather for two units that were freed."""
-        return bool(self.module._fsdp_runtime.settings.limit_all_gathers)
+        return self._root_settings.limit_all_gathers
 
     @property
     def training_state(self) -> TrainingState:
@@ -263,6 +267,16 @@ class FullyShardedDataParallel(nn.Module):
             return TrainingState.SUMMON_FULL_PARAMS
         is_running = any(unit.is_unsharded for unit in self._units)
         return TrainingState.FORWARD_BACKWARD if is_running else TrainingState.IDLE
+
+    @property
+    def _settings(self) -> Settings:
+        settings: Settings = self.module._fsdp.settings
+        return settings
+
+    @property
+    def _root_settings(self) -> Settings:
+        settings: Settings = self.module._fsdp_runtime.settings
+        return settings
 
     @property
     def _units(self) -> tuple[Unit, ...]:
@@ -315,7 +329,4 @@ def _clean_incompatible_keys(module: nn.Module, incompatible: tuple[list[str], l
 
 @functools.cache
 def _warn_of_original_parameters() -> None:
-    warn_caller(
-        "use_orig_params: expected True, found False: there is no flat parameter among parameters(), which yields the "
-        "original ones as with True; leave the argument out"
-    )
+    warn_caller("use_orig_params=False has no effect: parameters() yields the original ones; leave the argument out")
