@@ -27,14 +27,7 @@ from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
 from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.settings import Settings
-from fsdp_compile.core.sharding import (
-    CHECKPOINTED,
-    WRAPPED,
-    ModuleSharding,
-    clean_name,
-    sharding_of,
-    units_used_below,
-)
+from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
@@ -48,11 +41,10 @@ from fsdp_compile.state_dict.model import (
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Shard `module`, and the submodules that `auto_wrap_policy` chooses, and run it.
+    """Shard `module`, and the submodules that `auto_wrap_policy` chooses, which are replaced by wrappers around them.
 
-    Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`, in its order; what they mean, and what is
-    raised, is said at `fully_shard`. The chosen submodules are replaced by wrappers around them. `parameters()` yields
-    the original `nn.Parameter` objects whatever `use_orig_params` is; False is warned of once.
+    Takes the arguments of `torch.distributed.fsdp.FullyShardedDataParallel`, in its order; see `fully_shard` for what
+    they mean and what is raised. `parameters()` yields the original objects whatever `use_orig_params` is.
     """
 
     summon_full_params = staticmethod(summon_full_params)
@@ -195,12 +187,12 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `nn.Module.named_parameters`; while this wrapper's parameters are summoned, without the wrappers' name."""
         named = super().named_parameters(*args, **kwargs)
-        return _cleaned(named) if self._is_summoned else named
+        return ((clean_name(name), each) for name, each in named) if self._is_summoned else named
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As `nn.Module.named_buffers`, under names as `named_parameters` has them."""
         named = super().named_buffers(*args, **kwargs)
-        return _cleaned(named) if self._is_summoned else named
+        return ((clean_name(name), each) for name, each in named) if self._is_summoned else named
 
     @property
     def _is_summoned(self) -> bool:
@@ -211,13 +203,16 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
-        copied = self._units and not self._units[0].is_sharded
-        return ShardingStrategy.NO_SHARD if copied else self._settings.strategy
+        if self._units and not self._units[0].is_sharded:
+            return ShardingStrategy.NO_SHARD
+        strategy: ShardingStrategy = self.module._fsdp.settings.strategy
+        return strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The dtypes in force; those of the parameters where they are None."""
-        return self._settings.precision
+        precision: MixedPrecision = self.module._fsdp.settings.precision
+        return precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
@@ -242,8 +237,8 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        sharding: ModuleSharding = self.module._fsdp
-        return self._units[0].device if self._units else sharding.device
+        device: torch.device = self._units[0].device if self._units else self.module._fsdp.device
+        return device
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
@@ -267,11 +262,6 @@ class FullyShardedDataParallel(nn.Module):
             return TrainingState.SUMMON_FULL_PARAMS
         is_running = any(unit.is_unsharded for unit in self._units)
         return TrainingState.FORWARD_BACKWARD if is_running else TrainingState.IDLE
-
-    @property
-    def _settings(self) -> Settings:
-        settings: Settings = self.module._fsdp.settings
-        return settings
 
     @property
     def _root_settings(self) -> Settings:
@@ -304,10 +294,6 @@ def _wrap_units_below(root: nn.Module, left_alone: Container[nn.Module]) -> None
 
 
 # --- names in state dicts ---------------------------------------------------------------------------------------------
-
-
-def _cleaned(named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    return ((clean_name(name), value) for name, value in named)
 
 
 def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

@@ -313,9 +313,7 @@ def test_without_original_parameters_a_wrapper_has_them_too() -> None:
     wrapper._warn_of_original_parameters.cache_clear()
     model = mlp()
     before = list(model.parameters())
-    with pytest.warns(
-        UserWarning, match=r"use_orig_params=False has no effect: parameters\(\) yields the original"
-    ) as warned:
+    with pytest.warns(UserWarning, match=r"use_orig_params=False has no effect: parameters\(\)") as warned:
         wrapped = FullyShardedDataParallel(model, use_orig_params=False)
         FullyShardedDataParallel(mlp(), use_orig_params=False)
     assert len(warned) == 1 and warned[0].filename == __file__
