@@ -131,14 +131,11 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
 
         That forward does not gather again (E-PRE-7), unless parameters were changed since on any rank: an all-reduce of
         one number tells, unless this was called within the same forward of the root. Edits through `param.data` are not
-        seen. A compiled forward gathers for itself.
+        seen. A compiled forward gathers for itself. AssertionError within `summon_full_params`.
 
         Args:
-            async_op: if True, return a handle at once, whose `wait` orders what follows after the all-gather; the
-                forward waits by itself. If False, wait and return None.
-
-        Raises:
-            AssertionError: within `summon_full_params`.
+            async_op: return a handle at once, whose `wait` orders what follows after the all-gather; the forward waits
+                by itself. If False, wait and return None.
         """
         unsharding = self._fsdp_runtime.unshard(self._fsdp.units, computes_in_full_precision(self))
         if async_op:
@@ -158,10 +155,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         """After a forward or backward that raised: free what it left, and drop gradients that were not reduced.
 
         A step that raised leaves the module usable; this also drops what `no_sync` accumulated before. All ranks must
-        call it.
-
-        Raises:
-            RuntimeError: this module is not the root.
+        call it, on the root.
         """
         _check_root(self, "reset_iter_state", RuntimeError)
         self._fsdp_runtime.reset(self)
@@ -170,9 +164,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         """As `nn.Module.apply`: `fn` visits the modules below and this one, and finds all elements of parameters.
 
         Edits are kept as in `summon_full_params`. One sharded module is gathered at a time, with those around it.
-
-        Raises:
-            ValueError: a forward or backward is under way, or parameters are summoned already.
+        ValueError if a forward or backward is under way, or parameters are summoned already.
         """
         with summoned_for_apply(self):
             return super().apply(fn)
@@ -199,9 +191,9 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of this module's parameters in place so that their norm is at most `max_norm`.
 
-        This is `torch.nn.utils.clip_grad_norm_`, which may be called instead, with checks of its arguments and a norm
-        that is computed in float32 or wider. There is one all-reduce for each process group; all ranks must call it.
-        (Gradients of ignored parameters are this rank's own; averaging them is up to the caller.)
+        As `torch.nn.utils.clip_grad_norm_`, which may be called instead, with checks and a norm in float32 or wider.
+        There is one all-reduce for each process group; all ranks must call it. (Gradients of ignored parameters are
+        this rank's own; averaging them is up to the caller.)
 
         Args:
             max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
@@ -226,7 +218,13 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             warn_caller("clip_grad_norm_: there are no gradients; call it after backward and before zero_grad")
             return torch.zeros((), device=self._fsdp.device)
         for param, grad in zip(params, grads, strict=True):
-            _check_reduced(param, grad)
+            unit, index = unit_of(param) or (None, 0)
+            accumulated = unit.flat_of(index).accumulated if unit else None
+            if unit and accumulated is not None and accumulated.shows(grad):
+                raise RuntimeError(
+                    f"parameter {unit.names[index]}: expected a reduced gradient, found what this rank has summed up "
+                    f"under no_sync; run a backward pass outside no_sync before clipping"
+                )
         widest = functools.reduce(torch.promote_types, {grad.dtype for grad in grads})
         of_each = norms(grads, order, torch.promote_types(widest, torch.float32))
         total = torch.linalg.vector_norm(torch.stack([norm.to(of_each[0].device) for norm in of_each]), order)
@@ -234,8 +232,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         return total.to(widest)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let `hook` reduce the gradients of all units, eager and compiled; to be called before the first
-        forward, or between steps.
+        """Let `hook` reduce the gradients of all units, eager and compiled, from the next step on.
 
         Sharded units call `hook(state, gradients, output)` with the unit's whole gradients, 1-D `[n]` in the reduce
         dtype, and an uninitialised 1-D tensor for this rank's slice; NO_SHARD units call `hook(state, gradients)`,
@@ -451,17 +448,6 @@ def gather_around_compiled(module: Any) -> None:
     """Let the eager runtime gather around what `nn.Module.compile` made of `module`, if it was called."""
     if module._compiled_call_impl is not None:
         module._compiled_call_impl = functools.partial(compiled_forward, module, module._compiled_call_impl)
-
-
-def _check_reduced(param: nn.Parameter, grad: Tensor) -> None:
-    """Raise RuntimeError if `grad`, of `param`, is one that this rank has accumulated."""
-    managed = unit_of(param)
-    accumulated = managed[0].flat_of(managed[1]).accumulated if managed else None
-    if managed is not None and accumulated is not None and accumulated.shows(grad):
-        raise RuntimeError(
-            f"parameter {managed[0].names[managed[1]]}: expected a reduced gradient, found what this rank has summed "
-            f"up under no_sync; run a backward pass outside no_sync before clipping"
-        )
 
 
 def _describe(unit: Unit, sharding: ModuleSharding) -> str:
