@@ -32,7 +32,7 @@ from bench.models import Workload, gpt, llama
 from bench.planned_step import noted
 from bench.report import machine, today, versions
 from fsdp_compile import CompileConfig, fully_shard
-from fsdp_compile.explain.report import choices_of, process_group
+from fsdp_compile.explain.sharded import choices_of, process_group
 from fsdp_compile.passes._torch import FakeTensorMode
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.memory import Choices, Chosen, choose, mixes, workload_of

@@ -45,7 +45,6 @@ from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
 from fsdp_compile.state_dict.optimizer_values import watch_optimizers
 
 if TYPE_CHECKING:
-    from fsdp_compile.explain.explanation import Explanation
     from fsdp_compile.explain.report import Report
     from fsdp_compile.passes.cost.hardware import Hardware
 
@@ -233,7 +232,7 @@ def explain(
     name: str | None = None,
     alternatives: bool = True,
     **options: Any,
-) -> "Explanation":
+) -> "Report":
     """Predict what a training step of `model` takes on clusters that need not exist here: seconds, bytes, tokens/s.
 
     This needs no other rank, no GPU and no memory for the model.
@@ -258,14 +257,14 @@ def explain(
             shard_size, keep, reduce_dtype.
 
     Returns:
-        An `Explanation`: `str()` gives a table, `to_json()`, `to_html()` and `to_trace()` the other forms.
+        A report: `str()` gives a table, `to_json()`, `to_html()` and `to_trace()` the other forms.
 
     Raises:
         TypeError: an option is no field of `Setting`.
         ValueError: an option has a value that it cannot have, hardware is unknown, `model` raises an error, is on an
             accelerator or cannot be traced. Nothing that was passed in is changed.
     """
-    from fsdp_compile.explain.settings import explain_settings
+    from fsdp_compile.explain.predict import explain_settings
 
     chosen = {"world_size": world_size, "batch": batch, "sequence": sequence, **options}
     return explain_settings(model, example_inputs, chosen, hardware, calibration, name, alternatives)
@@ -301,18 +300,18 @@ def explain_plan(
         clip: whether that step clips gradients by their norm.
 
     Returns:
-        A report: `str(report)` is a table of all collectives, `report.to_trace()` JSON for Perfetto.
+        A report: `str(report)` is a table of all collectives, the other forms are as of `explain`.
 
     Raises:
         PlanError: no plan fits into `budget`.
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
-    from fsdp_compile.explain.report import predict, update_of  # imports Inductor
+    from fsdp_compile.explain.sharded import explain_sharded, update_of  # imports Inductor
 
     update = update_of(optimizer, clip)
     config = CompileConfig(link=link, device=device, budget=budget, activations=activations, update=update)
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
-    return predict(model, shard, example_inputs, config, world_size)
+    return explain_sharded(model, shard, example_inputs, config, world_size, optimizer)
 
 
 def _check_environment() -> None:

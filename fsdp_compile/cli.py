@@ -8,35 +8,28 @@
     fsdp-compile checkpoint convert SRC DST --format dcp|safetensors|torch
 
 Exit status: 0; 1 if a file is damaged or cannot be read or written; 2 if the arguments make no sense. Functions import
-what they need themselves, so that `--help` answers at once, without torch.
+what they need themselves: importing torch takes seconds, and `--help` answers at once without it.
 """
 
 import argparse
+import inspect
 import re
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsdp_compile.cli_build import BUILD, BUILD_EXAMPLE, add_build
-from fsdp_compile.cli_explain import (
-    CALIBRATE,
-    CALIBRATE_EXAMPLE,
-    EXPLAIN,
-    EXPLAIN_EXAMPLE,
-    PLAN,
-    PLAN_EXAMPLE,
-    add_calibrate,
-    add_explain,
-    add_plan,
-    positive,
-)
+from fsdp_compile.config import ACTIVATIONS
+from fsdp_compile.explain.prediction import OPTIMIZERS, PRECISIONS, RUNTIMES, STRATEGIES
 
 if TYPE_CHECKING:
     from fsdp_compile.checkpoint.convert import Source
 
 FORMATS = ("dcp", "safetensors", "torch")
+STANDARD_OUTPUT = Path("-")
 
 HELP = """examples:
   fsdp-compile explain gpt.py:make_model --gpus 8,64 --batch 4 --seq 1024 --hardware h100-80
@@ -54,6 +47,52 @@ examples:
   fsdp-compile checkpoint convert checkpoints model --format safetensors"""
 SHOW = "List names, dtypes, shapes and bytes of all tensors, and the step."
 CONVERT = "Write a checkpoint in another format, with one tensor in memory at a time."
+
+
+EXPLAIN = """Predict what a training step takes on clusters that need not exist here: time, tokens per second,
+memory by part, whether it fits, what is exposed, and what else could be chosen. No GPU is needed."""
+EXPLAIN_EXAMPLE = """FILE.py:FUNCTION names a function without arguments that returns the model, unsharded. It gets no
+memory, so it may be larger than this machine. Inputs are tokens, and targets if forward takes two arguments; for other
+models the file defines example_inputs(batch, sequence), which returns the arguments of a forward.
+
+Several values with commas between them, as in --gpus 8,64, give one prediction for each combination.
+
+examples:
+  fsdp-compile explain llama.py:make --gpus 8,64,512,4096 --batch 1,2 --seq 8192 --hardware h100-80 --html step.html
+  fsdp-compile explain llama.py:make --gpus 256 --seq 8192 --checkpointing "none,selective op,full" --json step.json"""
+CALIBRATE = """Measure this machine and write a hardware file: matrix products by size, attention by length, fused
+chains, the optimizer's update, launches and, with several ranks, collectives by size."""
+CALIBRATE_EXAMPLE = """Measuring alternates between all cases, so that what disturbs the machine disturbs all alike.
+
+examples:
+  fsdp-compile calibrate this_machine.json
+  torchrun --nproc-per-node 8 -m fsdp_compile calibrate this_node.json"""
+PLAN = """Print the plan that a compiled training step would follow: each collective, how much of it
+computing hides and what limits it. No GPU, no other rank and no memory for the model are needed."""
+PLAN_EXAMPLE = """FILE.py defines two functions without arguments. make_model() returns the model, sharded or not;
+example_inputs() returns the tuple of arguments for its forward.
+
+example:
+  fsdp-compile plan gpt.py --link h100-nvlink --world-size 8 --device h100 --trace step.json"""
+
+BUILD = """Compile a training step for a number of ranks, on this machine alone: the ranks load the artifacts and
+compile nothing."""
+BUILD_EXAMPLE = """FILE.py:FUNCTION names a function without arguments that returns what runs in training:
+  a model             sharded or not; as torch.compile(model) runs it, forward and backward
+  what compile_step, or torch.compile, returned, or any function that runs steps: as it is
+FILE.py also defines example_inputs(), without arguments: a tuple of arguments, a dict of arguments by name, or a pair
+of both; what training passes by name is to be passed by name here. The process group exists when these are called, and
+its backend is "fake"; training code that is not to run belongs under if __name__ == "__main__".
+
+Settings of compilation are those of the environment, as in training. --device cuda needs one GPU of the kind that
+training runs on, and ranks for which their GPU is cuda:0, as torchrun --virtual-local-rank starts them. Libraries for
+the CPU serve the same kind of processor, with the same C++ compiler and number of threads.
+
+Artifacts are code: load none from a place that you do not trust.
+
+examples:
+  fsdp-compile build train.py:make artifacts --world-size 8
+  FSDP_COMPILE_ARTIFACTS=artifacts torchrun --nproc-per-node 8 train.py"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,41 +117,143 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, as argparse's `type`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(each) for each in text.split(",")]
+
+
+def _one_of(*known: str) -> Callable[[str], list[str]]:
+    def read(text: str) -> list[str]:
+        for each in text.split(","):
+            if each not in known:
+                raise argparse.ArgumentTypeError(f"expected one of {', '.join(known)}, found {each!r}")
+        return text.split(",")
+
+    return read
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments; argparse ends the program where they make no sense."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Tools for sharded models.", epilog=HELP,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_explain(_add(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE))
-    add_calibrate(_add(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE))
-    add_plan(_add(groups, "plan", PLAN, PLAN_EXAMPLE))
-    add_build(_add(groups, "build", BUILD, BUILD_EXAMPLE))
-    checkpoint = _add(groups, "checkpoint", CHECKPOINT, CHECKPOINT_EXAMPLE)
+    _add_explain(_command(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE, run_explain).add_argument)
+    _add_calibrate(_command(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE, run_calibrate).add_argument)
+    _add_plan(_command(groups, "plan", PLAN, PLAN_EXAMPLE, run_plan).add_argument)
+    _add_build(_command(groups, "build", BUILD, BUILD_EXAMPLE, run_build).add_argument)
+    checkpoint = _command(groups, "checkpoint", CHECKPOINT, CHECKPOINT_EXAMPLE)
     commands = checkpoint.add_subparsers(required=True, metavar="show|convert")
-    show = _add(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints")
-    show.set_defaults(run=run_show)
-    change = _add(commands, "convert", CONVERT, CHECKPOINT_EXAMPLE)
-    change.set_defaults(run=run_convert)
+    show = _command(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints", run_show)
+    change = _command(commands, "convert", CONVERT, CHECKPOINT_EXAMPLE, run_convert)
     for command in (show, change):
         command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, or a folder of checkpoints")
-    change.add_argument("target", type=Path, metavar="DST", help="a path that does not exist yet")
-    change.add_argument("--format", required=True, choices=FORMATS, help="of DST")
-    change.add_argument("--world-size", type=positive, default=1, metavar="N", help="spread over N files (default: 1)")
-    change.add_argument("--trust", action="store_true", help="load values of any type, which can run code, from "
-                        "torch.distributed.checkpoint (default: tensors and plain values)")  # fmt: skip
-    change.add_argument("--part", metavar="KEY", help="only what lies under this first key, such as model, without it "
-                        "(default: all; for safetensors: model, if there is such a key)")  # fmt: skip
+    _add_convert(change.add_argument)
     return parser.parse_args(arguments)
 
 
-def _add(commands: "argparse._SubParsersAction", name: str, description: str, example: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
+def _command(
+    commands: "argparse._SubParsersAction",
+    name: str,
+    description: str,
+    example: str,
+    run: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.ArgumentParser:
+    made = commands.add_parser(
         name,
         help=re.split(r"[.:]", description)[0].replace("\n", " ").lower(),
         description=description,
         epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    made.set_defaults(run=run)
+    return made
+
+
+Add = Callable[..., Any]  # adds an argument
+
+
+# fmt: off
+def _add_explain(add: Add) -> None:
+    add("factory", nargs="?", metavar="FILE.py:FUNCTION", help="makes the model")
+    add("--gpus", type=_numbers, metavar="N[,N...]", help="number of GPUs, one rank each (default: 8)")
+    add("--gpus-per-node", type=positive, metavar="N", help="default: as the hardware file says")
+    add("--network", metavar="LINK", help="between nodes, for each GPU: a link such as ib400, or "
+        "custom:<latency in s>,<bandwidth in bytes/s> (default: the hardware's)")
+    add("--hardware", metavar="NAME|FILE", help="a name such as h100-80, or a hardware file (JSON); --hardware list "
+        "prints the names (default: that of --calibration, or h100-80)")
+    add("--calibration", type=Path, metavar="FILE", help="what fsdp-compile calibrate has measured, used in place of "
+        "the hardware's own constants")
+    add("--batch", type=_numbers, metavar="N[,N...]", help="sequences per GPU and forward (default: 1)")
+    add("--seq", type=_numbers, metavar="N[,N...]", help="tokens of a sequence (default: 2048)")
+    add("--accumulate", type=positive, metavar="N", help="forwards and backwards of one step (default: 1)")
+    add("--strategy", type=_one_of(*STRATEGIES), metavar="S[,S...]", help=f"{', '.join(STRATEGIES)} (default: "
+        "FULL_SHARD)")
+    add("--shard-size", type=positive, metavar="N", help="ranks that store one copy of the parameters, for hybrid "
+        "strategies (default: those of a node)")
+    add("--keep", type=int, metavar="N", help="blocks that stay unsharded after forward (default: 0)")
+    add("--checkpointing", type=lambda text: text.split(","), metavar="C[,C...]", help="none, full, 'selective op' or "
+        "'selective N' (default: none)")
+    add("--precision", type=_one_of(*PRECISIONS), metavar="P[,P...]", help=f"{', '.join(PRECISIONS)} (default: bf16)")
+    add("--reduce-dtype", choices=("float32", "bfloat16", "float16"), help="of gradients that are reduced")
+    add("--optimizer", choices=OPTIMIZERS, help="default: adamw")
+    add("--clip", action=argparse.BooleanOptionalAction, help="clip gradients to a norm (default: yes)")
+    add("--compile-step", action="store_true", default=None, help="as compile_step runs it")
+    add("--runtime", choices=RUNTIMES, help="this package, or FSDP2 (default: fsdp_compile)")
+    add("--eager", dest="compiled", action="store_false", default=None, help="not compiled")
+    add("--json", nargs="?", type=Path, const=STANDARD_OUTPUT, metavar="OUT", help="write all fields; without OUT, "
+        "print them in place of the text")
+    add("--html", type=Path, metavar="OUT", help="write one page: timeline, memory, scaling, alternatives")
+    add("--trace", type=Path, metavar="OUT", help="write timelines for ui.perfetto.dev")
+    add("--no-alternatives", action="store_true", help="predict the settings that were named alone")
+
+
+def _add_calibrate(add: Add) -> None:
+    add("out", type=Path, metavar="OUT.json", help="the hardware file to write")
+    add("--hardware", metavar="NAME|FILE", help="where what is not measured comes from (default: by the device's name)")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
+    add("--seconds", type=positive, default=120, metavar="N", help="to measure, at most 300 (default: 120)")
+    add("--name", help="of the hardware in the file (default: that of --hardware)")
+
+
+def _add_plan(add: Add) -> None:
+    add("file", type=Path, metavar="FILE.py", help="defines make_model() and example_inputs()")
+    add("--link", required=True, help="what connects the ranks, such as h100-nvlink, or "
+        "custom:<latency in s>,<bandwidth in bytes/s>")
+    add("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
+    add("--device", help="what computes, such as h100 (default: this machine's)")
+    add("--budget", type=positive, metavar="BYTES", help="memory that may be in use at once")
+    add("--activations", choices=ACTIVATIONS, default="keep", help="what becomes of those of each block")
+    add("--optimizer", choices=OPTIMIZERS, help="plan the step of compile_step with it")
+    add("--clip", action="store_true", help="clip gradients in that step")
+    add("--trace", type=Path, metavar="JSON", help="also write a timeline for ui.perfetto.dev")
+
+
+def _add_build(add: Add) -> None:
+    add("factory", metavar="FILE.py:FUNCTION", help="makes what is compiled")
+    add("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    add("--world-size", type=positive, required=True, metavar="N", help="number of ranks")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="what computes (default: cpu)")
+    add("--threads", type=positive, default=1, metavar="N", help="OMP_NUM_THREADS of each rank (default: 1, as "
+        "torchrun sets it)")
+    add("--steps", type=positive, default=3, metavar="N", help="steps to run, as later ones may need graphs of their "
+        "own (default: 3)")
+
+
+def _add_convert(add: Add) -> None:
+    add("target", type=Path, metavar="DST", help="a path that does not exist yet")
+    add("--format", required=True, choices=FORMATS, help="of DST")
+    add("--world-size", type=positive, default=1, metavar="N", help="spread over N files (default: 1)")
+    add("--trust", action="store_true", help="load values of any type, which can run code, from "
+        "torch.distributed.checkpoint (default: tensors and plain values)")
+    add("--part", metavar="KEY", help="only what lies under this first key, such as model, without it (default: all; "
+        "for safetensors: model, if there is such a key)")
+# fmt: on
 
 
 def _refuse(error: Exception, status: int) -> int:
@@ -128,7 +269,209 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"fsdp-compile: warning: {printable(str(message))}", file=sys.stderr)
 
 
-# --- show -------------------------------------------------------------------------------------------------------------
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+# Options by the fields of `Setting`; those that were not given keep the field's default.
+FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy": "strategy", "keep": "keep",
+          "checkpointing": "checkpointing", "accumulate": "accumulation", "precision": "precision",
+          "optimizer": "optimizer", "clip": "clip", "gpus_per_node": "ranks_per_node", "shard_size": "shard_size",
+          "compiled": "compiled", "network": "network", "runtime": "runtime", "compile_step": "compile_step",
+          "reduce_dtype": "reduce_dtype"}  # fmt: skip
+
+
+def run_explain(args: argparse.Namespace) -> None:
+    """Print and write the predictions for a model."""
+    given = {field: getattr(args, option) for option, field in FIELDS.items() if getattr(args, option) is not None}
+    if args.hardware == "list":
+        return _list_hardware()
+    if args.factory is None:
+        raise ValueError("FILE.py:FUNCTION: name the file and the function that makes the model")
+    make_model, example_inputs = load_factory(args.factory)
+    for path in (args.json, args.html, args.trace):
+        _check_folder(path)
+    from fsdp_compile.api import explain
+
+    settings = {"world_size": 8, **given, "hardware": args.hardware, "calibration": args.calibration}
+    report = explain(make_model, example_inputs, **settings, alternatives=not args.no_alternatives)
+    printed = args.json == STANDARD_OUTPUT
+    print(report.to_json() if printed else report, end="")
+    written = {None if printed else args.json: report.to_json, args.html: report.to_html, args.trace: report.to_trace}
+    for path, render in written.items():
+        if path is not None:
+            path.write_text(render(), encoding="utf-8")
+            if not printed:
+                print(f"wrote {path}")
+
+
+def _check_folder(path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: expected its folder to exist, found none")
+
+
+def load_factory(text: str) -> tuple[Callable[[], Any], Callable[..., Sequence[Any]] | None]:
+    """The function that `FILE.py:FUNCTION` names, and the file's `example_inputs`, if it has one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the text has another form, the file raises an error, or does not define the function.
+    """
+    make, inputs = load_functions(text)
+    if inputs is not None and not _takes(inputs, 2):
+        raise ValueError(f"{text}: expected a function example_inputs(batch, sequence) beside it, found {inputs!r}")
+    return make, inputs
+
+
+def load_functions(text: str) -> tuple[Callable[[], Any], Callable[..., Any] | None]:
+    """As `load_factory`; `example_inputs` may have any arguments."""
+    path, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(f"FILE.py:FUNCTION: expected a file, a colon and the name of a function, found {text!r}")
+    names = run_file(Path(path))
+    if not callable(names.get(name)):
+        raise ValueError(f"{path}: expected a function {name}() without arguments, found none")
+    return names[name], names.get("example_inputs")
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def run_file(path: Path) -> dict[str, Any]:
+    """The names that a Python file defines. ValueError if it raises an error."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a Python file, found none")
+    try:
+        return runpy.run_path(str(path))
+    except Exception as error:
+        raise ValueError(f"{path}: expected a file that runs, found {type(error).__name__}: {error}") from error
+
+
+def _list_hardware() -> None:
+    from fsdp_compile.passes.cost.hardware import devices
+
+    for name, each in devices().items():
+        peak = each.peak.get("bfloat16", max(each.peak.values()))
+        memory = "" if each.memory is None else f", {each.memory / 2**30:,.0f} GiB"
+        print(f"{name:14} {peak / 1e12:,.1f} Tflop/s, {each.bandwidth / 1e12:,.3f} TB/s{memory}")
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    """Print the report on the plan of the model that a file defines."""
+    from fsdp_compile.api import explain_plan
+
+    names = run_file(args.file)
+    for name in ("make_model", "example_inputs"):
+        if not callable(names.get(name)):
+            raise ValueError(f"{args.file}: expected a function {name}() without arguments, found none")
+    report = explain_plan(
+        names["make_model"],
+        names["example_inputs"](),
+        link=args.link,
+        world_size=args.world_size,
+        device=args.device,
+        budget=args.budget,
+        activations=args.activations,
+        optimizer=args.optimizer,
+        clip=args.clip,
+    )
+    print(report, end="")
+    if args.trace:
+        args.trace.write_text(report.to_trace())
+        print(f"wrote {args.trace}")
+
+
+# --- calibrate --------------------------------------------------------------------------------------------------------
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    """Measure this machine and write a hardware file."""
+    from fsdp_compile.api import fully_shard
+    from fsdp_compile.explain.calibrate import calibrate
+    from fsdp_compile.passes.cost.hardware import to_json
+
+    _check_folder(args.out)
+    made, rank = calibrate(args.device, args.hardware, args.seconds, fully_shard)
+    if args.name is not None:
+        made = replace(made, name=args.name)
+    if rank == 0:
+        args.out.write_text(to_json(made), encoding="utf-8")
+        print(f"wrote {args.out}")
+        for name, value, unit, source in made.figures():
+            if source.origin in ("measured", "fitted"):
+                print(f"  {name:22} {value:12.4g} {unit:9} {source.origin}")
+
+
+# --- build -----------------------------------------------------------------------------------------------------------
+
+
+def run_build(args: argparse.Namespace) -> None:
+    """Run the step and write what compiling it has left behind."""
+    if args.out.exists():
+        raise FileExistsError(f"{args.out}: expected a folder that does not exist yet, found one; choose another")
+    if not args.out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{args.out}: expected its folder to exist, found none")
+    import torch
+
+    from fsdp_compile.config import CompileConfig
+    from fsdp_compile.passes.artifacts import build
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: expected a GPU here, as kernels are built and chosen on one, found none")
+    if CompileConfig.from_environment().artifacts is not None:
+        raise ValueError("FSDP_COMPILE_ARTIFACTS: expected it not to be set, found artifacts to load; unset it")
+    make, example_inputs = load_functions(args.factory)
+    if example_inputs is None:
+        raise ValueError(f"{args.factory}: expected a function example_inputs() beside it, found none")
+    torch.set_num_threads(args.threads)
+    written = build(lambda: _step(make(), example_inputs), args.steps, args.world_size, args.device, args.out)
+    print(f"wrote {args.out}: {written}")
+
+
+def _step(made: Any, example_inputs: Callable[[], Any]) -> Callable[[], None]:
+    """A step of what a user's function made: that itself; of a model, forward and backward."""
+    import torch
+    from torch import nn
+
+    from fsdp_compile.api import fully_shard
+    from fsdp_compile.fsdp_module import FSDPModule
+    from fsdp_compile.passes._torch import tree_leaves
+
+    if not callable(made):
+        raise ValueError(f"FUNCTION: expected a model or a function that runs a step, found {type(made).__name__}")
+    is_model, run = isinstance(made, nn.Module), made
+    if is_model and not hasattr(made, "_orig_mod"):
+        run = made if any(isinstance(each, FSDPModule) for each in made.modules()) else fully_shard(made)
+        run = torch.compile(run) if run._compiled_call_impl is None else run
+
+    def step() -> None:
+        args, kwargs = _arguments(example_inputs())
+        output = run(*args, **kwargs)
+        if is_model:
+            tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
+            if not tensors:
+                raise ValueError("FUNCTION: expected a model whose output depends on its parameters, found another")
+            torch.stack([each.float().sum() for each in tensors]).sum().backward()
+            run.zero_grad()
+
+    return step
+
+
+def _arguments(given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(given, tuple) and [type(each) for each in given] == [tuple, dict]:
+        return given
+    if not isinstance(given, (tuple, list, dict)):
+        raise ValueError(f"example_inputs: expected a tuple, a dict, or a pair of both, found {type(given).__name__}")
+    return ((), given) if isinstance(given, dict) else (given, {})
+
+
+# --- checkpoint ------------------------------------------------------------------------------------------------------
 
 
 def run_show(args: argparse.Namespace) -> None:

@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from fsdp_compile.explain.explanation import Explanation
 from fsdp_compile.explain.prediction import (
     Alternative,
+    Collective,
     CollectiveTime,
     Constant,
     Memory,
     Prediction,
     Setting,
     TimelineSpan,
-    TopCollective,
 )
+from fsdp_compile.explain.report import Report
 
 GIB = 1 << 30
 
@@ -59,7 +59,7 @@ def prediction(world_size: int = 64, batch: int = 1, blocks: int = 8, model: str
             CollectiveTime("all-gather", level, 2 * blocks, 2 * blocks * GIB // 2, 2 * blocks * transfer, exposed),
             CollectiveTime("reduce-scatter", level, blocks, blocks * GIB // 2, blocks * transfer, 0.0),
         ),
-        top=(TopCollective("gather blocks.0", "all-gather", level, GIB // 2, transfer, transfer, "dependency"),),
+        top=(Collective("gather blocks.0", "all-gather", level, GIB // 2, transfer, transfer, "dependency"),),
         memory=Memory(
             **sizes,
             activations=peak - sum(sizes.values()),
@@ -85,6 +85,6 @@ def prediction(world_size: int = 64, batch: int = 1, blocks: int = 8, model: str
     return replace(found, alternatives=(full, double), best=full)
 
 
-def explanation() -> Explanation:
+def explanation() -> Report:
     """Several world sizes and two batches."""
-    return Explanation(tuple(prediction(size, batch) for batch in (1, 2) for size in (8, 64, 512, 4096)))
+    return Report(tuple(prediction(size, batch) for batch in (1, 2) for size in (8, 64, 512, 4096)))

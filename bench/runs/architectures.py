@@ -6,7 +6,7 @@ that no column gives, vocabulary or width of the MLP, are solved so that the mod
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from bench.runs.transformers import Transformer
@@ -16,15 +16,6 @@ VOCABULARIES = (50257, 50277, 50280, 50304, 50368, 50432, 32000, 32768, 64000, 6
 
 class UnknownModel(ValueError):
     """A row whose model cannot be inferred."""
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Layers, width, heads, heads of keys, width of the MLP, vocabulary."""
-
-    pattern: str
-    sizes: tuple[int, int, int, int, int, int]
-    family: str
 
 
 def _family(family: str) -> Transformer:
@@ -52,40 +43,41 @@ _FAMILIES = (  # the first pattern that a name has decides
     (r"gpt|opt|bloom|t5|bert", "gpt"),
 )
 
+# Pattern of a name; layers, width, heads, heads of keys, width of the MLP, vocabulary; family.
 _KNOWN = (
-    _Known(r"mpt-?125m", (12, 768, 12, 12, 3072, 50368), "mpt"),
-    _Known(r"mpt-?350m", (24, 1024, 16, 16, 4096, 50368), "mpt"),
-    _Known(r"mpt-?760m", (24, 1536, 12, 12, 6144, 50368), "mpt"),
-    _Known(r"mpt-?1b", (24, 2048, 16, 16, 8192, 50368), "mpt"),
-    _Known(r"mpt-?3b", (32, 2560, 20, 20, 10240, 50368), "mpt"),
-    _Known(r"mpt-?7b", (32, 4096, 32, 32, 16384, 50368), "mpt"),
-    _Known(r"mpt-?13b", (40, 5120, 40, 40, 20480, 50368), "mpt"),
-    _Known(r"mpt-?30b", (48, 7168, 56, 56, 28672, 50368), "mpt"),
-    _Known(r"mpt-?70b", (64, 8192, 64, 64, 32768, 50368), "mpt"),
-    _Known(r"llama-?3(\.[0-9])?-?405b", (126, 16384, 128, 8, 53248, 128256), "llama"),
-    _Known(r"llama-?3(\.[0-9])?-?70b", (80, 8192, 64, 8, 28672, 128256), "llama"),
-    _Known(r"llama-?3(\.[0-9])?-?8b", (32, 4096, 32, 8, 14336, 128256), "llama"),
-    _Known(r"llama-?3(\.[0-9])?-?3b", (28, 3072, 24, 8, 8192, 128256), "llama"),
-    _Known(r"llama-?3(\.[0-9])?-?1b", (16, 2048, 32, 8, 8192, 128256), "llama"),
-    _Known(r"llama-?2?-?7b", (32, 4096, 32, 32, 11008, 32000), "llama"),
-    _Known(r"llama-?2?-?13b", (40, 5120, 40, 40, 13824, 32000), "llama"),
-    _Known(r"llama-?2?-?34b", (48, 8192, 64, 8, 22016, 32000), "llama"),
-    _Known(r"llama-?(1-)?(30|33)b", (60, 6656, 52, 52, 17920, 32000), "llama"),
-    _Known(r"llama-?(1-)?65b", (80, 8192, 64, 64, 22016, 32000), "llama"),
-    _Known(r"llama-?2?-?70b", (80, 8192, 64, 8, 28672, 32000), "llama"),
-    _Known(r"mistral-?7b", (32, 4096, 32, 8, 14336, 32000), "llama"),
-    _Known(r"qwen-?2(\.5)?-?7b", (28, 3584, 28, 4, 18944, 152064), "qwen"),
-    _Known(r"qwen-?2(\.5)?-?72b", (80, 8192, 64, 8, 29568, 152064), "qwen"),
-    _Known(r"qwen-?3-?8b", (36, 4096, 32, 8, 12288, 151936), "qwen"),
-    _Known(r"neox-?20b", (44, 6144, 64, 64, 24576, 50432), "neox"),
-    _Known(r"gpt-?3?-?175b", (96, 12288, 96, 96, 49152, 50257), "gpt"),
-    _Known(r"gpt-?1t", (128, 25600, 160, 160, 102400, 50257), "gpt"),
-    _Known(r"gpt-?2-?xl", (48, 1600, 25, 25, 6400, 50257), "gpt"),
-    _Known(r"gpt-?2-?large", (36, 1280, 20, 20, 5120, 50257), "gpt"),
-    _Known(r"gpt-?2-?medium", (24, 1024, 16, 16, 4096, 50257), "gpt"),
-    _Known(r"gpt-?2", (12, 768, 12, 12, 3072, 50257), "gpt"),
-    _Known(r"opt-?(6\.7|7)b", (32, 4096, 32, 32, 16384, 50272), "gpt"),
-    _Known(r"opt-?13b", (40, 5120, 40, 40, 20480, 50272), "gpt"),
+    (r"mpt-?125m", (12, 768, 12, 12, 3072, 50368), "mpt"),
+    (r"mpt-?350m", (24, 1024, 16, 16, 4096, 50368), "mpt"),
+    (r"mpt-?760m", (24, 1536, 12, 12, 6144, 50368), "mpt"),
+    (r"mpt-?1b", (24, 2048, 16, 16, 8192, 50368), "mpt"),
+    (r"mpt-?3b", (32, 2560, 20, 20, 10240, 50368), "mpt"),
+    (r"mpt-?7b", (32, 4096, 32, 32, 16384, 50368), "mpt"),
+    (r"mpt-?13b", (40, 5120, 40, 40, 20480, 50368), "mpt"),
+    (r"mpt-?30b", (48, 7168, 56, 56, 28672, 50368), "mpt"),
+    (r"mpt-?70b", (64, 8192, 64, 64, 32768, 50368), "mpt"),
+    (r"llama-?3(\.[0-9])?-?405b", (126, 16384, 128, 8, 53248, 128256), "llama"),
+    (r"llama-?3(\.[0-9])?-?70b", (80, 8192, 64, 8, 28672, 128256), "llama"),
+    (r"llama-?3(\.[0-9])?-?8b", (32, 4096, 32, 8, 14336, 128256), "llama"),
+    (r"llama-?3(\.[0-9])?-?3b", (28, 3072, 24, 8, 8192, 128256), "llama"),
+    (r"llama-?3(\.[0-9])?-?1b", (16, 2048, 32, 8, 8192, 128256), "llama"),
+    (r"llama-?2?-?7b", (32, 4096, 32, 32, 11008, 32000), "llama"),
+    (r"llama-?2?-?13b", (40, 5120, 40, 40, 13824, 32000), "llama"),
+    (r"llama-?2?-?34b", (48, 8192, 64, 8, 22016, 32000), "llama"),
+    (r"llama-?(1-)?(30|33)b", (60, 6656, 52, 52, 17920, 32000), "llama"),
+    (r"llama-?(1-)?65b", (80, 8192, 64, 64, 22016, 32000), "llama"),
+    (r"llama-?2?-?70b", (80, 8192, 64, 8, 28672, 32000), "llama"),
+    (r"mistral-?7b", (32, 4096, 32, 8, 14336, 32000), "llama"),
+    (r"qwen-?2(\.5)?-?7b", (28, 3584, 28, 4, 18944, 152064), "qwen"),
+    (r"qwen-?2(\.5)?-?72b", (80, 8192, 64, 8, 29568, 152064), "qwen"),
+    (r"qwen-?3-?8b", (36, 4096, 32, 8, 12288, 151936), "qwen"),
+    (r"neox-?20b", (44, 6144, 64, 64, 24576, 50432), "neox"),
+    (r"gpt-?3?-?175b", (96, 12288, 96, 96, 49152, 50257), "gpt"),
+    (r"gpt-?1t", (128, 25600, 160, 160, 102400, 50257), "gpt"),
+    (r"gpt-?2-?xl", (48, 1600, 25, 25, 6400, 50257), "gpt"),
+    (r"gpt-?2-?large", (36, 1280, 20, 20, 5120, 50257), "gpt"),
+    (r"gpt-?2-?medium", (24, 1024, 16, 16, 4096, 50257), "gpt"),
+    (r"gpt-?2", (12, 768, 12, 12, 3072, 50257), "gpt"),
+    (r"opt-?(6\.7|7)b", (32, 4096, 32, 32, 16384, 50272), "gpt"),
+    (r"opt-?13b", (40, 5120, 40, 40, 20480, 50272), "gpt"),
 )
 _TIED = r"llama-?3\.2|llama-?3-?[13]b"  # of llamas, those whose output is the embedding
 
@@ -103,10 +95,10 @@ def infer(name: str, sizes: Mapping[str, int | None], sequence: int) -> Transfor
         UnknownModel: name and sizes do not say enough, or no model of these sizes has so many parameters.
     """
     text = re.sub(r"[\s_/]+", "-", name.strip().lower())
-    known = next((each for each in _KNOWN if re.search(each.pattern, text)), None)
-    family = known.family if known else next((each for pattern, each in _FAMILIES if re.search(pattern, text)), None)
+    _, known, family = next((each for each in _KNOWN if re.search(each[0], text)), ("", None, None))
+    family = family or next((each for pattern, each in _FAMILIES if re.search(pattern, text)), None)
     names = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary")
-    table = dict(zip(names, known.sizes, strict=True)) if known else {}
+    table = dict(zip(names, known, strict=True)) if known else {}
     given = {key: value for key, value in sizes.items() if value}
     layers, hidden = given.get("layers", table.get("layers")), given.get("hidden", table.get("hidden"))
     if layers is None or hidden is None:

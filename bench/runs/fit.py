@@ -58,18 +58,10 @@ USUAL = (
 
 
 def fit(cases: Sequence[Case], speeds: Sequence[float], free: Sequence[Free], rounds: int = 6) -> list[float]:
-    """Logarithms of the factors of `free` at which predicted and reported tokens per second agree best.
-
-    Args:
-        cases: what ran, on hardware before it is fitted.
-        speeds: reported tokens per second and GPU, of each.
-        free: what is fitted.
-        rounds: iterations of Gauss and Newton.
-    """
+    """Logarithms of the factors of `free` at which predicted and reported `speeds` agree best: Gauss and Newton."""
     point = [0.0] * len(free)
     for _ in range(rounds):
-        errors, slopes = _linear(cases, speeds, free, point)
-        point = _next(free, point, errors, slopes)
+        point = _next(free, point, *_linear(cases, speeds, free, point))
     return point
 
 
@@ -90,14 +82,11 @@ def _next(
     free: Sequence[Free], point: Sequence[float], errors: Sequence[float], slopes: Sequence[Sequence[float]]
 ) -> list[float]:
     """The point at which the linear model has the least squares, priors included."""
-    weight = 1 / ROW_DEVIATION**2
-    matrix = [[weight * _dot(one, other) for other in slopes] for one in slopes]
-    right = [-weight * _dot(one, errors) for one in slopes]
-    for at, each in enumerate(free):
-        matrix[at][at] += 1 / each.deviation**2
-        right[at] -= point[at] / each.deviation**2
-    change = torch.linalg.solve(*(torch.tensor(each, dtype=torch.float64) for each in (matrix, right))).tolist()
-    return [value + max(-_MOST, min(_MOST, step)) for value, step in zip(point, change, strict=True)]
+    slope = torch.tensor(slopes, dtype=torch.float64) / ROW_DEVIATION
+    error, at = (torch.tensor(each, dtype=torch.float64) for each in (errors, point))
+    prior = torch.tensor([1 / each.deviation**2 for each in free], dtype=torch.float64)
+    matrix, right = slope @ slope.T + torch.diag(prior), -slope @ error / ROW_DEVIATION - prior * at
+    return (at + torch.linalg.solve(matrix, right).clamp(-_MOST, _MOST)).tolist()
 
 
 def apply(hardware: Hardware, free: Sequence[Free], point: Sequence[float], source: Source | None = None) -> Hardware:
@@ -131,24 +120,15 @@ def leave_one_out(cases: Sequence[Case], speeds: Sequence[float], free: Sequence
 
 def summary(errors: Sequence[float]) -> Mapping[str, float]:
     """Mean absolute error, its 90th percentile, and the mean error."""
-    sizes = sorted(map(abs, errors))
-    at = 0.9 * (len(sizes) - 1)
-    low, high = sizes[math.floor(at)], sizes[math.ceil(at)]
-    return {
-        "mape": sum(sizes) / len(sizes),
-        "p90": low + (high - low) * (at - math.floor(at)),
-        "bias": sum(errors) / len(errors),
-    }
+    sizes = torch.tensor(errors, dtype=torch.float64).abs()
+    p90 = torch.quantile(sizes, 0.9).item()
+    return {"mape": sizes.mean().item(), "p90": p90, "bias": sum(errors) / len(errors)}
 
 
 def _errors(
     cases: Sequence[Case], speeds: Sequence[float], free: Sequence[Free], point: Sequence[float]
 ) -> list[float]:
     return [math.log(predicted(case, free, point) / speed) for case, speed in zip(cases, speeds, strict=True)]
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 # --- the reported runs ------------------------------------------------------------------------------------------------

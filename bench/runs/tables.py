@@ -14,8 +14,8 @@ from pathlib import Path
 from bench.runs.architectures import infer
 from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.config import read_text
+from fsdp_compile.explain.predict import Priced, price
 from fsdp_compile.explain.prediction import Prediction, Setting
-from fsdp_compile.explain.pricing import Priced, price
 from fsdp_compile.passes.cost.cluster import custom_network
 from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
 

@@ -5,9 +5,10 @@ attention to the last number, the bytes of chains as eager operators or Inductor
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fsdp_compile.explain.work import Attention, Chain, Kernel, Product, StepWork, UnitWork
+from fsdp_compile.explain.work import StepWork, UnitWork
+from fsdp_compile.passes.graph.costs import Kind, Work
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,17 @@ class Run:
         """Of the batch."""
         return self.batch * self.sequence
 
-    def product(self, rows: int, inner: int, columns: int) -> Product:
+    def product(self, rows: int, inner: int, columns: int) -> Work:
         """A product of matrices in this dtype."""
-        moved = self.width * (rows * inner + inner * columns + rows * columns)
-        return Product(1, rows, inner, columns, moved, self.dtype)
+        read, written = rows * inner + inner * columns, rows * columns
+        flops = 2 * rows * inner * columns
+        return Work(flops, self.width * read, self.width * written, "product", inner, self.dtype)
 
-    def chains(self, moved: Iterable[int]) -> list[Kernel]:
+    def chains(self, moved: Iterable[int]) -> list[Work]:
         """Kernels that move so many bytes each."""
-        return [Chain(each, self.compiled) for each in moved]
+        return [Work(read_bytes=each, kind="chain" if self.compiled else "operator") for each in moved]
 
-    def of_weight(self, inner: int, columns: int) -> tuple[Product, Product, Product]:
+    def of_weight(self, inner: int, columns: int) -> tuple[Work, Work, Work]:
         """The product with a weight, and in backward the gradients of the weight and of the input."""
         tokens = self.tokens
         return (
@@ -149,14 +151,14 @@ def _block(model: Transformer, run: Run) -> UnitWork:
     products = [run.of_weight(*sizes) for sizes in model.products]
     mixing = len(model.products) - (4 if model.gated else 3)
     chains, chains_backward = _chains(model, run)
-    forward: list[Kernel] = [each[0] for each in products]
+    forward: list[Work] = [each[0] for each in products]
     forward.insert(mixing, attend[0])
-    backward: list[Kernel] = [each for three in reversed(products) for each in three[1:]]
+    backward: list[Work] = [each for three in reversed(products) for each in three[1:]]
     backward.append(attend[1])
     forward += run.chains(chains)
     backward += run.chains(chains_backward)
     saved = _saved(model, run)
-    again: list[Kernel] = []
+    again: list[Work] = []
     if run.checkpointing == "selective op":
         again = [each[0] for each in products[1::2]] + run.chains(chains)
         saved = _saved_by_operator(model, run)
@@ -175,8 +177,11 @@ def _block(model: Transformer, run: Run) -> UnitWork:
     )
 
 
-def _attention(model: Transformer, run: Run, backward: bool) -> Attention:
-    return Attention(run.batch, model.heads, run.sequence, run.sequence, model.head, True, backward, run.dtype)
+def _attention(model: Transformer, run: Run, backward: bool) -> Work:
+    """Causal: of two products, or five in backward, half is computed."""
+    flops = (5 if backward else 2) * run.batch * model.heads * run.sequence**2 * model.head
+    kind: Kind = "attention backward" if backward else "attention"
+    return Work(flops, kind=kind, inner=run.sequence, dtype=run.dtype, causal=True)
 
 
 def _chains(model: Transformer, run: Run) -> tuple[list[int], list[int]]:
@@ -249,8 +254,8 @@ def _end(model: Transformer, run: Run) -> UnitWork:
         chains, chains_backward = [6 * logits, 8 * logits], [4 * logits, 12 * logits, 6 * logits]
         alive, saved = 12 * logits, 4 * logits
 
-    def outside(moved: Iterable[int]) -> list[Kernel]:
-        return [Chain(each, run.compiled_loss) for each in moved]
+    def outside(moved: Iterable[int]) -> list[Work]:
+        return replace(run, compiled=run.compiled_loss).chains(moved)
 
     return UnitWork(
         "output",

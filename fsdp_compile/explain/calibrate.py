@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.explain.report import process_group
+from fsdp_compile.explain.sharded import process_group
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, reported_device, with_figures
 
 LEAST_ROUNDS = 5
@@ -105,8 +104,14 @@ def calibrate(
     at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(at)
-    begin = base if isinstance(base, Hardware) else device(base) if base else _reported(at)
-    source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {_described(at)}")
+    if at.type == "cuda":
+        where = torch.cuda.get_device_name(at)
+        usual = reported_device(where, torch.cuda.get_device_properties(at).total_memory)
+    else:
+        where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        usual = device("cpu")
+    begin = base if isinstance(base, Hardware) else device(base) if base else usual
+    source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
         Rounds(cases, at).run(seconds / 2 if ranks > 1 else seconds)
@@ -125,75 +130,44 @@ def calibrate(
     return made, rank
 
 
-def _reported(at: torch.device) -> Hardware:
-    """The hardware file for a device."""
-    if at.type == "cpu":
-        return device("cpu")
-    return reported_device(torch.cuda.get_device_name(at), torch.cuda.get_device_properties(at).total_memory)
-
-
-def _described(at: torch.device) -> str:
-    if at.type == "cuda":
-        return torch.cuda.get_device_name(at)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
 # --- what is timed ----------------------------------------------------------------------------------------------------
 
 
 def device_cases(device: torch.device) -> Iterator[Case]:
     """Cases for one device."""
-    kind = device.type
-    for dtype in DTYPES[kind]:
+    kind, names = device.type, {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES[device.type]}
+    for dtype, name in names.items():
         for m, k, n in PRODUCTS[kind]:
-            a, b = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
-            yield Case("product", _call(F.linear, a, b), 2.0 * m * k * n, k, _name(dtype))
-    yield from _attention_cases(device)
+            a, b = (torch.randn(rows, k, dtype=dtype, device=device) for rows in (m, n))
+            yield Case("product", partial(F.linear, a, b), 2.0 * m * k * n, k, name)
+    dtype, name = next(iter(names.items()))
+    batch, heads, width = HEADS[kind]
+    attend: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
+    for length in LENGTHS[kind]:
+        shape = (batch, heads, length, width)
+        inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+        operations = 2.0 * batch * heads * length * length * width  # of both products, halved as it is causal
+        out = attend(*inputs)
+        back = partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+        yield Case("attention", partial(torch.no_grad()(attend), *inputs), operations, length, name)
+        yield Case("attention backward", back, 2.5 * operations, length, name)
+    compiled = torch.compile(_chain, fullgraph=True, dynamic=False)
     for elements in CHAINS[kind]:
-        yield _chain_case(elements, device)
+        x, y = (torch.randn(elements // 512, 512, dtype=dtype, device=device) for _ in range(2))
+        yield Case("chain", partial(compiled, x, y), 4.0 * x.nbytes)
     first = torch.zeros(CHAINS[kind][-1], device=device)
-    yield Case("eager", _call(torch.add, first, first), 3.0 * first.nbytes)
-    yield Case("copy", _call(torch.empty_like(first).copy_, first), 2.0 * first.nbytes)
+    yield Case("eager", partial(torch.add, first, first), 3.0 * first.nbytes)
+    yield Case("copy", partial(torch.empty_like(first).copy_, first), 2.0 * first.nbytes)
     weight = torch.nn.Parameter(torch.zeros(UPDATE[kind] // 1024, 1024, device=device))
     weight.grad = torch.zeros_like(weight)
     yield Case("update", torch.optim.AdamW([weight], foreach=True).step, 7.0 * weight.nbytes)  # p, m, v; and g read
-    tiny = torch.zeros(1, device=device)
-    yield Case("launch", _call(tiny.add_, 1.0), 1.0)
+    yield Case("launch", partial(torch.zeros(1, device=device).add_, 1.0), 1.0)
 
 
-def _attention_cases(device: torch.device) -> Iterator[Case]:
-    batch, heads, width = HEADS[device.type]
-    dtype = DTYPES[device.type][0]
-    for length in LENGTHS[device.type]:
-        q, k, v = (torch.randn(batch, heads, length, width, dtype=dtype, device=device, requires_grad=True)
-                   for _ in range(3))  # fmt: skip
-        operations = 2.0 * batch * heads * length * length * width  # of both products, halved as it is causal
-
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        out = forward()
-        gradient = torch.randn_like(out)
-
-        def backward(out: Tensor = out, inputs: Any = (q, k, v), gradient: Tensor = gradient) -> object:
-            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-        with torch.no_grad():
-            yield Case("attention", torch.no_grad()(forward), operations, length, _name(dtype))
-        yield Case("attention backward", backward, 2.5 * operations, length, _name(dtype))
-
-
-def _chain_case(elements: int, device: torch.device) -> Case:
-    """A fused chain as blocks have them: residual, normalization, and what a gradient needs of an activation."""
-    dtype = DTYPES[device.type][0]
-    x, y = (torch.randn(elements // 512, 512, dtype=dtype, device=device) for _ in range(2))
-
-    def chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + F.gelu(y)
-        return total, F.layer_norm(total, total.shape[-1:])
-
-    compiled = torch.compile(chain, fullgraph=True)
-    return Case("chain", _call(compiled, x, y), 4.0 * x.nbytes)
+def _chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Fused loops as blocks have them: residual, normalization, and what a gradient needs of an activation."""
+    total = x + F.gelu(y)
+    return total, F.layer_norm(total, total.shape[-1:])
 
 
 class _Block(nn.Module):
@@ -215,11 +189,8 @@ def step_cases(shard: Shard) -> Iterator[Case]:
     x = torch.ones(1, 4, 16)
     for blocks in STEP_BLOCKS:
         model = shard(nn.Sequential(*(_Block() for _ in range(blocks))))
-        yield Case("step", partial(_step, torch.compile(model, fullgraph=True), x, _optimizer(model)), 1.0, blocks)
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.0, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=True)
+        yield Case("step", partial(_step, torch.compile(model, fullgraph=True), x, optimizer), 1.0, blocks)
 
 
 def _step(model: Callable[[Tensor], Tensor], x: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -235,20 +206,15 @@ def collective_cases(device: torch.device) -> Iterator[Case]:
     for size in MESSAGES[device.type]:
         full = torch.zeros(max(size // 4 // ranks, 1) * ranks, device=device)
         shard = full[: full.numel() // ranks].clone()
-        yield Case("gather", _waited(collectives.all_gather, shard, ranks, group.group_name), full.nbytes)
-        yield Case("reduce", _waited(collectives.reduce_scatter, full, ranks, group.group_name), full.nbytes)
+        for kind, start, given in (
+            ("gather", collectives.all_gather, shard),
+            ("reduce", collectives.reduce_scatter, full),
+        ):
+            yield Case(kind, partial(_waited, start, given, ranks, group.group_name), full.nbytes)
 
 
-def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    return lambda: function(*arguments)
-
-
-def _waited(function: Callable[..., Tensor], *arguments: object) -> Callable[[], object]:
-    return lambda: collectives.wait(function(*arguments))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _waited(start: Callable[..., Tensor], *arguments: object) -> None:
+    collectives.wait(start(*arguments))
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -362,18 +328,15 @@ def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
 
 
 def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str) -> Link:
-    """`base` with the latency and bandwidth that agree best with the collectives' times: least squares of ratios."""
+    """`base` with the latency and bandwidth that agree best with the collectives' times.
+
+    Least squares of predicted over measured seconds, so that small messages count as well.
+    """
     points = [(case.work * (ranks - 1) / ranks, case.seconds) for case in cases if case.kind in ("gather", "reduce")]
-    # seconds = latency + bytes / bandwidth, each point weighted by 1 / seconds, so that small messages count as well
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_size = sum(weight * size for weight, (size, _) in zip(weights, points, strict=True)) / total
-    mean_time = sum(weight * seconds for weight, (_, seconds) in zip(weights, points, strict=True)) / total
-    spread = sum(weight * (size - mean_size) ** 2 for weight, (size, _) in zip(weights, points, strict=True))
-    slope = sum(weight * (size - mean_size) * (seconds - mean_time)
-                for weight, (size, seconds) in zip(weights, points, strict=True)) / spread  # fmt: skip
-    latency = max(mean_time - slope * mean_size, 0.0)
-    return replace(base, latency=latency, hop=0.0, bandwidth=1 / max(slope, 1e-15), origin="measured", source=source)
+    rows = torch.tensor([[1 / seconds, size / seconds] for size, seconds in points], dtype=torch.float64)
+    latency, slope = torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution.flatten().tolist()
+    bandwidth = 1 / max(slope, 1e-15)
+    return replace(base, latency=max(latency, 0.0), hop=0.0, bandwidth=bandwidth, origin="measured", source=source)
 
 
 def _of(cases: Sequence[Case], kind: str) -> list[Case]:

@@ -1,13 +1,22 @@
-"""What is asked of a prediction, and what it says: plain data, without torch.
+"""What is asked of a prediction and what it says: plain data, without torch.
 
     Setting      the cluster, the batch and the options that a step is predicted for
-    Prediction   what a step takes there: seconds by part, memory by part, what else could be chosen
+    Scheduled    a step as the planner has it: a workload, a plan, and what these take
+    Prediction   what a step takes in a setting: seconds by part, memory by part, what else could be chosen
 
-Seconds, bytes and tokens are per rank. `to_dict` of both is what the JSON of the command line holds.
+Seconds, bytes and tokens are per rank. `to_dict` is what the JSON of the command line holds.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, get_args
+
+from fsdp_compile.passes.plan.bound import lower_bound
+from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate
+from fsdp_compile.passes.plan.update import end_of_backward, prefetched
+from fsdp_compile.passes.plan.workload import Workload
 
 FORMAT = 1
 """Version of what `Prediction.to_dict` returns; a field that changes its meaning increases it."""
@@ -148,18 +157,19 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True)
-class TopCollective:
-    """A single collective.
+class Collective:
+    """A single launch.
 
     Attributes:
-        name: what it does for which unit, such as "gather blocks.0".
+        name: "gather", "reduce" or "replicate", and the units that it serves.
         kind: as in `CollectiveTime`.
         level: as in `CollectiveTime`.
-        bytes: its full size.
+        bytes: size of the gathered buffers, or of the inputs of the reduction.
         seconds: how long it occupies the links.
         exposed: the seconds of these in which nothing computes.
-        limit: what exposes it. "dependency": nothing can compute before it, or after it; "compute": what computes
-            beside it is too short. Empty if nothing does.
+        limit: why they are exposed; empty if none are. "dependency": nothing can compute before it, or the last
+            gradient comes late. "link": it queued behind another collective. "memory": the budget did not let it start
+            earlier, or made something wait for it. "compute": what computes beside it is too short.
     """
 
     name: str
@@ -266,6 +276,130 @@ class Alternative:
     fits: bool | None
 
 
+# --- a step as the planner has it -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """What becomes of a block between forward and backward.
+
+    Attributes:
+        name: its path in the model.
+        activations: "keep", or how they are treated otherwise.
+        unsharded: how many of its units stay unsharded.
+        units: how many it has.
+    """
+
+    name: str
+    activations: str
+    unsharded: int
+    units: int
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A step, and the plan that it follows.
+
+    Attributes:
+        workload: what the step computes and communicates.
+        plan: when it communicates.
+        budget: the number of bytes that may live at once, or None for no limit.
+        blocks: what becomes of each block between forward and backward, where that was chosen.
+        levels: which links gathers and reduces take, and which ones all-reduces over replicas.
+        shards: number of ranks that store one copy of the parameters.
+    """
+
+    workload: Workload
+    plan: Plan
+    budget: int | None = None
+    blocks: tuple[BlockChoice, ...] = ()
+    levels: tuple[Level, Level] = ("network", "network")
+    shards: int = 1
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The seconds and bytes that this takes."""
+        return simulate(self.workload, self.plan)
+
+    @cached_property
+    def bound(self) -> float:
+        """A lower bound: no plan takes fewer seconds."""
+        return lower_bound(self.workload, None, self.budget)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """The gathers and reduces in the order of their launches, all-reduces over replicas, those of norms."""
+        units, timeline = {unit.name: unit for unit in self.workload.units}, self.timeline
+        found, before = list[Collective](), 0.0  # when the link had finished all that was launched before
+        for step, span in zip(self.plan.of("gather", "reduce"), timeline.link, strict=True):
+            gathers = step.kind == "gather"
+            size = sum(units[name].gathered if gathers else units[name].packed for name in step.units)
+            limit = self._limit(step, span, size, queued=span.start <= before)
+            found.append(self._single(span, "all-gather" if gathers else "reduce-scatter", size, limit))
+            before = span.end
+        for span in timeline.replicas:
+            size = sum(units[name].packed for name in span.name.split(" ")[1:]) // self.shards
+            at_the_end = span.end >= timeline.makespan * (1 - 1e-9)
+            found.append(self._single(span, "all-reduce", size, "dependency" if at_the_end else "compute"))
+        norms = (Collective(each.name, "all-reduce", self.levels[0], 4, each.seconds, each.seconds, "dependency")
+                 for each in timeline.norms)  # fmt: skip
+        return [*found, *norms]
+
+    def _single(self, span: Span, kind: CollectiveKind, size: int, limit: str) -> Collective:
+        exposed = self.timeline.exposed_of(span)
+        hidden = exposed <= 1e-9 * self.timeline.makespan
+        level = self.levels[kind == "all-reduce"]
+        return Collective(span.name, kind, level, size, span.seconds, *(0.0, "") if hidden else (exposed, limit))
+
+    def _limit(self, step: Step, span: Span, size: int, queued: bool) -> str:
+        """What exposes a gather or a reduce, if it is exposed."""
+        workload = self.workload
+        start = workload.backward if step.at >= workload.backward else 0
+        if step.at >= workload.forward:
+            start = max(start, workload.forward)
+        if queued and span.start > 0:
+            return "link"
+        if step.kind == "reduce":
+            waited_for = next(each.at for each in self.plan.of("wait_reduce") if each.units == step.units)
+            return "memory" if waited_for < (end_of_backward(workload) or len(workload.tasks)) else "dependency"
+        if step.at == start or step in prefetched(workload, self.plan):
+            return "dependency"
+        full = self.budget is not None and self.timeline.memory[step.at - 1] + size > self.budget
+        return "memory" if full else "compute"
+
+    def gathered_at(self, at: int) -> int:
+        """Bytes of gathered buffers while task `at` runs."""
+        sizes, alive = {unit.name: unit.gathered for unit in self.workload.units}, 0
+        for step in self.plan.of("gather", "free"):
+            if step.at <= at:
+                alive += sum(sizes[name] for name in step.units) * (1 if step.kind == "gather" else -1)
+        return alive
+
+    def spans(self) -> Iterator["TimelineSpan"]:
+        """What runs when; computing spans of one name that follow each other without a wait are one."""
+        timeline, joined = self.timeline, list[list[Any]]()
+        for span in timeline.compute:
+            if joined and span.name == joined[-1][0] and span.start <= joined[-1][2] * (1 + 1e-12):
+                joined[-1][2] = span.end
+            else:
+                joined.append([span.name, span.start, span.end])
+        yield from (TimelineSpan("compute", *each) for each in joined)
+        sent = [*timeline.link, *timeline.replicas, *timeline.norms]
+        for span, single in zip(sent, self.collectives, strict=True):
+            yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
+
+    def memory_over_time(self, after: float, end: int, fragments: float) -> tuple[tuple[float, int], ...]:
+        """(seconds, bytes) at each change; `after` seconds behind the step `end` bytes are alive."""
+        makespan = self.timeline.makespan
+        starts = [0.0, *(span.start for span in self.timeline.compute[1:]), makespan, makespan + after]
+        sizes = [int((1 + fragments) * size) for size in (*self.timeline.memory, end)]
+        points = [(0.0, -1), *zip(starts, sizes, strict=True)]
+        return tuple(point for before, point in pairwise(points) if point[1] != before[1])
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What one step takes, of a model in a setting.
@@ -306,7 +440,7 @@ class Prediction:
     mfu: float
     hfu: float
     collectives: tuple[CollectiveTime, ...]
-    top: tuple[TopCollective, ...]
+    top: tuple[Collective, ...]
     memory: Memory
     timeline: tuple[TimelineSpan, ...] = ()
     memory_over_time: tuple[tuple[float, int], ...] = ()

@@ -1,298 +1,198 @@
-"""From a sharded model to a report on the plan that its compiled step would follow, without running it.
+"""Predictions of one model, or the plan of a sharded one, and the forms in which they are read.
 
-    model -> joint graph, traced by Dynamo and AOTAutograd -> workload: tasks and units with their costs -> plan
-    plan -> each collective, how much of it computing hides and what limits it; totals; memory
-
-Neither other ranks nor the device are needed: a process group of the backend "fake" stands for the ranks; costs come
-from the figures of the link and of the device that the configuration names.
+str(report)        a table, and one setting in detail; of `explain_plan` each collective: text.py
+report.to_json()   every field; `read_report` gives back an equal report
+report.to_trace()  for ui.perfetto.dev: what computes, links, memory in use
+report.to_html()   one page that fetches nothing, drawn by page/page.js from that JSON
 """
 
-import copy
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+import html
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from fsdp_compile.config import CompileConfig, StepUpdate
-from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.explain.pricing import UPDATE_MOVES
-from fsdp_compile.passes import PASSES
-from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
-from fsdp_compile.passes.graph.costs import costs_of
-from fsdp_compile.passes.inductor import compile_with
-from fsdp_compile.passes.joint.choose_memory import choose_mix, read_blocks
-from fsdp_compile.passes.pipeline import GraphContext, Pass
-from fsdp_compile.passes.plan.bound import lower_bound
-from fsdp_compile.passes.plan.memory import KEEP, Choices, Chosen
-from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate, verify
-from fsdp_compile.passes.plan.update import end_of_backward, prefetched
+from fsdp_compile.config import read_json
+from fsdp_compile.explain.prediction import FORMAT, BlockChoice, Collective, Prediction, Scheduled
+from fsdp_compile.explain.text import as_text, plan_as_text, words_of
+from fsdp_compile.passes.plan.plan import Plan, Timeline
 from fsdp_compile.passes.plan.workload import Workload
 
-
-@dataclass(frozen=True)
-class Collective:
-    """One launch of a plan.
-
-    Attributes:
-        name: "gather" or "reduce", and the units that it serves.
-        bytes: size of the gathered buffers, or of the inputs of the reduce-scatters.
-        seconds: how long it occupies the link.
-        exposed: the seconds of these during which nothing computes.
-        limit: why they are exposed; empty if none are. "dependency": nothing can compute before it, or the last
-            gradient comes late. "link": it queued behind another collective. "memory": the budget did not let it start
-            earlier, or made something wait for it. "compute": the computation beside it is too short.
-    """
-
-    name: str
-    bytes: int
-    seconds: float
-    exposed: float
-    limit: str
-
-
-@dataclass(frozen=True)
-class BlockChoice:
-    """What becomes of a block between forward and backward.
-
-    Attributes:
-        name: its path in the model.
-        activations: "keep", or how they are treated otherwise.
-        unsharded: how many of its units stay unsharded.
-        units: how many it has.
-    """
-
-    name: str
-    activations: str
-    unsharded: int
-    units: int
+DERIVED = {"format", "fits"}  # what `to_dict` adds to the fields
+LANES = {"compute": "compute", "node": "links within nodes", "network": "links between nodes"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """A plan, and what a step takes that follows it: `str()` gives a table, `to_trace()` JSON for Perfetto.
+    """What one step of a model takes in each of some settings, or of a sharded model by its plan.
 
     Attributes:
-        workload: what the step computes and communicates.
-        plan: when it communicates.
-        timeline: the seconds and bytes that this takes.
-        budget: the number of bytes that may live at once, or None for no limit.
-        blocks: what becomes of each block between forward and backward, where that was chosen.
+        predictions: one for each setting, in the order in which they were asked for; at least one.
+        scheduled: of `explain_plan`: the step as the planner has it, which JSON leaves out. None of `explain`, in whose
+            report the attributes from `workload` to `collectives` are an AttributeError.
     """
 
-    workload: Workload
-    plan: Plan
-    timeline: Timeline
-    budget: int | None
-    blocks: tuple[BlockChoice, ...] = ()
+    predictions: tuple[Prediction, ...]
+    scheduled: Scheduled | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.predictions:
+            raise ValueError("predictions: expected at least one, found none")
+
+    @property
+    def best(self) -> Prediction | None:
+        """The one with the most tokens per second and GPU of those that fit into memory, or None."""
+        fitting = [each for each in self.predictions if each.fits is not False]
+        return max(fitting, key=lambda each: each.tokens_per_second, default=None)
+
+    @property
+    def workload(self) -> Workload:
+        """What the step of `explain_plan` computes and communicates."""
+        return self._planned.workload
+
+    @property
+    def plan(self) -> Plan:
+        """When it communicates."""
+        return self._planned.plan
+
+    @property
+    def timeline(self) -> Timeline:
+        """The seconds and bytes that this takes."""
+        return self._planned.timeline
+
+    @property
+    def budget(self) -> int | None:
+        """The number of bytes that may live at once, or None for no limit."""
+        return self._planned.budget
+
+    @property
+    def blocks(self) -> tuple[BlockChoice, ...]:
+        """What becomes of each block between forward and backward, where that was chosen."""
+        return self._planned.blocks
 
     @property
     def bound(self) -> float:
         """A lower bound: no plan takes fewer seconds."""
-        return lower_bound(self.workload, None, self.budget)
+        return self._planned.bound
 
     @property
     def collectives(self) -> list[Collective]:
-        """The gathers and reduces, in the order in which they are launched; all-reduces of norms come last."""
-        norms = [Collective(each.name, 4, each.seconds, each.seconds, "dependency") for each in self.timeline.norms]
-        return [*_collectives(self), *norms]
+        """All launches."""
+        return self._planned.collectives
 
-    def to_trace(self) -> str:
-        """JSON for Perfetto or chrome://tracing."""
-        return self.timeline.to_trace()
+    @property
+    def _planned(self) -> Scheduled:
+        if self.scheduled is None:
+            raise AttributeError("explain reports no plan; explain_plan does")
+        return self.scheduled
 
     def __str__(self) -> str:
-        lines = [*_table(self.collectives), *_of_updates(self), *_of_blocks(self.blocks), "", *_totals(self)]
-        return "\n".join(lines) + "\n"
+        if self.scheduled is not None:
+            return plan_as_text(self.scheduled)
+        return as_text(self.predictions, self.best or self.predictions[0])
 
+    def to_dict(self) -> dict[str, Any]:
+        """What the JSON holds."""
+        return {"format": FORMAT, "predictions": [each.to_dict() for each in self.predictions]}
 
-def report(workload: Workload, plan: Plan, budget: int | None = None, blocks: tuple[BlockChoice, ...] = ()) -> Report:
-    """The report on `plan`, after a check.
+    def to_json(self) -> str:
+        """JSON with every field of every prediction."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
-    Raises:
-        PlanError: the plan breaks a rule, or needs more than `budget` bytes.
-    """
-    verify(workload, plan, budget)
-    return Report(workload, plan, simulate(workload, plan), budget, blocks)
+    def to_trace(self) -> str:
+        """JSON for Perfetto or chrome://tracing: a process for each setting, a track for each lane, memory below."""
+        events = [event for at, each in enumerate(self.predictions) for event in _events(at + 1, each)]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n"
 
-
-def _collectives(report: Report) -> Iterator[Collective]:
-    units = {unit.name: unit for unit in report.workload.units}
-    before = 0.0  # when the link had finished everything that was launched before
-    for step, span in zip(report.plan.of("gather", "reduce"), report.timeline.link, strict=True):
-        size = sum(units[name].gathered if step.kind == "gather" else units[name].packed for name in step.units)
-        exposed = report.timeline.exposed_of(span)
-        hidden = exposed <= 1e-9 * report.timeline.makespan
-        limit = "" if hidden else _limit(report, step, span, size, queued=span.start <= before)
-        yield Collective(span.name, size, span.seconds, 0.0 if hidden else exposed, limit)
-        before = span.end
-
-
-def _limit(report: Report, step: Step, span: Span, size: int, queued: bool) -> str:
-    workload = report.workload
-    start = workload.backward if step.at >= workload.backward else 0
-    if step.at >= workload.forward:
-        start = max(start, workload.forward)
-    if queued and span.start > 0:
-        return "link"
-    if step.kind == "reduce":
-        waited_for = next(each.at for each in report.plan.of("wait_reduce") if each.units == step.units)
-        return "memory" if waited_for < (end_of_backward(workload) or len(workload.tasks)) else "dependency"
-    if step.at == start or step in prefetched(workload, report.plan):
-        return "dependency"
-    full = report.budget is not None and report.timeline.memory[step.at - 1] + size > report.budget
-    return "memory" if full else "compute"
-
-
-def _table(collectives: list[Collective]) -> Iterator[str]:
-    name_width = max([len(each.name) for each in collectives], default=10)
-    yield f"{'collective':{name_width}}  {'bytes':>14}  {'ms':>9}  {'hidden':>9}  {'exposed':>9}  limited by"
-    for each in collectives:
-        hidden = each.seconds - each.exposed
-        times = "  ".join(f"{1e3 * seconds:9.3f}" for seconds in (each.seconds, hidden, each.exposed))
-        yield f"{each.name:{name_width}}  {each.bytes:14,}  {times}  {each.limit}".rstrip()
-
-
-def _of_updates(report: Report) -> Iterator[str]:
-    """What lies between a backward and the next forward, and the gathers that start behind it."""
-    workload = report.workload
-    tasks = [*enumerate(workload.tasks)][end_of_backward(workload) : workload.forward]
-    if tasks:
-        name_width = max(len(task.name) for _, task in tasks)
-        yield f"\n{'update':{name_width}}  {'ms':>9}  starts for the next forward"
-    for index, task in tasks:
-        started = [name for step in prefetched(workload, report.plan) if step.at == index + 1 for name in step.units]
-        gathers = f"gather {' '.join(started)}" if started else ""
-        yield f"{task.name:{name_width}}  {1e3 * task.seconds:9.3f}  {gathers}".rstrip()
-
-
-def _of_blocks(blocks: tuple[BlockChoice, ...]) -> Iterator[str]:
-    if blocks:
-        name_width = max(len(each.name) for each in blocks)
-        yield f"\n{'block':{name_width}}  {'activations':22}  units that stay unsharded"
-        yield from (
-            f"{each.name:{name_width}}  {each.activations:22}  {each.unsharded} of {each.units}" for each in blocks
+    def to_html(self) -> str:
+        """A page of HTML that refers to nothing outside of itself."""
+        data = json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False)
+        return Template(_resource("page.html")).substitute(
+            title=html.escape(f"{self.predictions[0].model}: predicted step"),
+            style=_resource("page.css"),
+            script=_resource("page.js"),
+            text=html.escape(str(self)),
+            data=re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", data),  # nothing may end the element
         )
 
 
-def _totals(report: Report) -> Iterator[str]:
-    step, computing = report.timeline.makespan, sum(task.seconds for task in report.workload.tasks)
-    gap = max(0.0, step / report.bound - 1) if report.bound else 0.0
-    repeats = ", backward, update and the next forward, which repeats" * bool(report.workload.forward)
-    rest = f"computing {1e3 * computing:.3f}, the rest {1e3 * (step - computing):.3f}"
-    yield f"step      {1e3 * step:.3f} ms{repeats}: {rest}"
-    yield f"bound     {1e3 * report.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
-    limit = "no limit" if report.budget is None else f"{report.budget:,} bytes"
-    yield f"memory    {report.timeline.peak:,} bytes at most, budget: {limit}"
+@cache
+def _resource(name: str) -> str:
+    return (files("fsdp_compile.explain") / "page" / name).read_text(encoding="utf-8")
 
 
-def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
-    """The update of an optimizer by its name. ValueError if the name is unknown, or nothing can be clipped."""
-    if optimizer is None:
-        if clip:
-            raise ValueError("clip: expected an optimizer beside it, for without one no update is planned, found none")
-        return None
-    if optimizer not in UPDATE_MOVES:
-        raise ValueError(f"optimizer: expected one of {', '.join(UPDATE_MOVES)}, found {optimizer!r}")
-    return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
+def _events(process: int, prediction: Prediction) -> Iterator[dict[str, Any]]:
+    """Trace events, in microseconds."""
+    yield _named(process, 0, "process_name", f"{prediction.model}: {words_of(prediction.setting)}")
+    yield from (_named(process, at, "thread_name", name) for at, name in enumerate(LANES.values()))
+    for span in prediction.timeline:
+        where = {"pid": process, "tid": list(LANES).index(span.lane)}
+        about = {} if span.lane == "compute" else {"args": {"exposed ms": 1e3 * span.exposed}}
+        seconds = span.end - span.start
+        yield {"ph": "X", "name": span.name, **where, "ts": 1e6 * span.start, "dur": 1e6 * seconds, **about}
+    for seconds, size in prediction.memory_over_time:
+        yield {"ph": "C", "name": "memory", "pid": process, "ts": 1e6 * seconds, "args": {"bytes": size}}
 
 
-# --- prediction -------------------------------------------------------------------------------------------------------
+def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def predict(
-    model: nn.Module | Callable[[], nn.Module],
-    shard: Callable[[nn.Module], nn.Module],
-    example_inputs: Sequence[Any],
-    config: CompileConfig,
-    world_size: int | None,
-) -> Report:
-    """The plan of a step of `model`, and what the step takes.
+# --- reading ----------------------------------------------------------------------------------------------------------
 
-    Args:
-        model: a model, or a function that makes one, whose tensors get no memory.
-        shard: shards it, or a copy of it, if it is not sharded; called with a process group initialized.
-        example_inputs: positional arguments of a forward.
-        config: names the link, and perhaps the device and the budget in bytes.
-        world_size: the number of ranks, where no process group is initialized.
+
+def read_report(path: Path) -> Report:
+    """The report that `to_json` wrote to a file, which may have been changed by anybody.
 
     Raises:
-        PlanError: no plan fits into the budget.
-        ValueError: `world_size` is missing or does not fit, or the model's graph has no sharded parameters.
+        ValueError: the file is no such JSON; the field that is wrong is named.
     """
-    exists = isinstance(model, nn.Module)
-    with process_group(world_size), nullcontext() if exists else _fake_tensors():
-        made = model if isinstance(model, nn.Module) else model()
-        sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices = choices_of(sharded, example_inputs, config)
-    if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
-        plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
-        choices = replace(choices, plain=plain, stored=stored)
-    chosen = choose_mix(choices, config)
-    blocks = tuple(_block_choices(choices, chosen)) if config.activations != "keep" else ()
-    return report(chosen.workload, chosen.planned.plan, config.budget, blocks)
+    table = read_json(path)
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        given = table.get("format") if isinstance(table, dict) else table
+        raise ValueError(f"format: expected {FORMAT}, found {reprlib.repr(given)}")
+    return Report(_decode(tuple[Prediction, ...], table.get("predictions"), "predictions"))
 
 
-def _block_choices(choices: Choices, chosen: Chosen) -> Iterator[BlockChoice]:
-    for block, way in zip(choices.blocks, chosen.mix, strict=True):
-        units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
-        unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
-        yield BlockChoice(block.name, way.name if way else KEEP, unsharded, len(units))
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """`value`, from JSON, as the type `kind` of a field called `where`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _decode_fields(kind, value, where)
+    if origin in (Union, UnionType):
+        rest = next(each for each in arguments if each is not NoneType)
+        return None if value is None else _decode(rest, value, where)
+    if origin is tuple and isinstance(value, list):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+        if len(kinds) == len(value):
+            return tuple(_decode(each, item, f"{where}[{at}]")
+                         for at, (each, item) in enumerate(zip(kinds, value, strict=True)))  # fmt: skip
+    if origin is Literal and value in arguments and isinstance(value, str):
+        return value
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    expected = " or ".join(map(repr, arguments)) if origin is Literal else getattr(kind, "__name__", str(kind))
+    raise ValueError(f"{where}: expected {expected}, found {reprlib.repr(value)}")
 
 
-@contextmanager
-def process_group(world_size: int | None) -> Iterator[None]:
-    """A process group of `world_size` ranks: the one that is initialized, or else a fake one meanwhile."""
-    if dist.is_initialized():
-        if world_size not in (None, dist.get_world_size()):
-            raise ValueError(
-                f"world_size: expected {dist.get_world_size()}, as the process group has, found {world_size}"
-            )
-        yield
-        return
-    if world_size is None:
-        raise ValueError("world_size: expected the number of ranks, as no process group is initialized, found None")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _fake_tensors() -> Iterator[None]:
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        # Flat parameters note the address of their shard, and never read through it here.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
-
-
-class _GraphRead(Exception):
-    """Ends a compilation whose joint graph has been read."""
-
-
-def choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Choices:
-    """The joint graph of a sharded model, and what may be chosen in it, as numbers. ValueError if it has no shards."""
-    choices: list[Choices] = []
-
-    def read_choices(context: GraphContext) -> None:
-        choices.append(read_blocks(context.graph, costs_of(context.graph, config)).choices(config))
-        raise _GraphRead
-
-    insert = next(each for each in PASSES if each.name == "insert_collectives")
-    backend = partial(compile_with, passes=(insert, Pass("read_choices", "joint", read_choices)), config=config)
-    reset_dynamo()
-    try:
-        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-    except Exception:
-        if not choices:
-            raise
-    reset_dynamo()
-    if not choices:
-        raise ValueError("model: expected sharded parameters in its graph, found none")
-    return choices[0]
+def _decode_fields(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, found {reprlib.repr(value)}")
+    inside, types = f"{where}." if where else "", get_type_hints(kind)
+    known = {each.name for each in fields(kind)}
+    if unknown := sorted(set(value) - known - DERIVED):
+        raise ValueError(f"{inside}{reprlib.repr(unknown[0])}: expected no such field, found one")
+    for each in fields(kind):
+        if each.name not in value and each.default is MISSING:
+            raise ValueError(f"{inside}{each.name}: expected a value, found none")
+    return kind(**{name: _decode(types[name], value[name], inside + name) for name in known & set(value)})

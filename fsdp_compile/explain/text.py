@@ -1,9 +1,18 @@
-"""Predictions as text: a table of all settings, and one of them in detail."""
+"""Reports as text: a table of settings and one of them in detail, or the collectives of a plan."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fsdp_compile.explain.prediction import Alternative, Memory, Prediction, Setting
+from fsdp_compile.explain.prediction import (
+    Alternative,
+    BlockChoice,
+    Collective,
+    Memory,
+    Prediction,
+    Scheduled,
+    Setting,
+)
+from fsdp_compile.passes.plan.update import end_of_backward, prefetched
 
 LEVELS = {"node": "within nodes", "network": "between nodes"}
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "packed", "other")
@@ -123,3 +132,54 @@ def _count(value: int) -> str:
         if value >= scale:
             return f"{value / scale:,.2f} {unit}"
     return f"{value:,}"
+
+
+# --- a plan -----------------------------------------------------------------------------------------------------------
+
+
+def plan_as_text(step: Scheduled) -> str:
+    """Each collective, what hides it and what limits the rest; updates, blocks, totals."""
+    lines = [*_launches(step.collectives), *_of_updates(step), *_of_blocks(step.blocks), "", *_totals(step)]
+    return "\n".join(lines) + "\n"
+
+
+def _launches(collectives: Sequence[Collective]) -> Iterator[str]:
+    name_width = max([len(each.name) for each in collectives], default=10)
+    yield f"{'collective':{name_width}}  {'bytes':>14}  {'ms':>9}  {'hidden':>9}  {'exposed':>9}  limited by"
+    for each in collectives:
+        hidden = each.seconds - each.exposed
+        times = "  ".join(f"{1e3 * seconds:9.3f}" for seconds in (each.seconds, hidden, each.exposed))
+        yield f"{each.name:{name_width}}  {each.bytes:14,}  {times}  {each.limit}".rstrip()
+
+
+def _of_updates(step: Scheduled) -> Iterator[str]:
+    """What lies between a backward and the next forward, and the gathers that start behind it."""
+    workload = step.workload
+    tasks = [*enumerate(workload.tasks)][end_of_backward(workload) : workload.forward]
+    if tasks:
+        name_width = max(len(task.name) for _, task in tasks)
+        yield f"\n{'update':{name_width}}  {'ms':>9}  starts for the next forward"
+    for index, task in tasks:
+        started = [name for each in prefetched(workload, step.plan) if each.at == index + 1 for name in each.units]
+        gathers = f"gather {' '.join(started)}" if started else ""
+        yield f"{task.name:{name_width}}  {1e3 * task.seconds:9.3f}  {gathers}".rstrip()
+
+
+def _of_blocks(blocks: tuple[BlockChoice, ...]) -> Iterator[str]:
+    if blocks:
+        name_width = max(len(each.name) for each in blocks)
+        yield f"\n{'block':{name_width}}  {'activations':22}  units that stay unsharded"
+        yield from (
+            f"{each.name:{name_width}}  {each.activations:22}  {each.unsharded} of {each.units}" for each in blocks
+        )
+
+
+def _totals(step: Scheduled) -> Iterator[str]:
+    seconds, computing = step.timeline.makespan, sum(task.seconds for task in step.workload.tasks)
+    gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
+    repeats = ", backward, update and the next forward, which repeats" * bool(step.workload.forward)
+    rest = f"computing {1e3 * computing:.3f}, the rest {1e3 * (seconds - computing):.3f}"
+    yield f"step      {1e3 * seconds:.3f} ms{repeats}: {rest}"
+    yield f"bound     {1e3 * step.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
+    limit = "no limit" if step.budget is None else f"{step.budget:,} bytes"
+    yield f"memory    {step.timeline.peak:,} bytes at most, budget: {limit}"

@@ -11,101 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from fsdp_compile.passes.cost.hardware import Hardware
-from fsdp_compile.passes.cost.roofline import attention_seconds, chain_seconds, product_seconds
+from fsdp_compile.passes.graph.costs import Work
 
-
-@dataclass(frozen=True)
-class Product:
-    """`batch` matrix products of [rows, inner] and [inner, columns].
-
-    Attributes:
-        moved: bytes of all matrices.
-        dtype: name of their dtype.
-        weight: whether one of them is a parameter, or a gradient of one: those can be in float8.
-    """
-
-    batch: int
-    rows: int
-    inner: int
-    columns: int
-    moved: int
-    dtype: str = "bfloat16"
-    weight: bool = True
-
-    @property
-    def flops(self) -> int:
-        """Operations."""
-        return 2 * self.batch * self.rows * self.inner * self.columns
-
-    def seconds(self, hardware: Hardware) -> float:
-        """How long it takes there."""
-        return product_seconds(self.flops, self.moved, self.inner, self.dtype, hardware)
-
-
-@dataclass(frozen=True)
-class Attention:
-    """A fused attention, or its backward.
-
-    Attributes:
-        batch: sequences.
-        heads: of queries.
-        queries: tokens of a sequence.
-        keys: tokens that each could see.
-        width: elements of a head of queries and keys.
-        causal: whether a token sees none that follow it, so that half is computed.
-        backward: whether this is the backward, which computes five products in place of two.
-        dtype: name of the dtype.
-    """
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    width: int
-    causal: bool
-    backward: bool
-    dtype: str = "bfloat16"
-
-    @property
-    def full_flops(self) -> int:
-        """Operations of the model, as if every token saw all others: four products of backward, none of them twice."""
-        return (8 if self.backward else 4) * self.batch * self.heads * self.queries * self.keys * self.width
-
-    @property
-    def flops(self) -> int:
-        """Operations that run."""
-        products = 5 if self.backward else 2
-        return products * 2 * self.batch * self.heads * self.queries * self.keys * self.width // (1 + self.causal)
-
-    def seconds(self, hardware: Hardware) -> float:
-        """How long it takes there."""
-        return attention_seconds(self.flops, self.keys, self.backward, self.dtype, hardware)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A kernel that reads and writes memory and computes no products.
-
-    Attributes:
-        moved: bytes read and written.
-        fused: whether it is a chain of operators that was compiled, or one operator that runs eagerly.
-    """
-
-    moved: int
-    fused: bool = True
-
-    @property
-    def flops(self) -> int:
-        """None that count."""
-        return 0
-
-    def seconds(self, hardware: Hardware) -> float:
-        """How long it takes there."""
-        return chain_seconds(self.moved, self.fused, hardware)
-
-
-Kernel = Product | Attention | Chain
+Kernels = tuple[Work, ...]
 
 
 @dataclass(frozen=True)
@@ -128,8 +36,8 @@ class UnitWork:
 
     name: str
     parameters: int
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
+    forward: Kernels
+    backward: Kernels
     input_bytes: int
     saved_bytes: int
     forward_bytes: int
@@ -179,7 +87,7 @@ class StepWork:
     @property
     def model_flops(self) -> int:
         """Operations of the model: 6 for each parameter and token, and those of attention, not halved (PaLM)."""
-        attention = [each.full_flops for unit in self.units for each in unit.forward if isinstance(each, Attention)]
+        attention = [each.full_flops for unit in self.units for each in unit.forward if each.kind == "attention"]
         return 6 * self.parameters * self.tokens + 3 * sum(attention)
 
     @property
@@ -188,43 +96,38 @@ class StepWork:
 
         Of a product in forward, backward has two: more of them are repeated ones.
         """
-        units = list(self.units)
-        forward, backward = (
-            sum(each.flops for unit in units for each in kernels(unit) if isinstance(each, Product))
-            for kernels in (lambda unit: unit.forward, lambda unit: unit.backward)
-        )
-        repeated = (each for unit in units for each in unit.backward if isinstance(each, Attention))
-        return max(0, backward - 2 * forward) + sum(each.full_flops for each in repeated if not each.backward)
+        forward = backward = repeated = 0
+        for unit in self.units:
+            forward += sum(each.flops for each in unit.forward if not each.kind.startswith("attention"))
+            backward += sum(each.flops for each in unit.backward if not each.kind.startswith("attention"))
+            repeated += sum(each.full_flops for each in unit.backward if each.kind == "attention")
+        return max(0, backward - 2 * forward) + repeated
 
     def checkpointed(self, policy: str) -> "StepWork":
         """With "full", every block is checkpointed; with "selective N", every N-th."""
         if policy == "full":
             return replace(self, blocks=tuple(block.checkpointed() for block in self.blocks))
         every = int(policy.removeprefix("selective "))
-        blocks: list[UnitWork] = []
-        index = 0
-        for block in self.blocks:
-            for _ in range(block.count):
-                index += 1
-                blocks.append(replace(block.checkpointed() if index % every == 0 else block, count=1))
+        singles = [replace(block, count=1) for block in self.blocks for _ in range(block.count)]
+        blocks = [block if at % every else block.checkpointed() for at, block in enumerate(singles, 1)]
         return replace(self, blocks=tuple(blocks))
 
     def in_float8(self) -> "StepWork":
         """With the blocks' products of weights in float8, and kernels that cast what they read."""
-        return replace(self, blocks=tuple(_in_float8(block) for block in self.blocks))
+        blocks = (
+            replace(block, forward=tuple(_in_float8(block.forward)), backward=tuple(_in_float8(block.backward)))
+            for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
 
 
-def _in_float8(unit: UnitWork) -> UnitWork:
-    def cast(kernels: tuple[Kernel, ...]) -> Iterator[Kernel]:
-        for each in kernels:
-            if isinstance(each, Product) and each.weight and each.dtype != "float32":
-                read = each.rows * each.inner + each.inner * each.columns
-                yield Chain(each.batch * read * 3)  # two bytes are read and one is written
-                yield replace(each, dtype="float8")
-            else:
-                yield each
-
-    return replace(unit, forward=tuple(cast(unit.forward)), backward=tuple(cast(unit.backward)))
+def _in_float8(kernels: Kernels) -> Iterator[Work]:
+    for each in kernels:
+        if each.kind == "product" and each.dtype != "float32":
+            yield Work(read_bytes=each.read_bytes, written_bytes=each.read_bytes // 2)
+            yield replace(each, dtype="float8")
+        else:
+            yield each
 
 
 # --- batches by substitution ------------------------------------------------------------------------------------------
@@ -243,36 +146,25 @@ class NotAffine(ValueError):
     """The works of two batches differ in more than numbers that are affine in the batch."""
 
 
-def at_batch(first: StepWork, second: StepWork, batch: int) -> StepWork:
+def at_batch(first: T, second: T, batch: int) -> T:
     """The work of `batch`, from those of the batches in `BATCHES`.
 
     Raises:
         NotAffine: the two differ in their structure.
     """
-    return _point(first, second, batch)
-
-
-def _point(first: T, second: T, batch: int) -> T:
     if type(first) is not type(second):
-        raise NotAffine(f"batch: expected equal structures, found {type(first).__name__} and {type(second).__name__}")
+        raise NotAffine(f"batch: {type(first).__name__} becomes {type(second).__name__} with another batch")
     if isinstance(first, (str, bool)):
         if first != second:
-            raise NotAffine(f"batch: expected equal structures, found {first} and {second}")
+            raise NotAffine(f"batch: {first} becomes {second} with another batch")
         return first
+    one: Any = first
+    other: Any = second
     if isinstance(first, int):
-        return first + (second - first) * (batch - BATCHES[0])  # type: ignore[operator,return-value]  # both are int
+        return one + (other - one) * (batch - BATCHES[0])
     if isinstance(first, tuple):
-        return _points(first, second, batch)
-    values = {each.name: _point(getattr(first, each.name), getattr(second, each.name), batch) for each in fields(first)}  # type: ignore[arg-type]  # a dataclass
-    return type(first)(**values)
-
-
-def _points(first: Any, second: Any, batch: int) -> Any:
-    if len(first) != len(second):
-        raise NotAffine(f"batch: expected as many kernels, found {len(first)} and {len(second)}")
-    return tuple(_point(one, other, batch) for one, other in zip(first, second, strict=True))
-
-
-def seconds_of(kernels: tuple[Kernel, ...], hardware: Hardware) -> float:
-    """How long kernels take one after the other."""
-    return sum(each.seconds(hardware) for each in kernels)
+        if len(one) != len(other):
+            raise NotAffine(f"batch: {len(one)} kernels become {len(other)} with another batch")
+        return type(one)(at_batch(a, b, batch) for a, b in zip(one, other, strict=True))
+    return type(one)(**{each.name: at_batch(getattr(one, each.name), getattr(other, each.name), batch)
+                        for each in fields(one)})  # fmt: skip

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from workloads import blocks
 
 from fsdp_compile.cli import main
-from fsdp_compile.explain.report import report
+from fsdp_compile.explain.sharded import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.search import no_prefetch, search_plan

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_compile import explain
 from fsdp_compile.cli import main
-from fsdp_compile.explain.explanation import read_explanation
+from fsdp_compile.explain.report import read_report
 from fsdp_compile.passes.cost.hardware import device, to_json
 
 MODEL = """
@@ -68,7 +68,7 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["explain", f"{model}:make", "--gpus", "8,64", "--batch", "1,2", "--seq", "128", *options]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Tiny, ") and " in 4 settings\n" in printed and "tokens/s per GPU, MFU" in printed
-    made = read_explanation(written["json"])
+    made = read_report(written["json"])
     shown = [(each.setting.world_size, each.setting.batch) for each in made.predictions]
     assert shown == [(8, 1), (8, 2), (64, 1), (64, 2)]
     assert made.predictions[0].parameters == 256 * 64 + 64 * 256 + 256 + 3 * (2 * 64 + 64 * 192 + 192 + 64 * 64 + 64)

@@ -12,17 +12,17 @@ from browser import CHROMIUM, Browser
 from expecttest import assert_expected_inline
 from predictions import explanation, prediction
 
-from fsdp_compile.explain.explanation import Explanation, read_explanation
 from fsdp_compile.explain.prediction import (
     Alternative,
+    Collective,
     CollectiveTime,
     Constant,
     Memory,
     Prediction,
     Setting,
     TimelineSpan,
-    TopCollective,
 )
+from fsdp_compile.explain.report import Report, read_report
 
 SCRIPT = "</script><script>alert(1)</script><!--"  # a name that must not end the element that holds the JSON
 
@@ -61,13 +61,13 @@ warning: The head and the loss are 21 % of the operations.
 """,
     )
     assert text.startswith("Llama, 8.03 B parameters, in 8 settings\n")
-    assert len(str(Explanation((prediction(),))).splitlines()) < len(text.splitlines()) - 8  # one setting has no table
+    assert len(str(Report((prediction(),))).splitlines()) < len(text.splitlines()) - 8  # one setting has no table
 
 
 def test_json_is_read_back(tmp_path: Path) -> None:
     """JSON has every field, and reading it gives an equal explanation."""
     (tmp_path / "step.json").write_text(explanation().to_json())
-    assert read_explanation(tmp_path / "step.json") == explanation()
+    assert read_report(tmp_path / "step.json") == explanation()
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_json_that_was_changed(tmp_path: Path, old: str, new: str, message: str)
     assert old in text
     (tmp_path / "step.json").write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):
-        read_explanation(tmp_path / "step.json")
+        read_report(tmp_path / "step.json")
 
 
 def test_trace() -> None:
     """The trace has an event for each span, in its lane, and a counter that follows the memory."""
-    (each,) = Explanation((prediction(),)).predictions
-    events = json.loads(Explanation((each,)).to_trace())["traceEvents"]
+    (each,) = Report((prediction(),)).predictions
+    events = json.loads(Report((each,)).to_trace())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert [event["name"] for event in spans] == [span.name for span in each.timeline]
     lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
@@ -133,7 +133,7 @@ class Elements(HTMLParser):
 
 def test_page_refers_to_nothing() -> None:
     """The page names no address outside of itself, and the JSON in it is what `to_json` writes."""
-    made = Explanation((prediction(model=SCRIPT), prediction(512)))
+    made = Report((prediction(model=SCRIPT), prediction(512)))
     page = made.to_html()
     assert not re.search(r"https?:|//\w+\.\w|@import|url\(", page)
     elements = Elements(page)
@@ -169,7 +169,7 @@ def test_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
 @needs_browser
 def test_keyboard_and_mouse(browser: Browser, tmp_path: Path) -> None:
     """Arrow keys tell of operations one by one, dragging enlarges, and choosing a row shows that setting."""
-    (tmp_path / "step.html").write_text(Explanation((prediction(8), prediction(64, model=SCRIPT))).to_html())
+    (tmp_path / "step.html").write_text(Report((prediction(8), prediction(64, model=SCRIPT))).to_html())
     page = browser.open(tmp_path / "step.html")
     page.evaluate("document.getElementById('timeline').focus()")
     for key, told in (("ArrowRight", "forward blocks.0"), ("ArrowRight", "forward blocks.1"), ("ArrowDown", "gather")):
@@ -192,6 +192,6 @@ def test_keyboard_and_mouse(browser: Browser, tmp_path: Path) -> None:
 def test_every_field_is_documented() -> None:
     """docs/explain.md names each field of the JSON."""
     text = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
-    for kind in (Setting, Prediction, Memory, CollectiveTime, TopCollective, TimelineSpan, Alternative, Constant):
+    for kind in (Setting, Prediction, Memory, CollectiveTime, Collective, TimelineSpan, Alternative, Constant):
         missing = [each.name for each in fields(kind) if f"`{each.name}" not in text]
         assert not missing, (kind.__name__, missing)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.runs.tables import case_of
-from fsdp_compile.explain.pricing import Priced, price
+from fsdp_compile.explain.predict import Priced, price
 from fsdp_compile.passes.cost.hardware import device
 
 ROW = {"model": "llama", "layers": "6", "hidden": "1024", "heads": "8", "vocab": "32000", "seq": "2048", "gpus": "8",
@@ -36,11 +36,11 @@ def test_beside_fsdp2(options: dict[str, object]) -> None:
 
 def test_gradients_come_to_exist_one_by_one() -> None:
     """Shards of gradients are there when they have been reduced; all the time, where an earlier pass has made them."""
-    made = priced("fsdp_compile").graph.gradients
+    made = priced("fsdp_compile").gradients
     assert (
         made[0] == 0 and list(made) == sorted(made) and made[-1] == pytest.approx(4 * made_parameters() / 8, rel=1e-3)
     )
-    assert set(priced("fsdp_compile", accumulation=2).graph.gradients) == {made[-1]}
+    assert set(priced("fsdp_compile", accumulation=2).gradients) == {made[-1]}
 
 
 def made_parameters() -> int:

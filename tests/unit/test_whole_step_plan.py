@@ -8,7 +8,7 @@ from every_plan import shortest
 from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
-from fsdp_compile.explain.report import report
+from fsdp_compile.explain.sharded import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
 from fsdp_compile.passes.plan.search import search_plan

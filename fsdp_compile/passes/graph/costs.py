@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,7 @@ from fsdp_compile.passes.cost.hardware import Hardware, device, link, reported_d
 from fsdp_compile.passes.cost.roofline import (
     all_reduce_seconds,
     attention_seconds,
+    chain_seconds,
     launch_seconds,
     product_seconds,
     transfer_seconds,
@@ -44,41 +45,93 @@ from fsdp_compile.passes.graph.nodes import (
 
 _FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # links have costs of their own
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read as much as they return
+_LOSSES = {aten.nll_loss_forward, aten.nll_loss_backward}  # read an element of each row
 SCATTERS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate}
 SCATTERS |= {aten.scatter_add, aten.scatter_add_}  # write as much as they are given
 
 
+Kind = Literal["chain", "operator", "product", "batched product", "convolution", "attention", "attention backward"]
+_PRODUCTS = {  # kind, and which argument is the left matrix
+    aten.mm: ("product", 0),
+    aten.addmm: ("product", 1),
+    aten.bmm: ("batched product", 0),
+    aten.baddbmm: ("batched product", 1),
+}
+
+
 @dataclass(frozen=True)
 class Work:
-    """What something computes and moves.
+    """What a kernel, or a part of one, computes and moves. It does not depend on the hardware.
 
     Attributes:
-        flops: floating-point operations of matrix products, convolutions and attention.
+        flops: floating-point operations of matrix products, convolutions and attention, halved where it is causal.
         read_bytes: what is read from memory.
         written_bytes: what is written to it.
+        kind: "chain" is fused loops, "operator" one that runs eagerly and computes no products; one matrix of a
+            "product" is a parameter or the gradient of one.
+        inner: elements that a product sums over, keys of attention; 0: not known.
+        dtype: in which products and attention compute.
+        causal: of attention, whether no token sees those that follow it.
     """
 
     flops: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    kind: Kind = "chain"
+    inner: int = 0
+    dtype: str = ""
+    causal: bool = False
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.flops + other.flops,
-            self.read_bytes + other.read_bytes,
-            self.written_bytes + other.written_bytes,
-        )
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written."""
+        return self.read_bytes + self.written_bytes
+
+    @property
+    def full_flops(self) -> int:
+        """Operations as if every token saw all others."""
+        return self.flops * (1 + self.causal)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """How long it takes as one kernel: Note [How operations are priced]."""
+        if self.kind in ("chain", "operator"):
+            return chain_seconds(self.moved_bytes, self.kind == "chain", hardware)
+        if self.kind.startswith("attention"):
+            return attention_seconds(self.flops, self.inner, "backward" in self.kind, self.dtype, hardware)
+        return product_seconds(self.flops, self.moved_bytes, self.inner or math.inf, self.dtype, hardware)
 
 
-def node_work(node: fx.Node) -> Work:
-    """The work of one node, by the values in `meta["val"]`; none for views, collectives and numbers."""
+def node_work(node: fx.Node, fused: bool = True) -> Work:
+    """The work of one node, by the values in `meta["val"]`; none for views, collectives and numbers.
+
+    Args:
+        node: any node.
+        fused: whether Inductor fuses loops; otherwise every operator reads what it is given and writes its result.
+    """
     is_free = is_passed_on(node) or is_scalar(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
     if node.op != "call_function" or is_free:
         return Work()
     if packet_of(node) in SCATTERS:
         moved = sum(map(_bytes, node.all_input_nodes[1:]))
         return Work(0, moved, moved)
-    return Work(_flops(node), _read_bytes(node), 0 if stays_in_loops(node) else _bytes(node))
+    flops, read = _flops(node), _read_bytes(node, fused)
+    written = 0 if fused and stays_in_loops(node) else _bytes(node)
+    if not flops:
+        return Work(0, read, written, "chain" if fused else "operator")
+    kind, inner = _kind_and_inner(node)
+    return Work(flops, read, written, kind, inner, dtype_of(node), _is_causal(node))
+
+
+def _kind_and_inner(node: fx.Node) -> tuple[Kind, int]:
+    packet = packet_of(node)
+    if "attention" in str(packet):
+        backward = "backward" in str(packet)
+        keys = node.args[2 if backward else 1].meta["val"].shape[-2]  # type: ignore[union-attr]  # fx arguments are untyped
+        return "attention backward" if backward else "attention", size_hint(keys)
+    if packet not in _PRODUCTS:
+        return "convolution", 0
+    kind, left = _PRODUCTS[packet]
+    return kind, size_hint(node.args[left].meta["val"].shape[-1])  # type: ignore[union-attr,return-value]  # fx arguments are untyped
 
 
 def _flops(node: fx.Node) -> int:
@@ -103,16 +156,9 @@ def _is_causal(node: fx.Node) -> bool:
 def node_seconds(node: fx.Node, hardware: Hardware) -> float:
     """How long `node` computes, as `hardware` says; what passes between loops takes nothing."""
     work = node_work(node)
-    moved = work.read_bytes + work.written_bytes
-    if not work.flops:
-        return moved / (hardware.bandwidth * hardware.chain_efficiency)
-    packet, dtype = packet_of(node), dtype_of(node)
-    if "attention" in str(packet):
-        keys = node.args[2 if "backward" in str(packet) else 1].meta["val"].shape[-2]  # type: ignore[union-attr]  # fx arguments are untyped
-        return attention_seconds(work.flops, size_hint(keys), "backward" in str(packet), dtype, hardware)
-    left = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}.get(packet)
-    inner = math.inf if left is None else size_hint(node.args[left].meta["val"].shape[-1])  # type: ignore[union-attr]  # fx arguments are untyped
-    return product_seconds(work.flops, moved, inner, dtype, hardware)
+    if not work.flops:  # a part of a kernel, which alone takes some least time
+        return work.moved_bytes / (hardware.bandwidth * hardware.chain_efficiency)
+    return work.seconds(hardware)
 
 
 def dtype_of(node: fx.Node) -> str:
@@ -122,10 +168,12 @@ def dtype_of(node: fx.Node) -> str:
     return str(next(dtypes, torch.float32)).removeprefix("torch.")
 
 
-def _read_bytes(node: fx.Node) -> int:
+def _read_bytes(node: fx.Node, fused: bool) -> int:
+    if packet_of(node) in _LOSSES:
+        return 0
     if packet_of(node) in _LOOKUPS:
         return sum(map(_bytes, node.all_input_nodes[1:])) + _bytes(node)
-    if not is_loop(node):
+    if not (fused and is_loop(node)):
         return sum(map(_bytes, node.all_input_nodes))
     return sum(_bytes(each) for each in node.all_input_nodes if _reads_first(node, _origin(each)))
 
@@ -242,7 +290,7 @@ def relative_costs(graph: fx.Graph) -> Costs:
 
     def of_node(node: fx.Node) -> float:
         work = node_work(node)
-        return work.flops + flops_per_byte * (work.read_bytes + work.written_bytes)
+        return work.flops + flops_per_byte * work.moved_bytes
 
     return Costs(of_node, lambda start: 0.0, memory=False)
 

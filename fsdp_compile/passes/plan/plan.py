@@ -8,7 +8,6 @@ As text, one line for each step, to read, edit and load again:
 `verify` checks any plan without the planner's help, and `simulate` times it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -268,21 +267,6 @@ class Timeline:
         return collective.seconds - sum(
             max(0.0, min(task.end, collective.end) - max(task.start, collective.start)) for task in self.compute
         )
-
-    def to_trace(self) -> str:
-        """JSON for Perfetto or chrome://tracing: a lane for computing, one for each link, a counter of bytes."""
-        lanes = {"compute": self.compute, "link": [*self.link, *self.norms], "replicas": self.replicas}
-        events: list[dict[str, object]] = []
-        for lane, (name, spans) in enumerate(lanes.items()):
-            events.append({"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}})
-            events += [
-                {"ph": "X", "pid": 0, "tid": lane, "name": s.name, "ts": s.start * 1e6, "dur": s.seconds * 1e6}
-                for s in spans
-            ]
-        starts = [*(span.start for span in self.compute), self.makespan]
-        for at, live in zip(starts, self.memory, strict=True):
-            events.append({"ph": "C", "pid": 0, "name": "memory", "ts": at * 1e6, "args": {"bytes": live}})
-        return json.dumps({"traceEvents": events})
 
 
 class _Run:

@@ -1,10 +1,11 @@
-"""From a model to the work of its step: forward and backward are traced, partitioned, and read kernel by kernel.
+"""From a model to the work of its step: forward and backward are traced, partitioned, and read node by node.
 
     TracedModel      a model without memory, and which of its blocks are equal
       work           of a batch, a sequence length, a policy: one block of each kind, and what is outside of blocks
         _calls       a forward in which each distinct block runs once; its inputs are noted, others return as it did
         _block       forward and backward of one block with these inputs, after the partitioner
         _outside     those of the model with an operator in place of each block, which only keeps the order
+    Read             what nodes compute and how long values live, by passes/graph as in a plan
 
 Blocks are traced apart from the rest, so that a model of 126 takes as long as one of two. What is recomputed and saved
 is what the partitioner chose; full checkpointing is added afterwards (`StepWork.checkpointed`).
@@ -18,13 +19,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_compile.construct.wrap_policy import repeated_blocks
-from fsdp_compile.explain._torch import fake_tensors, is_fake, partitioned, pytree
-from fsdp_compile.explain.kernels import divided, read_part, save_by_operator
-from fsdp_compile.explain.work import StepWork, UnitWork
+from fsdp_compile.explain._torch import Graphs, fake_tensors, is_fake, partitioned, pytree
+from fsdp_compile.explain.work import Kernels, StepWork, UnitWork
+from fsdp_compile.passes._torch import is_tangent
+from fsdp_compile.passes.graph.costs import SCATTERS, Work, node_work
+from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, lifetimes, live_bytes
+from fsdp_compile.passes.graph.nodes import is_product, packet_of, source_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "amp_fp16": torch.float16}  # all others: bfloat16
 Inputs = Callable[..., Sequence[Any]]
@@ -34,13 +40,13 @@ Inputs = Callable[..., Sequence[Any]]
 
 
 @torch.library.custom_op("fsdp_explain::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Fused attention: what it returns, and a number for each row that backward needs. It is traced and never runs."""
     raise NotImplementedError
 
 
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     # [batch, heads, queries, width], in memory as FlashAttention returns it: [batch, queries, heads, width]
     batch, heads, queries, width = query.shape[0], query.shape[-3], query.shape[-2], value.shape[-1]
     out = query.new_empty(batch, queries, heads, width).transpose(1, 2)
@@ -49,7 +55,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, 
 
 @torch.library.custom_op("fsdp_explain::attention_backward", mutates_args=())
 def attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, causal: bool
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. It is traced and never runs."""
     raise NotImplementedError
@@ -57,21 +63,33 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, causal: bool
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _note_attention(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
-    ctx.causal = inputs[3]
+    ctx.is_causal = inputs[3]
 
 
 def _attention_gradients(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    return (*attention_backward(grad, *ctx.saved_tensors, ctx.causal), None)
+    return (*attention_backward(grad, *ctx.saved_tensors, ctx.is_causal), None)
 
 
 attention.register_autograd(_attention_gradients, setup_context=_note_attention)
+
+
+def _attention_flops(query: Any, key: Any, *_: Any, products: int = 2, **__: Any) -> int:
+    """Operations as if every token saw all others: each product is as large as queries times keys."""
+    batch, heads, queries, width = query
+    return products * 2 * batch * heads * queries * key[-2] * width
+
+
+register_flop_formula(torch.ops.fsdp_explain.attention)(_attention_flops)
+register_flop_formula(torch.ops.fsdp_explain.attention_backward)(
+    lambda grad, query, key, *_, **__: _attention_flops(query, key, products=5)  # scores are computed again
+)
 
 
 @torch.library.custom_op("fsdp_explain::block", mutates_args=())
@@ -94,6 +112,7 @@ def _block_gradients(ctx: Any, grad: Tensor) -> Any:
 
 
 block.register_autograd(_block_gradients, setup_context=_note_block)
+BLOCK = torch.ops.fsdp_explain.block.default
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -125,10 +144,33 @@ class Call:
     """How a block was called: what tracing it needs."""
 
     module: nn.Module
-    tensors: tuple[Tensor, ...]  # among its arguments
-    rebuild: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
-    outputs: tuple[Tensor, ...]
-    structure: Any  # of its outputs, with the tensors_at of tensors
+    leaves: tuple[Any, ...]  # of its arguments
+    arguments: Any  # their structure
+    returned: tuple[Any, ...]
+    structure: Any  # of what it returned
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The tensors that it returned."""
+        return [each for each in self.returned if isinstance(each, Tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among its arguments."""
+        return [each for each in self.leaves if isinstance(each, Tensor)]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with other tensors."""
+        return pytree.tree_unflatten(_with_tensors(self.leaves, tensors), self.arguments)
+
+    def restored(self, tensors: Sequence[Tensor]) -> Any:
+        """What it returned, with other tensors."""
+        return pytree.tree_unflatten(_with_tensors(self.returned, tensors), self.structure)
+
+
+def _with_tensors(leaves: Iterable[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(each, Tensor) else each for each in leaves]
 
 
 class TracedModel:
@@ -136,7 +178,7 @@ class TracedModel:
 
     Args:
         make_model: makes it.
-        example_inputs: as `predict_step` takes them.
+        example_inputs: given (batch, sequence), returns positional arguments; None: tokens, see `explain`.
         name: of the model; None: its class's.
 
     Raises:
@@ -159,8 +201,7 @@ class TracedModel:
         self.model = model.train()
         self.name = name or type(model).__name__
         self.example_inputs = example_inputs
-        blocks = repeated_blocks(model)
-        self.blocks = {each: path for path, each in model.named_modules() if each in set(blocks)}
+        self.blocks = repeated_blocks(model)
         self._calls_of: dict[Any, tuple[dict[Any, Call], list[Any]]] = {}
         self._block_of: dict[Any, UnitWork] = {}
         self._outside_of: dict[Any, tuple[UnitWork, UnitWork]] = {}
@@ -209,8 +250,6 @@ class TracedModel:
                 units.append(self._block_of[key, sizes, compiled, by_operator])
         return StepWork(self.name, self.parameters, begin, tuple(units), end, batch * sequence)
 
-    # --- inputs -------------------------------------------------------------------------------------------------------
-
     def _inputs(self, batch: int, sequence: int) -> tuple[list[Any], dict[str, Any]]:
         """Positional arguments and arguments by name of a forward."""
         if self.example_inputs is not None:
@@ -219,30 +258,13 @@ class TracedModel:
                 return list(self.example_inputs(batch, sequence)), {}
             return [_resized(each, batch, sequence) for each in self.example_inputs()], {}
         ids = torch.zeros(batch, sequence, dtype=torch.int64)
-        parameters = list(inspect.signature(self.model.forward).parameters.values())
-        names = [each.name for each in parameters]
+        names = list(inspect.signature(self.model.forward).parameters)
         without = {"use_cache": False} if "use_cache" in names else {}  # keys and values for generation
         if "labels" in names:
             return [ids], {"labels": torch.zeros_like(ids), **without}
         second = names[1] if len(names) > 1 else ""
         wants_targets = "target" in second or "label" in second or second == "y"
         return ([ids, torch.zeros_like(ids)] if wants_targets else [ids]), without
-
-    def _loss(self, output: Any) -> Tensor:
-        """What backward begins with."""
-        for name in ("loss", "logits"):
-            output = output[name] if isinstance(output, dict) and name in output else getattr(output, name, output)
-        if isinstance(output, (tuple, list)):
-            losses = [each for each in output if isinstance(each, Tensor) and each.dim() == 0]
-            output = losses[0] if losses else output[0]
-        if output.dim() == 0:
-            return output
-        if output.dim() < 3:
-            return output.float().sum()
-        logits = output.flatten(0, -2)
-        return F.cross_entropy(logits.float(), torch.zeros(logits.shape[0], dtype=torch.int64))
-
-    # --- tracing ------------------------------------------------------------------------------------------------------
 
     def _calls(self, inputs: list[Any], names: dict[str, Any], dtype: torch.dtype) -> tuple[dict[Any, Call], list[Any]]:
         """A call of each kind of block, and the kinds in the order in which blocks are called."""
@@ -255,12 +277,12 @@ class TracedModel:
                 key = (_kind(module), structure, tuple(map(_described, leaves)))
                 order.append(key)
                 if key not in calls:
-                    outputs = original(*args, **kwargs)
-                    calls[key] = _call(module, leaves, structure, outputs)
+                    returned, returned_structure = pytree.tree_flatten(original(*args, **kwargs))
+                    calls[key] = Call(module, tuple(leaves), structure, tuple(returned), returned_structure)
                 call = calls[key]
                 given = next(each for each in call.tensors if each.is_floating_point())
-                made = [torch.empty_like(each) + 0 * given.sum() if _flows(each) else each for each in call.outputs]
-                return _restored(call, made)
+                return call.restored([torch.empty_like(each) + 0 * given.sum() if each.is_floating_point() else each
+                                      for each in call.outputs])  # fmt: skip
 
             return forward
 
@@ -286,12 +308,10 @@ class TracedModel:
                 given = next(each for each in leaves if each.is_floating_point())
                 alike = [each.shape == given.shape and each.dtype == given.dtype for each in call.outputs]
                 if 0 < at < len(order) - 1 and alike == [True]:  # only the first and the last one divide the graph
-                    return _restored(call, [given])
-                made = [
-                    block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
-                    if each.is_floating_point() else each for each in call.outputs
-                ]  # fmt: skip
-                return _restored(call, made)
+                    return call.restored([given])
+                made = [block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
+                        if each.is_floating_point() else each for each in call.outputs]  # fmt: skip
+                return call.restored(made)
 
             return forward
 
@@ -299,15 +319,22 @@ class TracedModel:
             upcoming[:] = range(len(order))
             tensors, by_name = given
             output = torch.func.functional_call(self.model, {**blocks, **params, **buffers}, tuple(tensors), by_name)
-            return (self._loss(output),)
+            return (_loss(output),)
 
         with _forwards(self.blocks, around):
             graphs = partitioned(run, (state, _buffers(self.model), (_cast_inputs(inputs, dtype), names)), compiled)
         outside = sum(each.numel() for each in self.model.parameters() if id(each) not in inside)
-        begin, end = divided(graphs, compiled, torch.ops.fsdp_explain.block.default, len(state))
+        read = Read(graphs, compiled, len(state))
+        before, after = _around_blocks(graphs.forward)
+        after_backward, before_backward = _around_blocks(graphs.backward)
+        if not order:
+            before, after, before_backward, after_backward = [], before, [], after_backward
         given = sum(each.nbytes for each in inputs if isinstance(each, Tensor))
         passed = sum(each.nbytes for each in calls[order[-1]].outputs if each.is_floating_point()) if order else given
-        return begin.unit("embedding", 0, given), end.unit("output", outside, passed)
+        return (
+            read.unit("embedding", 0, given, before, before_backward),
+            read.unit("output", outside, passed, after, after_backward),
+        )
 
 
 def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) -> UnitWork:
@@ -317,20 +344,30 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
 
     def run(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         args, kwargs = call.rebuild(given)
-        output = torch.func.functional_call(call.module, {**params, **buffers}, args, kwargs)
-        return tuple(
-            each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()
-        )
+        output = pytree.tree_leaves(torch.func.functional_call(call.module, {**params, **buffers}, args, kwargs))
+        return tuple(each for each in output if isinstance(each, Tensor) and each.is_floating_point())
 
-    graphs = partitioned(
-        run, (state, _buffers(call.module), tensors), compiled, save_by_operator if by_operator else None
-    )
+    tag = save_by_operator if by_operator else None
+    graphs = partitioned(run, (state, _buffers(call.module), tensors), compiled, tag)
     passed = sum(each.nbytes for each in tensors if each.requires_grad)
-    part = read_part(graphs, compiled, len(state))
-    return part.unit("blocks", sum(each.numel() for each in call.module.parameters()), passed)
+    parameters = sum(each.numel() for each in call.module.parameters())
+    read = Read(graphs, compiled, len(state))
+    return read.unit("blocks", parameters, passed, list(graphs.forward.nodes), list(graphs.backward.nodes))
 
 
-# --- helpers ----------------------------------------------------------------------------------------------------------
+def _loss(output: Any) -> Tensor:
+    """What backward begins with."""
+    for name in ("loss", "logits"):
+        output = output[name] if isinstance(output, dict) and name in output else getattr(output, name, output)
+    if isinstance(output, (tuple, list)):
+        losses = [each for each in output if isinstance(each, Tensor) and each.dim() == 0]
+        output = losses[0] if losses else output[0]
+    if output.dim() == 0:
+        return output
+    if output.dim() < 3:
+        return output.float().sum()
+    logits = output.flatten(0, -2)
+    return F.cross_entropy(logits.float(), torch.zeros(logits.shape[0], dtype=torch.int64))
 
 
 @contextmanager
@@ -350,11 +387,6 @@ def _forwards(
                 module.forward = forward
 
 
-def _flows(tensor: Tensor) -> bool:
-    """Whether gradients can flow through `tensor`."""
-    return tensor.is_floating_point()
-
-
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """Blocks of one kind compute the same: one class, one text, and parameters and buffers of equal shapes."""
     state = [*module.named_parameters(), *module.named_buffers()]
@@ -365,29 +397,6 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf)
-
-
-def _call(module: nn.Module, leaves: list[Any], structure: Any, outputs: Any) -> Call:
-    tensors_at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-    def rebuild(tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        filled = list(leaves)
-        for at, tensor in zip(tensors_at, tensors, strict=True):
-            filled[at] = tensor
-        args, kwargs = pytree.tree_unflatten(filled, structure)
-        return args, kwargs
-
-    returned, shape = pytree.tree_flatten(outputs)
-    tensors = tuple(each for each in returned if isinstance(each, Tensor))
-    others = [None if isinstance(each, Tensor) else (each,) for each in returned]
-    return Call(module, tuple(leaves[at] for at in tensors_at), rebuild, tensors, (others, shape))
-
-
-def _restored(call: Call, tensors: Sequence[Tensor]) -> Any:
-    """What the block returned, with other tensors."""
-    others, shape = call.structure
-    remaining = iter(tensors)
-    return pytree.tree_unflatten([next(remaining) if each is None else each[0] for each in others], shape)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -416,3 +425,134 @@ def _resized(value: Any, batch: int, sequence: int) -> Any:
     if value.dim() == 2 and not value.is_floating_point():
         shape[1] = sequence
     return torch.zeros(shape, dtype=value.dtype)
+
+
+# --- what the graphs compute and keep ---------------------------------------------------------------------------------
+
+
+def save_by_operator(joint: fx.Graph) -> None:
+    """Let backward compute all again but attention and every second product, beginning with the first."""
+    backward: set[fx.Node] = set()
+    products = 0
+    for node in joint.nodes:
+        if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+        elif node.op == "call_function":
+            source = node.args[0] if node.args and packet_of(node) is not torch.ops.fsdp_explain.attention else node
+            is_attention = isinstance(source, fx.Node) and packet_of(source) is torch.ops.fsdp_explain.attention
+            is_other_product = is_product(node) and not is_attention
+            products += is_other_product
+            saved = is_attention or (is_other_product and products % 2 == 1)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+
+
+def _around_blocks(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes before those that stand for blocks, and those behind them; without such nodes all are before."""
+    nodes = list(graph.nodes)
+    ends = [at for at, node in enumerate(nodes) if node.target is BLOCK]
+    return (nodes[: ends[0]], nodes[ends[-1] + 1 :]) if ends else (nodes, [])
+
+
+def kernels_of(nodes: Iterable[fx.Node], compiled: bool) -> Kernels:
+    """The kernels of some nodes. Compiled, what lies between two products is one chain."""
+    found: list[Work] = []
+    read = written = 0
+    for node in nodes:
+        work = node_work(node, fused=compiled)
+        if compiled and not work.flops:
+            read, written = read + work.read_bytes, written + work.written_bytes
+        elif work.moved_bytes:
+            found += [Work(0, read, written)] if read or written else []
+            read = written = 0
+            found.append(work)
+    return (*found, Work(0, read, written)) if read or written else tuple(found)
+
+
+class Read:
+    """Forward and backward of a function, whose parameters are the first inputs, read into numbers.
+
+    Args:
+        graphs: what was traced.
+        compiled: whether chains are fused.
+        parameters: how many there are.
+    """
+
+    def __init__(self, graphs: Graphs, compiled: bool, parameters: int) -> None:
+        self.compiled = compiled
+        self.forward = {node: each for node, each in self._alive(graphs.forward).items() if node.op != "placeholder"}
+        returned = {source_of(each) for each in _outputs(graphs.forward, 0, graphs.returned)}
+        saved = {each.name: source_of(each) for each in _outputs(graphs.forward, graphs.returned)}
+        self.saved = {each for each in saved.values() if each in self.forward} - returned
+        gradients = {source_of(each) for each in _outputs(graphs.backward, 0, parameters)}
+        gradients |= {each.all_input_nodes[0] for each in gradients if packet_of(each) in SCATTERS}  # written into
+        self.backward: dict[fx.Node, Lifetime] = {}
+        self.given: dict[fx.Node, Lifetime] = {}  # what forward has saved, in backward
+        for node, each in self._alive(graphs.backward).items():
+            origin = saved.get(node.name)
+            if origin in self.saved:
+                last = max(each.last, self.given[origin].last) if origin in self.given else each.last
+                self.given[origin] = Lifetime(node, 0, last, self.forward[origin].size)
+            elif (node.op != "placeholder" or is_tangent(node)) and node not in gradients:
+                self.backward[node] = each
+
+    def _alive(self, graph: fx.Graph) -> dict[fx.Node, Lifetime]:
+        """When what a graph computes is alive, and until when its inputs are read."""
+        position = {node: at for at, node in enumerate(n for n in graph.nodes if n.op == "call_function")}
+        in_loops = inlined(graph, joint=False) if self.compiled else set()
+        last = last_uses_of(graph, position, in_loops)
+        return {
+            each.node: replace(each, last=last[each.node]) if each.node.op == "placeholder" else each
+            for each in lifetimes(graph, position, {}, (), stored=set(graph.nodes) - in_loops)
+            if each.node is not None and each.node.target is not BLOCK
+        }
+
+    def unit(
+        self, name: str, parameters: int, input_bytes: int, forward: list[fx.Node], backward: list[fx.Node]
+    ) -> UnitWork:
+        """The numbers of some nodes of forward and backward.
+
+        Args:
+            name: of the unit.
+            parameters: how many it has.
+            input_bytes: as in `UnitWork`.
+            forward: its nodes in forward.
+            backward: those in backward.
+        """
+        inside, inside_backward = set(forward), set(backward)
+        values = [node.meta.get("val") for node in forward if is_product(node)]
+        columns = max((each.shape[-1] for each in values if isinstance(each, Tensor)), default=0)
+        alive = [each for node, each in self.backward.items() if node in inside_backward]
+        alive += [each for origin, each in self.given.items() if origin in inside]
+        forward_peak, _ = _peak([each for node, each in self.forward.items() if node in inside], 0)
+        backward_peak, logits = _peak(alive, columns)
+        return UnitWork(
+            name,
+            parameters,
+            kernels_of(forward, self.compiled),
+            kernels_of(backward, self.compiled),
+            input_bytes,
+            sum(self.forward[each].size for each in self.saved & inside),
+            forward_peak,
+            backward_peak,
+            logits,
+        )
+
+
+def _peak(alive: Sequence[Lifetime], columns: int) -> tuple[int, int]:
+    """The most bytes that are alive at once, and how many of these are of tensors with so many columns."""
+    end = max((each.last for each in alive), default=-1) + 1
+
+    def is_wide(each: Lifetime) -> bool:
+        value = each.node.meta.get("val") if each.node else None
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == columns
+
+    total, wide = live_bytes(alive, end), live_bytes([each for each in alive if is_wide(each)], end)
+    return max(zip(total, wide, strict=True), default=(0, 0))
+
+
+def _outputs(graph: fx.Graph, begin: int = 0, end: int | None = None) -> list[fx.Node]:
+    """The nodes among some outputs of a graph, which may also be None; an empty graph has none."""
+    outputs = graph.output_node().args[0] if len(graph.nodes) else ()
+    leaves = pytree.tree_leaves(outputs, is_leaf=lambda leaf: leaf is None or isinstance(leaf, fx.Node))
+    return [each for each in leaves[begin:end] if isinstance(each, fx.Node)]
