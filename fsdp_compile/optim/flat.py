@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
@@ -47,18 +47,7 @@ from fsdp_compile.optim._torch import (
 )
 from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, fused, record
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Rprop,
-)
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers that update each element by its own gradient and state alone, and keep zeros where all of these are."""
 
 ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -293,10 +282,6 @@ class FlatStep:
     def _states(self, segment: Segment) -> list[dict[str, Any]]:
         return [self.optimizer.state.get(param, {}) for param in segment.params]
 
-    def _has_state(self, segment: Segment) -> bool:
-        """Whether a step makes no state for the segment: steps of single units would not make it in order."""
-        return all(self._states(segment)) or (self._has_begun and not any(self.optimizer.state.values()))
-
     # --- the optimizer's own step -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -381,6 +366,7 @@ class FlatStep:
     def _updates(self, has_gradients: bool) -> dict[FlatParam, FlatUpdate]:
         updates: dict[FlatParam, FlatUpdate] = {}
         known: dict[Any, Recorded | None] = {}
+        is_stateless = self._has_begun and not any(self.optimizer.state.values())
         for segment in self._segments:
             gradient, recorded = None, None
             if self.fuses:
@@ -388,8 +374,8 @@ class FlatStep:
                 if gradient is not None or not has_gradients:
                     recorded = self._recorded(segment, known)
                 is_ready = recorded is not None
-            else:
-                is_ready = not has_gradients or self._has_state(segment)
+            else:  # the first step of a parameter makes its state, in the order of all parameters
+                is_ready = not has_gradients or is_stateless or all(self._states(segment))
             if not is_ready:
                 continue
             if segment.flat not in updates:
@@ -457,13 +443,12 @@ class FlatStep:
 
 # Note [Where the norm is computed]
 # Clipping needs the norm of all gradients before it changes the first one, so no update can begin before the last
-# reduce has ended. What could be done earlier is to square and add up what has arrived. For each flat shard that is one
-# read of a gradient that was divided by the number of ranks, and all of them are one kernel on a GPU: at the end it
-# takes less than the all-reduce that follows it. In backward's graph the sums would be further outputs of every graph,
-# also of those for loops that clip by themselves, or not at all.
+# reduce has ended. Only the sums of squares could be computed earlier. At the end they are one read of each gradient
+# shard, in one kernel on a GPU, which takes less than the all-reduce that follows; in the backward graph they would be
+# further outputs, also for loops that do not clip.
 #
-# Which gradients lie side by side in a flat shard is seen by each rank for itself. What it sends does not depend on
-# that: one number for each group of ranks, in the order of their names.
+# Each rank sees for itself which gradients lie side by side in a flat shard. What it sends does not depend on that: one
+# number for each group of ranks, in the order of their names.
 
 
 def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:

@@ -6,9 +6,9 @@
     recorded.state       the state that is no tensor of the parameter's shape, such as the step count, after the step
     fused(programs, ...)    the update of several tensors in one graph, with scalars as inputs
 
-The stand-in has two elements on the CPU, of which nothing but the scalars is taken, in Python's floats as `step`
-computes them. Recording costs the host what the step of one parameter costs, however many share the scalars; on the
-meta device it would cost several times that, because torch computes shapes there in Python.
+The stand-in has two elements on the CPU. Only the scalars of its step are used, as the Python floats that `step`
+computes. Recording costs the host as much as the step of one parameter, however many share the scalars; on the meta
+device it would cost several times that, because torch computes shapes there in Python.
 """
 
 import operator
@@ -26,13 +26,13 @@ _NUMEL = 2  # elements of a stand-in: any number but 1, which is broadcast
 
 
 class Value(NamedTuple):
-    """An argument that is a tensor: the parameter is 0, its gradient 1, then its state, then results in order."""
+    """A tensor: 0 is the parameter, 1 its gradient, then come its state and the results in order."""
 
     position: int
 
 
 class Scalar(NamedTuple):
-    """An argument that is a float: its position among `Recorded.scalars`."""
+    """A float, by its position in `Recorded.scalars`."""
 
     position: int
 
@@ -143,11 +143,11 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
     """Record a step of one parameter of `group` that has `state`; neither it nor the optimizer changes.
 
     Args:
-        state: of a parameter; a tensor with dimensions stands for one of the parameter's shape.
+        state: of a parameter; each tensor with dimensions has the parameter's shape.
         dtype: of the parameter and of its gradient.
 
     Raises:
-        NotRecordable: the step makes state, or calls what cannot be expressed.
+        NotRecordable: the step makes state, or calls an operator that is not in `_ARITHMETIC`.
     """
     param = nn.Parameter(torch.zeros(_NUMEL, dtype=dtype))
     param.grad = torch.zeros(_NUMEL, dtype=dtype)
@@ -177,16 +177,16 @@ def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], d
 
 
 def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int], clips: bool) -> fx.GraphModule:
-    """The update of several tensors as one function, which changes them in place.
+    """Build one function that updates several tensors in place.
 
     Args:
         programs: for each tensor its program, and which set of scalars it takes.
-        scalars: how many there are in each set.
+        scalars: the number of scalars of each set.
         clips: whether gradients are multiplied by a coefficient.
 
     Returns:
         A function of, in this order: for each tensor the parameter, its gradient, its state, each 1-D; the
-        coefficient, if any; all scalars, set by set; each of the latter a tensor without dimensions.
+        coefficient, if any; all scalars, set by set. The coefficient and the scalars have shape `()`.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -204,19 +204,17 @@ def fused(programs: Sequence[tuple[UpdateProgram, int]], scalars: Sequence[int],
         values: dict[int, Any] = dict(enumerate(tensors))
         if coefficient is not None:
             values[1] = values[1] * coefficient
-        _apply(program, values, sets[chosen])
+        own = sets[chosen]
+
+        def actual(argument: Any, values: dict[int, Any] = values, own: list[fx.Proxy] = own) -> Any:
+            if isinstance(argument, Value):
+                return values[argument.position]
+            return own[argument.position] if isinstance(argument, Scalar) else argument
+
+        for name, args, kwargs, result in program.operations:
+            values[result] = _ARITHMETIC[name](*map(actual, args), **{key: actual(each) for key, each in kwargs})
         for position, tensor in enumerate(tensors):
             if position != 1 and values[position] is not tensor:
                 tracer.create_proxy("call_function", torch.ops.aten.copy_.default, (tensor, values[position]), {})
     graph.output(())
     return fx.GraphModule({}, graph)
-
-
-def _apply(program: UpdateProgram, values: dict[int, Any], scalars: Sequence[Any]) -> None:
-    def actual(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return values[argument.position]
-        return scalars[argument.position] if isinstance(argument, Scalar) else argument
-
-    for name, args, kwargs, result in program.operations:
-        values[result] = _ARITHMETIC[name](*map(actual, args), **{key: actual(each) for key, each in kwargs})
