@@ -109,13 +109,13 @@ def test_a_replica_without_all_its_ranks_is_left_behind() -> None:
         member.announce(2, 5)
     *alive, left = at_once(*(lambda m=m: m.next_generation(FIRST) for m in members[:3]))
     assert alive == [Generation(2, (Member("a", 5),))] * 2
-    assert isinstance(left, ReplicaLostError) and "expected all of its 2 ranks to be alive, found 1" in str(left)
+    assert isinstance(left, ReplicaLostError) and "1 of its 2 ranks answered" in str(left)
 
 
 def test_a_new_replica_joins_after_a_step_and_comes_last() -> None:
     """A replica that asks is in the next generation, after those that have the state, on its own ranks too."""
-    _, members = begun()
-    new = ranks(members[0].store.underlying_store, "A")
+    store, members = begun()
+    new = ranks(store, "A")
 
     def train(member: Membership) -> Generation:
         step, joining = 5, ()
