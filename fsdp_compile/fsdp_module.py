@@ -219,7 +219,7 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             return torch.zeros((), device=self._fsdp.device)
         for param, grad in zip(params, grads, strict=True):
             unit, index = unit_of(param) or (None, 0)
-            accumulated = unit.flat_of(index).accumulated if unit else None
+            accumulated = unit.in_flat(index)[0].accumulated if unit else None
             if unit and accumulated is not None and accumulated.shows(grad):
                 raise RuntimeError(
                     f"parameter {unit.names[index]}: expected a reduced gradient, found what this rank has summed up "

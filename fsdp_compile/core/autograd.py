@@ -108,35 +108,26 @@ class GradientReduction:
     """The reduce of a flat parameter's gradient: started by the eager runtime, waited for by autograd.
 
     With shards in host memory the engine runs `ScatterGradients` in another thread than what starts reduces.
-
-    Attributes:
-        grad_dtype: the dtype in which `.grad` stays after backward, if not the parameters' (keep_low_precision_grads).
-        finish: waits for the reduce in flight and completes its result; None: none is in flight.
-        wait_for_copy: lets the host wait for the result's copy into host memory; None: there is nothing to wait for.
-        backwards: the backward passes under way that have reduced gradients, including all that were accumulated under
-            no_sync. A reentrant checkpoint runs one within another.
-        full_precision: whether the last one computed in the parameters' own dtype, without mixed precision.
-        reduce_accumulated: reduces the gradients that were accumulated under no_sync, zeros if there are none, and
-            returns this rank's slice; None until no_sync has been in force for the first time.
-        results: pairs of a backward pass and what was reduced in it of gradients that a graph has deferred.
-        awaits_reduce: whether no_sync was in force since the last reduce, on all ranks: some may have accumulated.
-        keeps_flat: whether `flat_gradient` takes what would become gradients of the parameters, which stay None: who
-            sets this updates them next (step.py).
-        flat_gradient: 1-D `[shard_numel]`, or None.
-        update: updates the parameters by their reduced gradient, 1-D `[shard_numel]`, which does not reach autograd
-            then; None: they are not updated in backward. Who sets it resets it after the pass.
     """
 
-    grad_dtype: torch.dtype | None = None
-    finish: Callable[[], None] | None = None
-    wait_for_copy: Callable[[], None] | None = None
+    grad_dtype: torch.dtype | None = None  # of `.grad` after backward, if not the parameters'
+    finish: Callable[[], None] | None = None  # waits for the reduce in flight and completes its result
+    wait_for_copy: Callable[[], None] | None = None  # lets the host wait for the result's copy into host memory
+    # The backward passes under way that have reduced gradients, including all that were accumulated under no_sync. A
+    # reentrant checkpoint runs one within another.
     backwards: set[int] = field(default_factory=set)
-    full_precision: bool = False
+    full_precision: bool = False  # whether the last one computed in the parameters' own dtype
+    # Reduces the gradients that were accumulated under no_sync, zeros if there are none, and returns this rank's slice;
+    # None until no_sync has been in force for the first time.
     reduce_accumulated: Callable[[], Tensor] | None = None
-    results: list[tuple[int, Tensor]] = field(default_factory=list)
-    awaits_reduce: bool = False
+    results: list[tuple[int, Tensor]] = field(default_factory=list)  # by backward pass: what a graph has deferred
+    awaits_reduce: bool = False  # no_sync was in force since the last reduce, on all ranks: some may have accumulated
+    # Whether `flat_gradient`, 1-D, takes what would become gradients of the parameters, which stay None: who sets this
+    # updates them next (step.py).
     keeps_flat: bool = False
     flat_gradient: Tensor | None = None
+    # Updates the parameters by their reduced gradient, 1-D, which does not reach autograd then. Who sets it resets it
+    # after the pass.
     update: Callable[[Tensor], None] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -269,7 +260,7 @@ class ShardBinding:
                 earlier = self.reduction.flat_gradient  # of a backward pass within this one
                 self.reduction.flat_gradient = grad if earlier is None else earlier.add_(grad)
                 return [None] * len(self.params)
-            grads = self._gradients(grad)
+            grads = ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
             if not passes_by:
                 chosen = map(operator.and_, wanted, trains)
                 return [each if own else None for each, own in zip(grads, chosen, strict=True)]
@@ -278,14 +269,12 @@ class ShardBinding:
                     param.grad = each
         return [None] * len(grads)
 
-    def _gradients(self, grad: Tensor) -> list[ShardedTensor]:
-        return ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
-
     def show_flat_gradient(self) -> None:
         """Let what the reduction has kept become the gradients of the parameters."""
         grad, self.reduction.flat_gradient = self.reduction.flat_gradient, None
         if grad is not None:
-            for param, each in zip(self.params, self._gradients(grad), strict=True):
+            grads = ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
+            for param, each in zip(self.params, grads, strict=True):
                 param.grad = each
 
     def has_gradients(self) -> bool:

@@ -40,23 +40,6 @@ class FlatParam:
         shard_order: for each of these ranks the slice that it stores; empty: rank r stores slice r.
         device: where the shard is stored.
         pin_memory: whether it is pinned there, for copies to another device.
-
-    Attributes:
-        shard: this rank's slice, 1-D `[layout.shard_numel]`.
-        autograd_shard: `shard` as a differentiable tensor; None while the parameters' data is in full shape.
-        deferred: a scalar that depends on it, for graphs that do not reduce (autograd.DeferredGradient).
-        specs: for each parameter how it is sharded; empty without `ranks`.
-        rank: which slice is this rank's.
-        flat_param_id: names this flat parameter in graphs: an integer in a tensor on the CPU.
-        is_inner: whether the parameters are inner tensors of subclasses, which nothing casts.
-        trains: whether any parameter had `requires_grad` when it was bound to the shard.
-        frozen: indices of the parameters that do not require grad, if others do.
-        frozen_when_bound: the parameters that did not when they were bound.
-        accumulated: local gradients that no reduce has seen yet (eager/accumulate.py), or None.
-        deferred_all_reduce: hybrid sharding: the sum of reduced gradients, 1-D `[layout.shard_numel]`, that are still
-            to be averaged over replicas; None if there are none.
-        reduction: what stands between the reduce of its gradient and autograd.
-        bindings: how often the parameters were bound to a shard: again when their data was replaced.
     """
 
     def __init__(
@@ -70,24 +53,29 @@ class FlatParam:
         shapes = [(name, tuple(param.shape)) for name, param in params]
         self.layout = layout = lay_out(shapes, ranks.size if ranks else 1)
         self.params = [param for _, param in params]
-        self.is_inner = is_inner(self.params[0])
-        self.specs: tuple[ShardSpec, ...] = ()
-        self.rank = rank = 0
+        self.is_inner = is_inner(self.params[0])  # inner tensors of subclasses, which nothing casts
+        self.specs: tuple[ShardSpec, ...] = ()  # for each parameter how it is sharded; empty without `ranks`
+        self.rank = rank = 0  # which slice is this rank's
         if ranks is not None:
             self.rank = rank = shard_order[ranks.rank] if shard_order else ranks.rank
             offsets = zip(layout.shapes, layout.offsets, strict=True)
             shardings = [FlatSharding(shape, offset, layout.shard_numel, shard_order) for shape, offset in offsets]
             pairs = zip(shardings, self.params, strict=True)
             self.specs = tuple(ShardSpec(sharding, ranks, tensor_parallel_of(param)) for sharding, param in pairs)
-        self.accumulated: Any = None  # eager.accumulate.AccumulatedGradient
+        self.accumulated: Any = None  # local gradients that no reduce has seen yet (eager.accumulate)
+        # Hybrid sharding: the sum of reduced gradients, 1-D, that are still to be averaged over replicas.
         self.deferred_all_reduce: Tensor | None = None
-        self.reduction = GradientReduction()
-        self.autograd_shard: Tensor | None = None
+        self.reduction = GradientReduction()  # between the reduce of the gradient and autograd
         self._splitter = ShardSplitter(self.layout, rank)
-        self.bindings = 0
+        self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.fqn = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
-        self.flat_param_id = FLAT_PARAMS.add(self)
-        self.bind(self._copy_to_shard(device, pin_memory))
+        self.flat_param_id = FLAT_PARAMS.add(self)  # names it in graphs: an integer in a tensor on the CPU
+        shard = torch.zeros(layout.shard_numel, dtype=self.params[0].dtype, device=device, pin_memory=pin_memory)
+        with torch.no_grad():  # copy what this rank stores of each parameter; the full flat parameter never exists
+            for param, part, record in zip(self.params, self.split(shard), self.records, strict=True):
+                if part is not None and record is not None:
+                    part.view(-1).copy_(param.detach().reshape(-1)[record.first : record.last + 1])
+        self.bind(shard)
 
     @property
     def records(self) -> tuple[ShardRecord | None, ...]:
@@ -114,19 +102,9 @@ class FlatParam:
         """The parameters' slices of `flat`, a tensor laid out like the shard; None: not on this rank."""
         return self._splitter.split(flat)
 
-    def _copy_to_shard(self, device: torch.device, pin_memory: bool) -> Tensor:
-        """Copy what this rank stores of each parameter; the full flat parameter never exists."""
-        dtype = self.params[0].dtype
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device, pin_memory=pin_memory)
-        with torch.no_grad():
-            for param, part, record in zip(self.params, self.split(shard), self.records, strict=True):
-                if part is not None and record is not None:
-                    part.view(-1).copy_(param.detach().reshape(-1)[record.first : record.last + 1])
-        return shard
-
     def bind(self, shard: Tensor) -> None:
         """Make `shard`, 1-D `[layout.shard_numel]`, the storage of all parameters, with an autograd node of its own."""
-        self.shard, self.bindings = shard, self.bindings + 1
+        self.shard, self.bindings = shard, self.bindings + 1  # 1-D `[layout.shard_numel]`
         self.release()
         self._bind_params()
         self._binding = ShardBinding(self.params, self.layout.names, self._splitter, self.reduction, shard)
@@ -134,9 +112,10 @@ class FlatParam:
             self._bound_shard = ScatterGradients.apply(shard, self._binding, self._binding.sentinel, *self.params)
             # Where one piece of code runs units of several sizes, Dynamo would take the size for a variable.
             keep_size_static(self._bound_shard)
-            self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)
-        self.autograd_shard = self._bound_shard
-        self.trains = self._bound_shard.requires_grad
+            self.deferred = DeferredGradient.apply(self._bound_shard, self._binding)  # for graphs that do not reduce
+        # `shard`, differentiable; None while parameters are shown in full.
+        self.autograd_shard: Tensor | None = self._bound_shard
+        self.trains = self._bound_shard.requires_grad  # whether any parameter trained when it was bound
         self.frozen_when_bound = [param for param in self.params if not param.requires_grad]
         self.note_trained()
 
@@ -153,7 +132,7 @@ class FlatParam:
     def note_trained(self) -> None:
         """See which parameters train now."""
         self._trained = [param.requires_grad for param in self.params]
-        # With no trainable parameter the flat shard itself carries no gradient and nothing needs detaching.
+        # Indices to detach. With no trainable parameter the flat shard itself carries no gradient.
         self.frozen = tuple(i for i, trained in enumerate(self._trained) if self.trains and not trained)
 
     def is_current(self) -> bool:

@@ -81,33 +81,19 @@ class GradientDelivery(Enum):
 
 @dataclass
 class UnitOptions:
-    """What the `set_*` methods of a sharded module chose for its units.
+    """What the `set_*` methods of a sharded module chose for its units."""
 
-    Attributes:
-        all_reduces: hybrid sharding: whether reduced shards are averaged over replicas, or summed up until they are.
-        has_deferred: whether `all_reduces` was ever False: sums may wait.
-        divide_factor: what the sum of gradients over all ranks is divided by; None means the number of ranks.
-        only_sums: whether collectives add, and a kernel divides, where the backend could average.
-        reduce_groups: the groups of reduce-scatters, if they are not those of all-gathers.
-        reduces_in_flight: how many reduces may be under way before the oldest one is waited for.
-        all_reduce_hook: is called with each reduced gradient, 1-D `[shard_numel]`, and may change it in place.
-        all_reduce_hook_stream: the stream that it is called in, or None.
-        reshard_after_backward: whether a backward pass frees unsharded parameters.
-        prefetch_in_forward: the units whose all-gathers the unit's forward starts; None: as the runtime chooses.
-        prefetch_in_backward: the same of backward.
-    """
-
-    all_reduces: bool = True
-    has_deferred: bool = False
-    divide_factor: float | None = None
-    only_sums: bool = False
-    reduce_groups: tuple[NamedGroup, ...] | None = None
-    reduces_in_flight: int = 2
-    all_reduce_hook: Callable[[Tensor], Any] | None = None
-    all_reduce_hook_stream: Any = None
-    reshard_after_backward: bool = True
-    prefetch_in_forward: "tuple[Unit, ...] | None" = None
-    prefetch_in_backward: "tuple[Unit, ...] | None" = None
+    all_reduces: bool = True  # hybrid sharding: average reduced shards over replicas; False: sum them up until then
+    has_deferred: bool = False  # whether `all_reduces` was ever False: sums may wait
+    divide_factor: float | None = None  # of the sum of gradients over all ranks; None: the number of ranks
+    only_sums: bool = False  # collectives add, and a kernel divides, where the backend could average
+    reduce_groups: tuple[NamedGroup, ...] | None = None  # of reduce-scatters, if not those of all-gathers
+    reduces_in_flight: int = 2  # how many reduces may be under way before the oldest one is waited for
+    all_reduce_hook: Callable[[Tensor], Any] | None = None  # gets each reduced gradient, 1-D; may change it in place
+    all_reduce_hook_stream: Any = None  # the stream that it is called in, or None
+    reshard_after_backward: bool = True  # whether a backward pass frees unsharded parameters
+    prefetch_in_forward: "tuple[Unit, ...] | None" = None  # whose all-gathers a forward starts; None: as it is chosen
+    prefetch_in_backward: "tuple[Unit, ...] | None" = None  # the same of backward
 
     @property
     def changes_reduce(self) -> bool:
@@ -186,40 +172,6 @@ class Unit:
         settings: the options of `fully_shard`.
         on_meta: whether the shard has no memory until `to_empty` gives it some.
         device: where the unit computes; None: where its parameters are.
-
-    Attributes that describe the unit:
-        settings: as given.
-        group: the process group that the unit is sharded over; for NO_SHARD, that it averages gradients over.
-        replicas: hybrid sharding: the ranks that store the same shard, over which gradients are averaged too; or None.
-        stages: the groups that all-gathers go through, in order.
-        replica_group: hybrid sharding: the group of the ranks that store the same shards, by name and size; or None.
-        flats: the flat parameters; parameters are indexed through all of them, in this order.
-        tensor_parallel: for each parameter how it is distributed over other ranks beside, or None; empty if none is.
-        path: for errors: the first parameter's name; from the first forward on the path of the unit's module.
-        locations: which modules hold the parameters.
-        state_settings: the kind of state dicts (state_dict/model.py), or None.
-        ranks: the ranks that parameters are sharded over, and which of them this one is; None under NO_SHARD.
-
-    Attributes that steps change, plain where Dynamo guards on them:
-        unsharded_params: the unsharded parameters while a forward or backward reads them, else None.
-        unsharded_flats: instead, the unsharded flat parameters, while a forward that was compiled by itself runs.
-        backward_pass: the backward pass that set one of these two; -1: a forward did.
-        awaiting_backward: the eager forwards of this unit whose backward is still to come (eager.unsharded), in the
-            order in which they ended; that is the same order on all ranks.
-        prefetched: what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded), or None.
-        summoned: the full parameters while they stand in the place of the sharded ones (eager.summon), or None.
-        may_keep: whether a backward pass of what was gathered last may leave it unsharded; equal on all ranks.
-        kept: what a backward pass left unsharded for the next forward (eager.unsharded), or None.
-
-    Attributes that the user changes:
-        reshard_after_forward: whether unsharded parameters are freed between forward and backward. None: an eager step
-            frees them, the plan of a compiled one decides.
-        delivery: what a graph that is traced now does in backward with packed gradients.
-        options: what the `set_*` methods of its module chose.
-        syncs: whether backward reduces gradients.
-        accumulates: whether no_sync was ever in force.
-        may_update: whether graphs let the optimizer update the unit in backward; without no_sync, hooks and options.
-        reduces_in_flight: reduces that are to be waited for, oldest first; shared by all units of a root.
     """
 
     def __init__(
@@ -235,28 +187,31 @@ class Unit:
         self._take_groups(group, replicas, stage_groups)
         self.rank = dist.get_rank(group) if shards > 1 else 0
         self.device = device or sections[0][0][1].device
+        # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
+        # of a compiled one decides.
         plan_decides = reshard_after_forward and settings.reshard_after_forward == "auto"
         self.reshard_after_forward: bool | None = None if plan_decides else reshard_after_forward
         stored = torch.device("meta" if on_meta else "cpu") if settings.offload or on_meta else self.device
         # Pinned, copies from and to other devices run beside the host (E-OFF-3).
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
-        self.ranks: ShardRanks | None = None
+        self.ranks: ShardRanks | None = None  # that parameters are sharded over; None under NO_SHARD
         if shards > 1:
-            self.ranks = ShardRanks(self.group_name, shards, self.rank, self._replicas_name)
+            self.ranks = ShardRanks(self.group_name, shards, self.rank, self.replica_group and self.replica_group.name)
         order = shard_order(self.stages) if shards > 1 else ()
         kinds = [kind for section in sections for kind in group_by_dtype(section)]
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in kinds)
-        self.params = [param for flat in self.flats for param in flat.params]
+        self.params = [param for flat in self.flats for param in flat.params]  # indexed in this order everywhere
         self.names = [name for flat in self.flats for name in flat.layout.names]
-        self.path = self.names[0]
-        distributions = tuple(spec.tensor_parallel for spec in self.specs)
+        self.path = self.names[0]  # for errors; from the first forward on the path of the unit's module
+        distributions = tuple(spec.tensor_parallel for spec in self.specs)  # over other ranks beside
         self.tensor_parallel = distributions if any(distributions) else ()
-        self.state_settings: StateDictSettings | None = None
-        self.locations = ParameterLocations(len(self.params))
+        self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
+        self.locations = ParameterLocations(len(self.params))  # which modules hold the parameters
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
-        self.reduces_in_flight = ReduceQueue()
-        self.accumulates = self.may_update = False
+        self.reduces_in_flight = ReduceQueue()  # shared by all units of a root
+        self.accumulates = False  # whether no_sync was ever in force
+        self.may_update = False  # whether graphs let the optimizer update the unit in backward, if nothing is deferred
         self.options = UnitOptions()
         self.become_idle()
         self.syncs = True
@@ -278,16 +233,18 @@ class Unit:
     # --- who reads unsharded parameters -------------------------------------------------------------------------------
 
     def become_idle(self) -> None:
-        """Begin in SHARDED, with nothing gathered."""
+        """Begin in SHARDED, with nothing gathered. Plain attributes, as Dynamo guards on some of them."""
         self._phase = Phase.SHARDED
+        # What a forward or backward reads: the parameters, or flat ones in a forward that was compiled by itself.
         self.unsharded_params: list[Tensor] | None = None
         self.unsharded_flats: list[Tensor] | None = None
-        self.backward_pass = -1
+        self.backward_pass = -1  # that set one of these two; -1: a forward did
+        # Eager forwards whose backward is to come (eager.unsharded), as they ended: in the same order on all ranks.
         self.awaiting_backward: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.prefetched: Any = None
-        self.summoned: Any = None
-        self.may_keep = False
-        self.kept: Any = None
+        self.prefetched: Any = None  # what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded)
+        self.summoned: Any = None  # the full parameters in the place of the sharded ones (eager.summon)
+        self.may_keep = False  # whether what was gathered last may stay unsharded; equal on all ranks
+        self.kept: Any = None  # what a backward pass left unsharded for the next forward (eager.unsharded)
 
     @property
     def phase(self) -> Phase:
@@ -394,7 +351,7 @@ class Unit:
         """
         self._take_groups(group, replicas, stage_groups)
         if self.ranks is not None:
-            self.ranks.set_groups(self.group_name, self._replicas_name)
+            self.ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
         self.update_dtypes()
 
     def _take_groups(
@@ -403,14 +360,10 @@ class Unit:
         replicas: dist.ProcessGroup | None,
         stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
     ) -> None:
-        self.group, self.replicas = group, replicas
+        self.group, self.replicas = group, replicas  # the latter of hybrid sharding, else None
         self.group_name, self.group_size = NamedGroup.of(group)
         self.replica_group = None if replicas is None else NamedGroup.of(replicas)
-        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))
-
-    @property
-    def _replicas_name(self) -> str | None:
-        return None if self.replica_group is None else self.replica_group.name
+        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))  # that all-gathers go through, in order
 
     def _choose_delivery(self) -> None:
         if not self._syncs or self._comm_hook is not None or self.options.changes_reduce:
@@ -491,10 +444,6 @@ class Unit:
             return flat.shard.dtype
         return self.compute_dtype(flat) if self._hook_compresses else self.reduce_dtype(flat)
 
-    def flat_of(self, index: int) -> FlatParam:
-        """The flat parameter that the unit's parameter `index` lies in."""
-        return self.in_flat(index)[0]
-
     def in_flat(self, index: int) -> tuple[FlatParam, int]:
         """The flat parameter that the unit's parameter `index` lies in, and its index there."""
         at = index
@@ -502,7 +451,7 @@ class Unit:
             if at < len(flat.params):
                 return flat, at
             at -= len(flat.params)
-        raise IndexError(f"{self}: expected the index of one of {len(self.params)} parameters, found {index}")
+        raise IndexError(f"{self} has {len(self.params)} parameters, and none of index {index}")
 
     def by_flat(self, values: Sequence[T]) -> Iterator[tuple[FlatParam, Sequence[T]]]:
         """Cut a sequence of one value per parameter into one sequence per flat parameter."""
@@ -525,7 +474,7 @@ class Unit:
         constants = self._traced_in_full_precision if full_precision else self._traced
         for flat, (spec, layout) in zip(self.flats, constants, strict=True):
             if flat.autograd_shard is None:
-                raise AssertionError("forward: expected sharded parameters, found full ones; leave summon_full_params")
+                raise AssertionError(f"forward needs sharded parameters, and {self} shows full ones: leave that")
             flat_param_id = flat.flat_param_id if self.delivery is not GradientDelivery.REDUCE else None
             updates = self.delivery is GradientDelivery.REDUCE_AND_UPDATE
             deferred = flat.deferred if self.delivery is GradientDelivery.DEFER or updates else None

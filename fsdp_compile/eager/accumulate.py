@@ -213,7 +213,7 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             if managed is None or param.grad is None:
                 continue
             unit, index = managed
-            accumulated = unit.flat_of(index).accumulated
+            accumulated = unit.in_flat(index)[0].accumulated
             if accumulated is not None and accumulated.shows(param.grad):
                 raise RuntimeError(
                     f"parameter {unit.names[index]}: expected a reduced gradient, found one that this rank has summed "

@@ -364,4 +364,4 @@ def test_replaced_data_is_always_looked_for(variable: str, monkeypatch: pytest.M
     model(torch.randn(3, 7))
     (unit, index) = unit_of(model.stem.weight)
     assert unit.is_current()
-    assert (unit.flat_of(index).split(unit.flats[0].shard)[unit.names.index("stem.weight")] == 3.0).all()
+    assert (unit.in_flat(index)[0].split(unit.flats[0].shard)[unit.names.index("stem.weight")] == 3.0).all()

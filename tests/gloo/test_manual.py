@@ -64,7 +64,7 @@ def _nest(rank: int) -> None:
             model.apply(lambda module: None)
         with pytest.raises(ValueError, match="_apply needs idle units"):
             model.double()
-        with pytest.raises(AssertionError, match="unshard: expected sharded parameters"):
+        with pytest.raises(AssertionError, match="unshard needs sharded parameters"):
             model.unshard()
     follow(model, reference, MLP)
 
@@ -80,17 +80,17 @@ def _forward_inside(rank: int, how: str, strategy: str) -> None:
     follow(run, reference, MLP)
     loss = MLP.loss(run, mine(MLP, 1))
     with summon_full_params(model):
-        with pytest.raises(Exception, match="expected sharded parameters") as caught:
+        with pytest.raises(Exception, match="needs sharded parameters") as caught:
             run(mine(MLP, 1)[0])
         assert how != "eager" or caught.type is AssertionError
         if how == "eager":
             with torch.no_grad():
                 torch.testing.assert_close(run(mine(MLP, 1)[0]), reference(mine(MLP, 1)[0]))
         else:
-            with torch.no_grad(), pytest.raises(Exception, match="expected sharded parameters"):
+            with torch.no_grad(), pytest.raises(Exception, match="needs sharded parameters"):
                 run(mine(MLP, 1)[0])
         if how == "eager":
-            with pytest.raises(AssertionError, match="backward: expected sharded parameters"):
+            with pytest.raises(AssertionError, match="backward needs sharded parameters"):
                 loss.backward()
         elif strategy != "NO_SHARD":
             with pytest.raises(RuntimeError, match="was replaced between forward and backward"):
@@ -127,7 +127,7 @@ def _summon_in_forward(rank: int) -> None:
     errors: list[Any] = []
 
     def hook(grad: torch.Tensor) -> None:
-        with pytest.raises(AssertionError, match="summon_full_params: expected"), summon_full_params(model):
+        with pytest.raises(AssertionError, match="summon_full_params needs idle"), summon_full_params(model):
             pass
         errors.append(1)
 
