@@ -42,7 +42,7 @@ from fsdp_compile.core.settings import InitFn, PlacementFn, Settings
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
-from fsdp_compile.state_dict.optimizer_values import watch_optimizers
+from fsdp_compile.state_dict.optimizer import watch_optimizers
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.report import Report

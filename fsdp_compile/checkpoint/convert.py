@@ -27,44 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_compile.checkpoint.directory import (
-    MANIFEST,
-    DirectoryReader,
-    ItemFile,
-    describe,
-    in_order,
-    open_checkpoint,
-    rank_file,
-    sync_folder,
-)
-from fsdp_compile.checkpoint.hugging_face import (
-    Export,
-    memory_of,
-    read_range,
-    spread,
-    stored_tensors,
-    write_all,
-)
+from fsdp_compile.checkpoint import directory, hugging_face
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item, load_value
-from fsdp_compile.state_dict._torch import (
-    flatten_state_dict,
-    no_memory,
-    offset_in_file,
-    save_holes,
-    unflatten_state_dict,
-)
+from fsdp_compile.state_dict import _torch
 
 Keys = tuple[str | int, ...]
 
@@ -132,7 +102,7 @@ def convert(
                 write(name, source.read(name))
                 progress(tensor.nbytes)
         os.rename(staged / path.name, path)
-        sync_folder(path.parent)
+        directory.sync_folder(path.parent)
     finally:
         shutil.rmtree(staged, ignore_errors=True)  # what failed before is the error to be seen
 
@@ -141,11 +111,7 @@ def convert(
 
 
 def open_source(path: Path, trust: bool = False) -> Source:
-    """Find out what `path`, a folder or a file, is.
-
-    Args:
-        path: where to look.
-        trust: whether values that are no tensors may be of any type; loading such values can run code.
+    """Find out what `path`, a folder or a file, is. With `trust` values may be of any type, and loading can run code.
 
     Raises:
         FileNotFoundError: there is nothing that is a checkpoint.
@@ -157,7 +123,7 @@ def open_source(path: Path, trust: bool = False) -> Source:
         return _safetensors_source(path)
     if (path / METADATA).is_file():
         return _dcp_source(path, trust)
-    if checkpoint := open_checkpoint(path):
+    if checkpoint := directory.open_checkpoint(path):
         return _dcp_source(checkpoint[0], trust)
     what = "no such file" if not path.exists() else "none of these"
     raise FileNotFoundError(
@@ -166,16 +132,12 @@ def open_source(path: Path, trust: bool = False) -> Source:
     )
 
 
-def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _dcp_source(path: Path, trust: bool) -> Source:
     """A folder that DCP wrote. Checksums are compared where there is a manifest.
 
     A tensor that was saved as one chunk is read as it is; else the tensor and one of its chunks are in memory.
     """
-    checked = DirectoryReader(path) if (path / MANIFEST).is_file() else None
+    checked = directory.DirectoryReader(path) if (path / directory.MANIFEST).is_file() else None
     reader = checked or SafeReader(path)
     metadata = reader.read_metadata()
     described, locations = metadata.state_dict_metadata, metadata.storage_data
@@ -187,24 +149,24 @@ def _dcp_source(path: Path, trust: bool) -> Source:
 
     def read(name: str) -> Any:
         stored = described[name]
-        if not isinstance(stored, TensorStorageMetadata):
+        if not isinstance(stored, dcp.TensorStorageMetadata):
             return load(MetadataIndex(name), load_value, trust=trust)
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise CheckpointError(f"{path}, with {name}: expected chunks of all of the tensor, found some missing; "
                                   f"the tensor was not saved completely")  # fmt: skip
         if len(stored.chunks) == 1:
-            return in_order(load(MetadataIndex(name, stored.chunks[0].offsets)).detach())
+            return directory.in_order(load(MetadataIndex(name, stored.chunks[0].offsets)).detach())
         full = torch.empty(stored.size, dtype=stored.properties.dtype)
         for chunk in stored.chunks:
             box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             full[box] = load(MetadataIndex(name, chunk.offsets))
         return full
 
-    tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
+    tensors = {name: each for name, each in described.items() if isinstance(each, dcp.TensorStorageMetadata)}
     return Source(
         "torch.distributed.checkpoint",
         sorted({path / location.relative_path for location in locations.values()}),
-        {name: _without_values(each.properties.dtype, each.size) for name, each in tensors.items()},
+        {n: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for n, each in tensors.items()},
         {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described},
         read,
         checked.manifest.step if checked else None,
@@ -213,15 +175,15 @@ def _dcp_source(path: Path, trust: bool) -> Source:
 
 def _safetensors_source(path: Path) -> Source:
     """A file of safetensors, or a folder in Hugging Face's layout."""
-    stored = stored_tensors(path)
+    stored = hugging_face.stored_tensors(path)
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(stored[name].shape, dtype=stored[name].dtype)
-        read_range(name, stored[name], tensor.view(-1))
+        hugging_face.read_range(name, stored[name], tensor.view(-1))
         return tensor
 
     files = sorted({each.file for each in stored.values()})
-    tensors = {name: _without_values(each.dtype, each.shape) for name, each in stored.items()}
+    tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stored.items()}
     return Source("safetensors", files, tensors, {name: (name,) for name in stored}, read)
 
 
@@ -233,12 +195,12 @@ def _torch_source(path: Path) -> Source:
         raise CheckpointError(f"{path}: expected a torch.save of tensors and plain values: {error}") from None
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: expected a torch.save of a dict, found {type(loaded).__name__}")
-    leaves, keys = flatten_state_dict(loaded)
+    leaves, keys = _torch.flatten_state_dict(loaded)
 
     def read(name: str) -> Any:
-        return in_order(leaves[name].detach()) if isinstance(leaves[name], Tensor) else leaves[name]
+        return directory.in_order(leaves[name].detach()) if isinstance(leaves[name], Tensor) else leaves[name]
 
-    tensors = {name: _without_values(t.dtype, t.shape) for name, t in leaves.items() if isinstance(t, Tensor)}
+    tensors = {name: torch.empty_like(t, device="meta") for name, t in leaves.items() if isinstance(t, Tensor)}
     return Source("torch.save", [path], tensors, keys, read)
 
 
@@ -251,35 +213,35 @@ WriteTensor = Callable[[str, Tensor], None]
 def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
     """A folder of DCP; each tensor is split along its first dimension into as many chunks as there are files."""
     path.mkdir()
-    metadata = Metadata({}, planner_data=source.keys)
+    metadata = dcp.Metadata({}, planner_data=source.keys)
     results: list[list[WriteResult]] = [[] for _ in range(files)]
     with ExitStack() as stack:
-        outputs = [stack.enter_context(ItemFile(path / rank_file(rank))) for rank in range(files)]
+        outputs = [stack.enter_context(directory.ItemFile(path / directory.rank_file(rank))) for rank in range(files)]
         for name in source.values:
             pickled = io.BytesIO()
             torch.save(source.read(name), pickled)
             results[0].append(outputs[0].write_item(MetadataIndex(name), pickled))
-            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
 
         def write(name: str, tensor: Tensor) -> None:
             chunks, first = [], 0
             for rank, chunk in enumerate(tensor.chunk(files) if tensor.numel() and tensor.ndim else [tensor]):
                 offsets = torch.Size([first, *[0] * tensor.ndim][: tensor.ndim])
-                chunks.append(ChunkStorageMetadata(offsets, chunk.shape))
+                chunks.append(dcp.ChunkStorageMetadata(offsets, chunk.shape))
                 results[rank].append(outputs[rank].write_item(MetadataIndex(name, offsets), chunk))
                 first += len(chunk) if tensor.ndim else 0
             properties = TensorProperties(dtype=tensor.dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
+            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, tensor.shape, chunks)
 
         yield write
-    describe(path, source.step, metadata, results, FileSystemWriter(path).finish)
-    sync_folder(path)
+    directory.describe(path, source.step, metadata, results, dcp.FileSystemWriter(path).finish)
+    directory.sync_folder(path)
 
 
 @contextmanager
 def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
     """A folder in Hugging Face's layout, without what is not a tensor."""
-    export = Export(spread(source.tensors, files), path, {})
+    export = hugging_face.Export(hugging_face.spread(source.tensors, files), path, {})
     export.stage()
     with export.writing() as write:
         yield lambda name, tensor: write(name, tensor.view(-1), 0)
@@ -292,15 +254,16 @@ def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTenso
 
     The zip file's own checksums are those of the holes; torch does not look at them.
     """
-    with no_memory():
+    with _torch.no_memory():
         holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}
     leaves = {name: holes[name] if name in holes else source.read(name) for name in source.keys}
-    save_holes(unflatten_state_dict(leaves, source.keys), path)
-    with no_memory():
-        loaded, _ = flatten_state_dict(torch.load(path, weights_only=False))
-    starts = {name: offset_in_file(loaded[name]) for name in holes}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(_torch.unflatten_state_dict(leaves, source.keys), path)
+    with _torch.no_memory():
+        loaded, _ = _torch.flatten_state_dict(torch.load(path, weights_only=False))
+    starts = {name: _torch.offset_in_file(loaded[name]) for name in holes}
     with open(path, "r+b") as file:
-        yield lambda name, tensor: write_all(file.fileno(), memory_of(tensor), starts[name])
+        yield lambda name, tensor: hugging_face.write_all(file.fileno(), hugging_face.memory_of(tensor), starts[name])
         os.fsync(file.fileno())
 
 

@@ -108,11 +108,8 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tu
 
 def step_of(path: Path) -> int:
     """The step in the name of a committed checkpoint. ValueError for another name."""
-    match = _COMMITTED.fullmatch(path.name)
-    if match is None:
-        raise ValueError(
-            f"{path}: expected a name such as step-00000010, found {path.name}; pass a committed checkpoint"
-        )
+    if (match := _COMMITTED.fullmatch(path.name)) is None:
+        raise ValueError(f"{path}: not a committed checkpoint, whose name is such as step-00000010")
     return int(match[1])
 
 
@@ -147,7 +144,9 @@ class StagedCheckpoint(NamedTuple):
 
 def stage(root: Path, step: int) -> StagedCheckpoint:
     """Make a hidden folder for a checkpoint, after removing the leftovers of killed saves."""
-    _make(root)
+    for folder in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)  # the name is on the disk, too
     with _one_at_a_time(root):  # another save would take the folder, before it is locked, for a leftover
         for path in root.iterdir():
             if _HIDDEN.fullmatch(path.name) and not _is_locked(path):
@@ -191,14 +190,6 @@ def discard(staged: StagedCheckpoint) -> None:
     """Remove a checkpoint that was not committed."""
     shutil.rmtree(staged.path, ignore_errors=True)
     staged.lock.close()
-
-
-def _make(folder: Path) -> None:
-    """Make a folder, and wait until its name is on the disk, as are those of the folders around it."""
-    if not folder.is_dir():
-        _make(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
 
 
 @contextmanager
@@ -375,7 +366,7 @@ class DirectoryWriter(FileSystemWriter):
         self._staged: StagedCheckpoint | None = None
 
     def storage_meta(self) -> StorageMeta:
-        """An id of the save, without a path: the folder will have another name."""
+        """An id of the save, without a path: the folder will be renamed."""
         return StorageMeta(save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

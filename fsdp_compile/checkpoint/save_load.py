@@ -8,29 +8,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from fsdp_compile.checkpoint.directory import (
-    DirectoryReader,
-    DirectoryWriter,
-    Manifest,
-    committed,
-    open_checkpoint,
-    step_of,
-)
+from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
 from fsdp_compile.core.sharding import WRAPPED
@@ -106,7 +93,7 @@ def load(
         RuntimeError: a rank is gone, or did not come within the timeout of the group.
     """
 
-    def find() -> tuple[Path, Manifest]:
+    def find() -> Any:
         checkpoint = open_checkpoint(root, step)
         if checkpoint is None:
             steps = ", ".join(str(step_of(path)) for path in committed(root)) or "none"
@@ -115,43 +102,24 @@ def load(
         return checkpoint
 
     stateful = _as_stateful(state)
-    manifest = _load_latest(stateful, Path(root), find, trust, process_group)
-    state.update((key, value) for key, value in stateful.items() if not isinstance(value, Stateful))
-    return manifest.step or 0
-
-
-def _load_latest(
-    stateful: dict[str, Any],
-    root: Path,
-    find: Callable[[], tuple[Path, Manifest]],
-    trust: bool,
-    group: dist.ProcessGroup | None,
-) -> Manifest:
-    """Load what `find` finds, or what it finds next, if another job removes that meanwhile to make room."""
     while True:
         with _errors_of_ranks(f"looking for a checkpoint in {root}"):
-            path, manifest = on_first_rank(find, group)  # so that all ranks load the same
+            path, manifest = on_first_rank(find, process_group)  # so that all ranks load the same
+        doing = f"loading {path}"
         try:
-            _load(stateful, path, manifest, trust, group)
-            return manifest
+            with _errors_of_ranks(doing):
+                loaded = _collect(stateful, doing, process_group)
+                reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
+                dcp.load(loaded, storage_reader=reader, planner=planner, process_group=process_group)
+                for key, value in stateful.items():
+                    if isinstance(value, Stateful):
+                        value.load_state_dict(loaded[key])
+                    else:
+                        state[key] = loaded[key]
+            return manifest.step or 0
         except CheckpointError:  # on all ranks
-            if on_first_rank(path.is_dir, group):
-                raise
-
-
-def _load(
-    stateful: dict[str, Any], path: Path, manifest: Manifest, trust: bool, group: dist.ProcessGroup | None
-) -> None:
-    doing = f"loading {path}"
-    with _errors_of_ranks(doing):
-        state = _collect(stateful, doing, group)
-        reader = DirectoryReader(path, manifest)
-        dcp.load(state, storage_reader=reader, planner=ValuePlanner(trust), process_group=group)
-        for key, value in stateful.items():
-            if isinstance(value, Stateful):
-                value.load_state_dict(state[key])
-            else:
-                stateful[key] = state[key]
+            if on_first_rank(path.is_dir, process_group):
+                raise  # else another job has removed the checkpoint to make room: load the next one
 
 
 def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -169,30 +137,25 @@ def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | No
 
 
 @dataclass
-class _StatefulModel:
-    """A model as DCP takes it, with sharded values."""
+class _InModel:
+    """A model, or an optimizer over its parameters, as DCP takes it: original names, sharded values.
+
+    An optimizer that has no state yet gets some before it is loaded.
+    """
 
     model: nn.Module
+    optimizer: Optimizer | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
+        if self.optimizer is None:
+            return dcp_state.get_model_state_dict(self.model)
+        return dcp_state.get_optimizer_state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state)
-
-
-@dataclass
-class _StatefulOptimizer:
-    """An optimizer as DCP takes it, with the names that parameters have in `model`; missing state is made first."""
-
-    optimizer: Optimizer
-    model: nn.Module
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state)
+        if self.optimizer is None:
+            dcp_state.set_model_state_dict(self.model, state)
+        else:
+            dcp_state.set_optimizer_state_dict(self.model, self.optimizer, state)
 
 
 def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
@@ -205,14 +168,14 @@ def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
     stateful = dict(state)
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            stateful[key] = _StatefulModel(_unwrapped(value))
+            stateful[key] = _InModel(_unwrapped(value))
         elif isinstance(value, Optimizer):
             params = {param for group in value.param_groups for param in group["params"]}
             owner = next((model for model in models if params <= set(model.parameters())), None)
             if owner is None:
-                raise ValueError(f"state[{key!r}]: expected a model in state with all of the optimizer's parameters, "
-                                 f"found none; save and load the two together")  # fmt: skip
-            stateful[key] = _StatefulOptimizer(value, _unwrapped(owner))
+                raise ValueError(f"state[{key!r}]: no model in state has all of the optimizer's parameters; save and "
+                                 f"load the two together")  # fmt: skip
+            stateful[key] = _InModel(_unwrapped(owner), value)
         elif not isinstance(value, Stateful):
             _refuse_stateful(value, f"state[{key!r}]")
     return stateful

@@ -1,8 +1,8 @@
 """Reading folders that may come from anybody: nothing in them runs, and nothing outside of them is read.
 
 file_in              names of files, which lie in the folder
-read_metadata        DCP's list of what was saved, a pickle, by an unpickler that knows DCP's own classes alone
-ValuePlanner         DCP's planner, which loads plain values alone
+SafeReader           DCP's reader: `.metadata`, a pickle, goes through an unpickler that knows only DCP's own classes
+ValuePlanner         DCP's planner, which loads only plain values
 printable            a name from a file, for a terminal
 
 Pickled values are another matter: see `trust` of `checkpoint.load` and `fsdp-compile checkpoint convert`.
@@ -16,16 +16,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compile.state_dict._torch import MemoryFormatEncoding, StorageInfo, layout_named
@@ -34,19 +26,9 @@ METADATA = ".metadata"  # DCP's list of what was saved
 MOST_BYTES = 1 << 30  # of it: it has about 200 bytes per chunk of a tensor
 
 _CLASSES: tuple[Any, ...] = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    MemoryFormatEncoding,
-    StorageInfo,
-    torch.Size,
-    OrderedDict,
-    layout_named,
-)
+    dcp.Metadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.TensorStorageMetadata, MetadataIndex,
+    StorageMeta, TensorProperties, MemoryFormatEncoding, StorageInfo, torch.Size, OrderedDict, layout_named,
+)  # fmt: skip
 _ALLOWED: dict[tuple[str, str], Any] = {(each.__module__, each.__name__): each for each in _CLASSES}
 for _module in ("pathlib", "pathlib._local"):  # where the checkpoint was; the latter in Python 3.13
     _ALLOWED |= {(_module, "PosixPath"): PurePosixPath, (_module, "WindowsPath"): PureWindowsPath}
@@ -72,9 +54,8 @@ def file_in(folder: Path, name: str, listed_in: str) -> Path:
     allowed = [inside, *([inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else [])]
     lies_there = any(target.is_relative_to(each) and target != each for each in allowed)
     if Path(name).is_absolute() or not lies_there:
-        raise CheckpointError(
-            f"{folder / listed_in}: expected names of files in the folder, found {name!r}, which is {target}"
-        )
+        raise CheckpointError(f"{folder / listed_in}: expected names of files in the folder, found {name!r}, "
+                              f"which is {target}")  # fmt: skip
     if target.exists() and not target.is_file():
         raise CheckpointError(f"{path}: expected a regular file, found another kind; remove it")
     return path
@@ -94,81 +75,68 @@ class _Unpickler(pickle.Unpickler):
         return known
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's list of what was saved in `folder`, checked.
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, whose list of tensors is unpickled without calling anything, and checked."""
 
-    Raises:
-        CheckpointError: it is no such list, names files outside of the folder, or has numbers that make no sense.
-    """
-    path = file_in(folder, METADATA, METADATA)
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and {MOST_BYTES} are the most that is read")
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-        _check(metadata)
-        for name in {location.relative_path for location in metadata.storage_data.values()}:
-            file_in(folder, name, METADATA)
-    except CheckpointError:
-        raise
-    except Exception as error:  # an unpickler raises nearly anything
-        raise CheckpointError(
-            f"{path}: expected the list of tensors that torch.distributed.checkpoint writes, found something else: "
-            f"{error!r}; do not use this checkpoint"
-        ) from None
-    return metadata
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """DCP's list of what was saved.
+
+        Raises:
+            CheckpointError: it is no such list, names files outside of the folder, or has numbers that make no sense.
+        """
+        folder = Path(self.path)
+        path = file_in(folder, METADATA, METADATA)
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise ValueError(f"it has {path.stat().st_size} bytes, and {MOST_BYTES} are the most that is read")
+            with open(path, "rb") as file:
+                metadata: dcp.Metadata = _Unpickler(file).load()
+            _check(metadata)
+            for name in {location.relative_path for location in metadata.storage_data.values()}:
+                file_in(folder, name, METADATA)
+        except CheckpointError:
+            raise
+        except Exception as error:  # an unpickler raises nearly anything
+            raise CheckpointError(f"{path}: this is not the list of tensors that torch.distributed.checkpoint writes: "
+                                  f"{error!r}; do not use this checkpoint") from None  # fmt: skip
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def _check(metadata: Any) -> None:
     """Raise an exception if fields do not have the types and ranges that DCP gives them."""
-    _expect(type(metadata) is Metadata and isinstance(metadata.storage_data, dict), "no Metadata with storage_data")
-    _expect(isinstance(metadata.state_dict_metadata, dict), "no names")
+
+    def expect(holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"it has {what}")
+
+    def are_counts(*numbers: Any) -> bool:
+        return all(type(number) is int and number >= 0 for number in numbers)
+
+    expect(type(metadata) is dcp.Metadata and isinstance(metadata.storage_data, dict), "no Metadata with storage_data")
+    expect(isinstance(metadata.state_dict_metadata, dict), "no names")
     for keys in (metadata.planner_data or {}).values():
-        _expect(all(type(key) in (str, int) for key in keys), f"keys {keys!r}")
+        expect(all(type(key) in (str, int) for key in keys), f"keys {keys!r}")
     for index, location in metadata.storage_data.items():
-        _expect(type(index) is MetadataIndex and type(location) is StorageInfo, f"{index!r} at {location!r}")
-        _expect(type(location.relative_path) is str, f"{index.fqn} in {location.relative_path!r}")
-        _expect(
-            all(type(n) is int and n >= 0 for n in (location.offset, location.length)), f"{index.fqn} at {location}"
-        )
+        expect(type(index) is MetadataIndex and type(location) is StorageInfo, f"{index!r} at {location!r}")
+        expect(type(location.relative_path) is str, f"{index.fqn} in {location.relative_path!r}")
+        expect(are_counts(location.offset, location.length), f"{index.fqn} at {location}")
     for name, stored in metadata.state_dict_metadata.items():
-        _expect(type(name) is str, f"the name {name!r}")
-        if type(stored) is TensorStorageMetadata:
-            _check_tensor(name, stored, metadata)
-        else:
-            _expect(type(stored) is BytesStorageMetadata, f"{name} as {stored!r}")
-
-
-def _check_tensor(name: str, stored: TensorStorageMetadata, metadata: Metadata) -> None:
-    _expect(isinstance(stored.properties.dtype, torch.dtype), f"{name} of dtype {stored.properties.dtype!r}")
-    shape = tuple(stored.size)
-    _expect(all(type(size) is int and size >= 0 for size in shape), f"{name} of shape {shape}")
-    for chunk in stored.chunks:
-        box = list(zip(chunk.offsets, chunk.sizes, shape, strict=True))
-        _expect(
-            all(at >= 0 and size >= 0 and at + size <= of for at, size, of in box),
-            f"{name} of shape {shape} in {chunk}",
-        )
-        location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        if not getattr(location, "transform_descriptors", None):  # else it may be compressed
-            nbytes = math.prod(chunk.sizes) * stored.properties.dtype.itemsize
-            _expect(nbytes <= location.length, f"{nbytes} bytes of {name} in {location.length} of a file")
-
-
-def _expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"it has {what}")
-
-
-class SafeReader(FileSystemReader):
-    """DCP's reader, whose list of tensors is read by `read_metadata`."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list of what was saved. Raises CheckpointError as the function above does."""
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        expect(type(name) is str, f"the name {name!r}")
+        if type(stored) is not dcp.TensorStorageMetadata:
+            expect(type(stored) is dcp.BytesStorageMetadata, f"{name} as {stored!r}")
+            continue
+        dtype, shape = stored.properties.dtype, tuple(stored.size)
+        expect(isinstance(dtype, torch.dtype), f"{name} of dtype {dtype!r}")
+        expect(are_counts(*shape), f"{name} of shape {shape}")
+        for chunk in stored.chunks:
+            box = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            expect(all(at >= 0 and size >= 0 and at + size <= of for at, size, of in box), f"{name} in {chunk}")
+            location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            if not getattr(location, "transform_descriptors", None):  # else it may be compressed
+                nbytes = math.prod(chunk.sizes) * dtype.itemsize
+                expect(nbytes <= location.length, f"{nbytes} bytes of {name} in {location.length} of a file")
 
 
 # --- tensors and values -----------------------------------------------------------------------------------------------
@@ -187,19 +155,18 @@ def load_item(file: IO[bytes], name: str, weights_only: bool = True) -> Any:
 
 
 def load_value(file: IO[bytes], name: str, trust: bool) -> Any:
-    """As `load_item`, with advice where a value needs `trust`: that it may have any type."""
+    """As `load_item`, of any type with `trust`; the error says where that is missing."""
     try:
         return load_item(file, name, weights_only=not trust)
     except CheckpointError as error:
         if trust or not isinstance(error.__cause__, pickle.UnpicklingError):
             raise
-        raise CheckpointError(
-            f"{name}: expected tensors and plain values, found a value that may run code when it is loaded; pass "
-            f"trust=True, or --trust to the command, if you know who wrote it"
-        ) from None
+        raise CheckpointError(f"{name}: expected tensors and plain values, found a value that may run code when it is "
+                              f"loaded; pass trust=True, or --trust to the command, if you know who wrote it"
+                              ) from None  # fmt: skip
 
 
-class ValuePlanner(DefaultLoadPlanner):
+class ValuePlanner(dcp.DefaultLoadPlanner):
     """DCP's planner, which unpickles values that are no tensors by `load_value`."""
 
     def __init__(self, trust: bool) -> None:

@@ -2,7 +2,6 @@
 
 sharded_value.py      the value in a sharded state dict, which torch.distributed.checkpoint writes and reads by itself
 model.py              `state_dict` and `load_state_dict` of a sharded module: full, sharded or local
-optimizer_values.py   what enters and leaves the state dict of an optimizer over sharded parameters
-optimizer.py          an optimizer's state by parameter names, for every kind; torch's older functions for it
+optimizer.py          an optimizer's state in its own state dict and by parameter names; torch's older functions for it
 _torch.py             the private torch names that this folder and checkpoint/ need
 """

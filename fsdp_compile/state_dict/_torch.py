@@ -1,5 +1,4 @@
-"""Private names of torch that state in memory and on disk needs. Checked on torch 2.11 and 2.13; when torch moves, look
-for:
+"""Private names of torch that state in memory and on disk needs. When torch moves, look for:
 
 DTensorSpec, TensorMeta                    what a DTensor says of itself: mesh, placements, shape, strides, dtype
 DTensor.__new__(cls, local, spec, ...)     how a subclass of DTensor is made from its local tensor
@@ -13,7 +12,6 @@ _get_layout                                what a layout is pickled as: a look-u
 FakeTensorMode, _checkpoint_offset         tensors without memory; where torch.load found their values in the file
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,43 +21,15 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTens
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.serialization import _get_layout as layout_named
-from torch.serialization import skip_data
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
 __all__ = [
-    "ChunkedTensor",
-    "DTensorSpec",
-    "MemoryFormatEncoding",
-    "StorageInfo",
-    "call_plainly",
-    "flatten_state_dict",
-    "layout_named",
-    "new_dtensor",
-    "no_memory",
-    "offset_in_file",
-    "replicated_spec",
-    "save_holes",
-    "tree_flatten_with_path",
-    "tree_map_only",
-    "tree_unflatten",
-    "unflatten_state_dict",
-]
-
-
-def replicated_spec(
-    mesh: DeviceMesh, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> DTensorSpec:
-    """The description of a DTensor that claims to be replicated over `mesh`, which is 1-D."""
-    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
-
-
-def new_dtensor(kind: type, local: Tensor, spec: DTensorSpec) -> Any:
-    """A DTensor of the subclass `kind` whose local tensor, of any shape, is `local`."""
-    return DTensor.__new__(kind, local, spec, requires_grad=False)
+    "ChunkedTensor", "DTensorSpec", "MemoryFormatEncoding", "StorageInfo", "TensorMeta", "call_plainly",
+    "flatten_state_dict", "layout_named", "no_memory", "offset_in_file", "tree_flatten_with_path",
+    "tree_map_only", "tree_unflatten", "unflatten_state_dict",
+]  # fmt: skip
 
 
 def call_plainly(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -68,12 +38,6 @@ def call_plainly(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
-def save_holes(state: Any, path: Path) -> None:
-    """`torch.save` of tensors that were made under `no_memory`: the file has room for their values."""
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(state, path)
 
 
 def offset_in_file(tensor: Tensor) -> int:

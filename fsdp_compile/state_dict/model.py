@@ -1,8 +1,8 @@
 """`state_dict` and `load_state_dict` of sharded modules: original names, shapes and dtypes, and one of three kinds.
 
 FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
-SHARDED    a `ShardedValue` of the original shape for each parameter, over memory of the shard: nothing is gathered
-LOCAL      a `ShardedTensor` for each parameter, over the same memory, which other code knows less well than DTensors
+SHARDED    a `ShardedValue`, which is a DTensor, for each parameter, over memory of the shard: nothing is gathered
+LOCAL      a `ShardedTensor`, which is none, for each parameter, over the same memory
 
 FULL has tensor subclasses as they were; the other kinds have their inner tensors (Note [Inner tensors]).
 
@@ -20,18 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
 from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.core.flat_collectives import all_gather_flat
@@ -41,15 +31,11 @@ from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed
 
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
+FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
-    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    FULL: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    SHARDED: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+    LOCAL: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
 }
 
 
@@ -138,12 +124,10 @@ def state_dict_type(
 
 
 def _checked(name: str, config: object, expected: type) -> object:
-    if config is None:
-        return expected()
-    if type(config) is not expected:
+    if config is not None and type(config) is not expected:
         raise RuntimeError(f"{name}: expected a {expected.__name__}, found a {type(config).__name__}; pass the class "
                            f"that belongs to the state_dict_type")  # fmt: skip
-    return config
+    return expected() if config is None else config
 
 
 def _classes(settings: StateDictSettings) -> tuple[object, ...]:
@@ -156,9 +140,8 @@ def _difference(unit: Unit, settings: StateDictSettings, first: StateDictSetting
 
 # --- values, module by module -----------------------------------------------------------------------------------------
 
-# `nn.Module` collects and distributes values module by module. A module that owns sharded parameters (fsdp_module.py)
-# lets the functions here replace these values: `collect` around its `state_dict`, `save` and `load` for its own
-# parameters.
+# `nn.Module` saves and loads values module by module. A module that owns sharded parameters (fsdp_module.py) replaces
+# these values by the functions here: `collect` around its `state_dict`, `save` and `load` for its own parameters.
 
 
 class _Saving:
@@ -169,11 +152,10 @@ class _Saving:
         self._copies: dict[Unit, list[Tensor | None]] = {}  # of each unit's parameters in full shape
 
     def settings_of(self, unit: Unit | None) -> StateDictSettings:
-        """What holds for a unit in this call."""
         return DEFAULT if self.sharded else settings_of(unit)
 
     def value(self, parameter: ManagedParameter) -> Tensor | None:
-        """What the state dict holds of a parameter."""
+        """What the state dict has for a parameter."""
         unit = parameter.unit
         settings = self.settings_of(unit)
         if settings.state_dict_type is FULL:
@@ -240,19 +222,20 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str
 
 
 def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Let `state` have the inner tensors of the subclass that it has for the parameter `name`, if it has one."""
+    """Replace the tensor subclass that `state` has for the parameter `name`, if any, by its inner tensors."""
     recipe, value = recipes_of(module)[name], state.get(prefix + name)
-    if type(value) is recipe.kind:
-        inner = inner_names(name, recipe)
-        there = value.to(module._parameters[inner[0]].device)  # type: ignore[union-attr]  # a parameter
-        given = recipe_of(there)
-        if (given.suffixes, given.context) == (recipe.suffixes, recipe.context):
-            del state[prefix + name]
-            state.update(zip([prefix + each for each in inner], plain_tensors(there), strict=True))
-        else:
-            errors.append(
-                f"{prefix}{name}: expected a {recipe.kind.__name__} of {recipe.context}, found one of {given.context}"
-            )
+    if type(value) is not recipe.kind:
+        return
+    inner = inner_names(name, recipe)
+    there = value.to(module._parameters[inner[0]].device)  # type: ignore[union-attr]  # a parameter
+    given = recipe_of(there)
+    if (given.suffixes, given.context) == (recipe.suffixes, recipe.context):
+        del state[prefix + name]
+        state.update(zip([prefix + each for each in inner], plain_tensors(there), strict=True))
+    else:
+        errors.append(
+            f"{prefix}{name}: expected a {recipe.kind.__name__} of {recipe.context}, found one of {given.context}"
+        )
 
 
 def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> list[tuple[str, ManagedParameter]]:
@@ -280,9 +263,10 @@ def _has_values(unit: Unit) -> bool:
 
 
 def called_by_dcp() -> bool:
-    """Whether `torch.distributed.checkpoint.state_dict` asks, which wants sharded values and gathers them if it must.
+    """Whether `torch.distributed.checkpoint.state_dict` calls, which wants sharded values under original names.
 
-    It sets the kind that torch's own wrapper gives. Ours it does not know, so the wrapper would return FULL values.
+    That module asks torch's own wrapper for them; of other modules it takes what `state_dict` and `named_parameters`
+    return, and calls nothing before or after that would tell. So this is the one place that looks at the caller.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

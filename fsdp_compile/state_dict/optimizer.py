@@ -1,13 +1,20 @@
-"""Optimizer state by original names and shapes: `optim_state_dict`, and back: `optim_state_dict_to_load`.
+"""State of optimizers over sharded parameters, in `optimizer.state_dict()` and by names: `optim_state_dict`.
 
-    optimizer   {0: {"exp_avg": ShardedTensor, "step": ()}, ...}, groups of integers
-    here        {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
+    what the optimizer has                             what its state dict has, unless LOCAL is set
+    exp_avg   ShardedTensor of the parameter's shape   ShardedValue of that shape
+    others    0-d and other plain tensors, numbers     as they are: equal on all ranks
 
-Sharded state is converted without communication. For full state the ranks first tell each other what state they have,
-which must agree; then one parameter after the other is gathered.
+    optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
+    optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
+
+Sharded tensors share memory with the optimizer in both directions: a checkpoint is read into its state, and nothing is
+communicated. For full state the ranks first tell each other what state they have, which must agree; then one parameter
+after the other is gathered. torch's older functions set the kind by their name and do the same.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,22 +28,129 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict.model import FULL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.optimizer_values import (
-    State,
-    StateDict,
-    local_state,
-    params_by_key,
-    sharded_states,
-    watch_state,
-)
-from fsdp_compile.state_dict.sharded_value import full_tensor
+from fsdp_compile.state_dict._torch import tree_map_only
+from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed
 
+StateDict = dict[str, Any]
+State = dict[str, Any]  # of one parameter
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]
+
+# Of a parameter of shape () all state has that shape. These are what torch's optimizers have one of for each parameter.
+_SCALARS = ("step", "mu_product", "eta", "mu")
+
+# torch's hook on steps belongs to the process, and so do these two sets.
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # they had no sharded parameter when they were looked at
+
+
+# --- what enters and leaves `optimizer.state_dict()` ------------------------------------------------------------------
+
+
+def watch_optimizers() -> None:
+    """Look at every optimizer before it steps, also at those that had no sharded parameter before; see `watch_state`.
+
+    Called each time that parameters have been sharded.
+    """
+    _register_hook()
+    _unrelated.clear()
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_pre_hook(watch_state)
+
+
+def watch_state(optimizer: Optimizer, *_: Any) -> None:
+    """From now on convert what enters and leaves the state dict of `optimizer`, if it has sharded parameters.
+
+    Optimizers are noticed when they first step; what was loaded into one before that is converted then. Those with an
+    attribute `shards_own_state` that is true are left alone: optim/owners.py shards state in another way.
+    """
+    if optimizer not in _watched and optimizer not in _unrelated:
+        _watch(optimizer)
+
+
+@torch.compiler.disable  # once for each optimizer, in a step that may be compiled
+def _watch(optimizer: Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if getattr(optimizer, "shards_own_state", False) or not any(managed(param) for param in params):
+        _unrelated.add(optimizer)
+        return
+    _watched.add(optimizer)
+    optimizer.register_state_dict_post_hook(lambda optim, state: {**state, "state": _sharded_states(optim, state)})
+    optimizer.register_load_state_dict_pre_hook(lambda optim, state: {**state, "state": _local_states(optim, state)})
+    for param in params:
+        if param in optimizer.state:
+            optimizer.state[param] = local_state(param, optimizer.state[param])
+
+
+def _params_by_key(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, nn.Parameter]]:
+    """The optimizer's parameters, each with what stands for it in the parameter groups of a state dict."""
+    for own, saved in zip(optimizer.param_groups, groups, strict=False):
+        yield from zip(saved["params"], own["params"], strict=False)
+
+
+def _sharded_states(optimizer: Optimizer, state_dict: StateDict, kind: StateDictType | None = None) -> dict[Any, State]:
+    """The states of a state dict with a `ShardedValue` for each sharded tensor; all else is as it is.
+
+    In LOCAL, which `kind` says or, if it is None, what is set for the parameter's unit, sharded tensors stay too.
+    """
+    states = dict(state_dict["state"])
+    for key, param in _params_by_key(optimizer, state_dict["param_groups"]):
+        parameter = managed(param)
+        if key in states and parameter and (kind or settings_of(parameter.unit).state_dict_type) is not LOCAL:
+            states[key] = {name: _value(parameter, value) for name, value in states[key].items()}
+    return states
+
+
+def _value(parameter: ManagedParameter, value: Any) -> Any:
+    if type(value) is ShardedTensor:
+        return parameter.value(value.to_local())
+    # DCP's stagers do not copy 0-d tensors.
+    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def _local_states(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, State]:
+    states = dict(state_dict["state"])
+    for key, param in _params_by_key(optimizer, state_dict["param_groups"]):
+        if key in states:
+            states[key] = local_state(param, states[key])
+    return states
+
+
+def local_state(param: nn.Parameter, state: State) -> State:
+    """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded as it is.
+
+    Sharded tensors share memory with the given ones where these are sharded in the same way.
+
+    Raises:
+        RuntimeError: a tensor is another rank's part.
+    """
+    parameter = managed(param)
+    if parameter is None:
+        return {name: full_tensor(value) for name, value in state.items()}
+    return {name: _local(parameter, name, value) for name, value in state.items()}
+
+
+def _local(parameter: ManagedParameter, name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_scalar = value.dim() == 0 and (parameter.shape or name in _SCALARS)
+    what = f"optimizer state {name} of parameter {parameter.name}"
+    local = None if is_scalar else parameter.local_of(value, what)
+    if local is None:
+        return full_tensor(value)
+    return ShardedTensor(local if parameter.is_alike(value) else local.clone(), parameter.spec)
+
+
+# --- to names ---------------------------------------------------------------------------------------------------------
 
 
 def optim_state_dict(
@@ -68,6 +182,82 @@ def optim_state_dict(
     return _by_name(model, optim, optim_state_dict, settings.state_dict_type, settings.optim_state_dict_config, group)
 
 
+def _by_name(
+    model: nn.Module,
+    optim: Optimizer,
+    state_dict: StateDict | None,
+    kind: StateDictType,
+    config: OptimStateDictConfig,
+    group: dist.ProcessGroup | None,
+) -> StateDict:
+    """`optim_state_dict` of the given kind."""
+    watch_state(optim)
+    given = optim.state_dict() if state_dict is None else state_dict
+    names = clean_names(model)
+    params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given["param_groups"])}
+    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given["param_groups"]]
+    sharded = _sharded_states(optim, given, kind)
+    states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
+    if kind is FULL:
+        unit = units_used_below(model)[0]
+        wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
+        states = _gathered([name for name, _ in params.values()], states, config, wanted, group or unit.group)
+        if not wanted:
+            return {}
+    elif config.offload_to_cpu:
+        states = tree_map_only(Tensor, lambda value: value.cpu(), states)
+    return {"state": states, "param_groups": groups}
+
+
+def _gathered(
+    names: list[str],
+    states: dict[str, State],
+    config: OptimStateDictConfig,
+    wanted: bool,
+    group: dist.ProcessGroup,
+) -> dict[str, State]:
+    """All state in full, gathered parameter by parameter in the first rank's order; empty where it is not wanted.
+
+    RuntimeError on all ranks if they have different parameters or different state for one.
+    """
+    mine = {
+        name: {k: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for k, v in states.get(name, {}).items()}
+        for name in names
+    }
+    first, *others = collectives.gather_objects(mine, group)
+    for rank, theirs in enumerate(others, 1):
+        if theirs.keys() != first.keys():
+            raise RuntimeError(
+                f"optim_state_dict: the ranks' optimizers have different parameters: {sorted(first.keys() - theirs)} "
+                f"on rank 0 of the group alone and {sorted(theirs.keys() - first)} on rank {rank} alone"
+            )
+        for name in first:
+            if theirs[name] != first[name]:
+                raise RuntimeError(
+                    f"optimizer state of parameter {name}: expected the same on all ranks, found {first[name]} and on "
+                    f"rank {rank} of the group {theirs[name]}"
+                )
+    full: dict[str, State] = {}
+    for name in first:
+        for key, value in states.get(name, {}).items():
+            value = full_tensor(value)
+            if wanted:
+                if isinstance(value, Tensor):
+                    value = value.cpu() if config.offload_to_cpu else value.clone()
+                full.setdefault(name, {})[key] = value
+    return {name: full[name] for name in names if name in full}
+
+
+def _name_of(param: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
+    if param not in names:
+        raise ValueError(f"optim: a parameter of shape {tuple(param.shape)} is not one of the model's; pass the module "
+                         f"that all of the optimizer's parameters are in")  # fmt: skip
+    return names[param]
+
+
+# --- from names -------------------------------------------------------------------------------------------------------
+
+
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,
@@ -95,7 +285,104 @@ def optim_state_dict_to_load(
     watch_state(optim)
     if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _received(units[0], model, optim_state_dict)
-    return _to_load(model, optim, optim_state_dict, is_named_optimizer, load_directly)
+    loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer)
+    if load_directly:
+        optim.load_state_dict(loaded)
+    return loaded
+
+
+def _to_load(
+    model: nn.Module,
+    optim: Optimizer | None,
+    state_dict: StateDict,
+    optim_input: Params | None = None,
+    named: bool = False,
+) -> StateDict:
+    """What `optim.load_state_dict` takes, from a state dict that every rank has."""
+    names, saved = clean_names(model), state_dict["param_groups"]
+    if optim is None and optim_input is None:
+        groups = [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
+    else:
+        groups = _groups_of(optim, optim_input)
+    params = [param for group in groups for param in group["params"]]
+    keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
+    states = {}
+    for param, name in names.items():  # in an order that all ranks have: what is distributed otherwise is gathered
+        state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
+        if state:
+            states[keys[param]] = state
+    return {"state": states, "param_groups": _matched_groups(groups, names, keys, saved)}
+
+
+def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict[str, Any]]:
+    """The groups of an optimizer, or of one made from `optim_input`: parameters, or groups of them."""
+    listed: list[Any] = list(optim.param_groups if optim is not None else optim_input or ())
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+
+
+def _matched_groups(
+    of_optim: list[dict[str, Any]],
+    names: dict[nn.Parameter, str],
+    keys: dict[nn.Parameter, Any],
+    saved: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The saved groups' settings for the optimizer's groups, which must consist of the same parameters."""
+    saved_group = {name: group for group in saved for name in group["params"]}
+    expected = {_name_of(param, names) for param in keys}
+    if expected != saved_group.keys():
+        raise ValueError(
+            f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
+            f"{sorted(expected - saved_group.keys())} and unexpected {sorted(saved_group.keys() - expected)}"
+        )
+    groups = []
+    for group in of_optim:
+        own = [names[param] for param in group["params"]]
+        settings = saved_group[own[0]] if own else group
+        for name in own:
+            if saved_group[name] is not settings:
+                raise ValueError(
+                    f"optim_state_dict: {name} and {own[0]} are in one group of the optimizer and in different ones of "
+                    f"the state dict; make the optimizer with the saved groups"
+                )
+        groups.append({**settings, "params": [keys[param] for param in group["params"]]})
+    return groups
+
+
+def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
+    """The first rank's state dict, of which each rank retains the elements that it stores."""
+    mine = state_dict or {"state": {}, "param_groups": []}
+    outlines = {  # tensors without values
+        name: {k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
+               for k, v in state.items()}
+        for name, state in mine["state"].items()
+    }  # fmt: skip
+    outlines, groups = _from_first(unit, collectives.broadcast_object, (outlines, mine["param_groups"]))
+    params = {name: param for param, name in clean_names(model).items()}
+    states: dict[str, State] = {}
+    for name, state in outlines.items():
+        own = mine["state"].get(name, {}) if is_first_rank(unit) else {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                message = own[key].to(unit.device).contiguous() if own else torch.empty_like(value, device=unit.device)
+                state[key] = _from_first(unit, _broadcast, message)
+        if name in params:
+            states[name] = local_state(params[name], state)
+    return {"state": states, "param_groups": groups}
+
+
+def _from_first(unit: Unit, broadcast: Callable[[Any, dist.ProcessGroup], Any], message: Any) -> Any:
+    """What the first of all ranks that share the unit has for `message`."""
+    if unit.replicas is not None and dist.get_rank(unit.group) == 0:
+        message = broadcast(message, unit.replicas)
+    return broadcast(message, unit.group)
+
+
+def _broadcast(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    collectives.broadcast(message, group)
+    return message
+
+
+# --- between names and integers ---------------------------------------------------------------------------------------
 
 
 def rekey_optim_state_dict(
@@ -118,17 +405,13 @@ def rekey_optim_state_dict(
         ValueError: a key does not belong to a parameter.
     """
     to_ids = optim_state_key_type is OptimStateKeyType.PARAM_ID
-    if all(type(key) is (int if to_ids else str) for key in optim_state_dict["state"]) and optim_state_dict["state"]:
-        return optim_state_dict
-    listed: list[Any] = list(
-        optim.param_groups if optim else model.parameters() if optim_input is None else optim_input
-    )
-    in_groups = bool(listed) and isinstance(listed[0], dict)
-    params = [param for group in listed for param in group["params"]] if in_groups else listed
-    names = clean_names(model)
-    ordered = [_name_of(param, names) for param in params]
-    new: dict[Any, Any] = {name: index for index, name in enumerate(ordered)} if to_ids else dict(enumerate(ordered))
     states, groups = optim_state_dict["state"], optim_state_dict["param_groups"]
+    if states and all(type(key) is (int if to_ids else str) for key in states):
+        return optim_state_dict
+    names = clean_names(model)
+    of_optim = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
+    ordered = [_name_of(param, names) for group in of_optim for param in group["params"]]
+    new: dict[Any, Any] = {name: index for index, name in enumerate(ordered)} if to_ids else dict(enumerate(ordered))
     unknown = [key for keys in (states, *(group["params"] for group in groups)) for key in keys if key not in new]
     if unknown:
         raise ValueError(f"optim_state_dict: expected keys among {list(new)}, found {unknown}; pass the optimizer or "
@@ -170,7 +453,7 @@ def shard_full_optim_state_dict(
     Without `optim` the optimizer is one over `optim_input`; without both, over `model.parameters()` in the groups of
     the state dict.
     """
-    return _to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+    return _to_load(model, optim, full_optim_state_dict, optim_input)
 
 
 def scatter_full_optim_state_dict(
@@ -181,8 +464,7 @@ def scatter_full_optim_state_dict(
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
     """As `shard_full_optim_state_dict`, from a full state dict that the first rank has and sends."""
-    received = _received(units_used_below(model)[0], model, full_optim_state_dict)
-    return _to_load(model, optim, received, optim_input=optim_input)
+    return _to_load(model, optim, _received(units_used_below(model)[0], model, full_optim_state_dict), optim_input)
 
 
 def flatten_sharded_optim_state_dict(
@@ -190,197 +472,3 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """What `load_state_dict` takes, from what `sharded_optim_state_dict` gave."""
     return _to_load(model, optim, sharded_optim_state_dict)
-
-
-# --- to names ---------------------------------------------------------------------------------------------------------
-
-
-def _name_of(param: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
-    if param not in names:
-        shape = tuple(param.shape)
-        raise ValueError(f"optim: expected parameters of the model, found one of shape {shape} that is not; pass the "
-                         f"module that all of them are in")  # fmt: skip
-    return names[param]
-
-
-def _by_name(
-    model: nn.Module,
-    optim: Optimizer,
-    state_dict: StateDict | None,
-    kind: StateDictType,
-    config: OptimStateDictConfig,
-    group: dist.ProcessGroup | None,
-) -> StateDict:
-    """`optim_state_dict` of the given kind."""
-    watch_state(optim)
-    given = optim.state_dict() if state_dict is None else state_dict
-    names = clean_names(model)
-    params = {key: (_name_of(param, names), param) for key, param in params_by_key(optim, given["param_groups"])}
-    groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given["param_groups"]]
-    sharded = sharded_states(optim, given, kind)
-    states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
-    if kind is FULL:
-        unit = units_used_below(model)[0]
-        wanted = not getattr(config, "rank0_only", False) or is_first_rank(unit)
-        states = _gathered(dict(params.values()), states, config, wanted, group or unit.group)
-        if not wanted:
-            return {}
-    elif config.offload_to_cpu:
-        states = {name: {key: _to_cpu(value) for key, value in state.items()} for name, state in states.items()}
-    return {"state": states, "param_groups": groups}
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _gathered(
-    params: dict[str, nn.Parameter],
-    states: dict[str, State],
-    config: OptimStateDictConfig,
-    wanted: bool,
-    group: dist.ProcessGroup,
-) -> dict[str, State]:
-    """All state in full, gathered parameter by parameter; empty on a rank where it is not wanted."""
-    full: dict[str, State] = {}
-    for name in _in_common_order(params, states, group):
-        for key, value in states.get(name, {}).items():
-            value = full_tensor(value)
-            if wanted:
-                value = value.clone() if isinstance(value, Tensor) and not config.offload_to_cpu else value
-                full.setdefault(name, {})[key] = _to_cpu(value) if config.offload_to_cpu else value
-    return {name: full[name] for name in params if name in full}
-
-
-def _outline(state: State) -> State:
-    """One parameter's state as ranks tell each other of it: tensors have no values."""
-    return {
-        key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
-
-
-def _kinds(state: State) -> dict[str, str]:
-    return {key: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for key, v in state.items()}
-
-
-def _in_common_order(
-    params: dict[str, nn.Parameter], states: dict[str, State], group: dist.ProcessGroup
-) -> dict[str, dict[str, str]]:
-    """The parameters in the first rank's order, with the kinds of their state.
-
-    RuntimeError on all ranks if they have different parameters or different state for one.
-    """
-    mine = {name: _kinds(states.get(name, {})) for name in params}
-    first: dict[str, dict[str, str]] = {}
-    for rank, theirs in enumerate(collectives.gather_objects(mine, group)):
-        first = first or theirs
-        if theirs.keys() != first.keys():
-            raise RuntimeError(
-                f"optim_state_dict: expected the same parameters on all ranks, found {sorted(first.keys() - theirs)} "
-                f"on rank 0 of the group alone and {sorted(theirs.keys() - first)} on rank {rank}"
-            )
-        for name, kinds in theirs.items():
-            if kinds != first[name]:
-                raise RuntimeError(
-                    f"optimizer state of parameter {name}: expected the same on all ranks, found {first[name]} and on "
-                    f"rank {rank} of the group {kinds}"
-                )
-    return first
-
-
-# --- from names -------------------------------------------------------------------------------------------------------
-
-
-def _to_load(
-    model: nn.Module,
-    optim: Optimizer | None,
-    state_dict: StateDict,
-    named: bool = False,
-    load_directly: bool = False,
-    optim_input: Params | None = None,
-) -> StateDict:
-    """What `optim.load_state_dict` takes, from a state dict that every rank has."""
-    names = clean_names(model)
-    groups = _groups_to_load(optim, optim_input, names, state_dict["param_groups"])
-    params = [param for group in groups for param in group["params"]]
-    keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
-    states = {}
-    for param, name in names.items():  # in an order that all ranks have: what is distributed otherwise is gathered
-        state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
-        if state:
-            states[keys[param]] = state
-    loaded = {"state": states, "param_groups": _matched_groups(groups, names, keys, state_dict["param_groups"])}
-    if load_directly and optim is not None:
-        optim.load_state_dict(loaded)
-    return loaded
-
-
-def _groups_to_load(
-    optim: Optimizer | None, optim_input: Params | None, names: dict[nn.Parameter, str], saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The groups of the optimizer that is going to load; without one, of what it is made from."""
-    if optim is not None:
-        return optim.param_groups
-    if optim_input is None:
-        return [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
-    listed: list[Any] = list(optim_input)
-    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-
-
-def _matched_groups(
-    of_optim: list[dict[str, Any]],
-    names: dict[nn.Parameter, str],
-    keys: dict[nn.Parameter, Any],
-    saved: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """The saved groups' settings for the optimizer's groups, which must consist of the same parameters."""
-    saved_group = {name: group for group in saved for name in group["params"]}
-    expected = {_name_of(param, names) for param in keys}
-    if expected != saved_group.keys():
-        raise ValueError(
-            f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
-            f"{sorted(expected - saved_group.keys())} and unexpected {sorted(saved_group.keys() - expected)}"
-        )
-    groups = []
-    for group in of_optim:
-        own = [names[param] for param in group["params"]]
-        settings = saved_group[own[0]] if own else group
-        for name in own:
-            if saved_group[name] is not settings:
-                raise ValueError(
-                    f"optim_state_dict: expected {name} in one group with {own[0]}, as in the optimizer, found them in "
-                    f"different ones; make the optimizer with the saved groups"
-                )
-        groups.append({**settings, "params": [keys[param] for param in group["params"]]})
-    return groups
-
-
-def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
-    """The first rank's state dict, of which each rank retains the elements that it stores."""
-    mine = state_dict or {"state": {}, "param_groups": []}
-    outlines = {name: _outline(state) for name, state in mine["state"].items()}
-    outlines, groups = _from_first(unit, collectives.broadcast_object, (outlines, mine["param_groups"]))
-    params = {name: param for param, name in clean_names(model).items()}
-    states: dict[str, State] = {}
-    for name, state in outlines.items():
-        own = mine["state"].get(name, {}) if is_first_rank(unit) else {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                message = own[key].to(unit.device).contiguous() if own else torch.empty_like(value, device=unit.device)
-                state[key] = _from_first(unit, _broadcast, message)
-        if name in params:
-            states[name] = local_state(params[name], state)
-    return {"state": states, "param_groups": groups}
-
-
-def _from_first(unit: Unit, broadcast: Callable[[Any, dist.ProcessGroup], Any], message: Any) -> Any:
-    """What the first of all ranks that share the unit has for `message`."""
-    if unit.replicas is not None and dist.get_rank(unit.group) == 0:
-        message = broadcast(message, unit.replicas)
-    return broadcast(message, unit.group)
-
-
-def _broadcast(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    collectives.broadcast(message, group)
-    return message

@@ -7,10 +7,10 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 
 # Note [Values in sharded state dicts]
 # A `ShardedValue` is a DTensor to torch, so that code which stages, offloads or gathers DTensors does so here too. No
-# placement of DTensor describes a range of the flattened tensor, however. The value claims to be replicated, which is
-# the placement with the fewest consequences, and overrides every operation that would act on that claim. Operations
-# that only ask (shape, dtype, device) run as on any tensor; those that checkpoints need (copy_, to, clone, detach) act
-# on the local elements; all others compute with the value as a `ShardedTensor`, on all ranks together.
+# placement of DTensor describes a range of the flattened tensor. The value claims to be replicated, which is the
+# placement with the fewest consequences, and overrides every operation that would act on that claim. Queries (shape,
+# dtype, device) run as on any tensor; what checkpoints need (copy_, to, clone, detach) acts on the local elements; all
+# else computes with the value as a `ShardedTensor`, on all ranks together.
 # Code that makes another DTensor "like this one" gets a replicated DTensor with all elements, which can be loaded too.
 # A value shares its memory with the shard: loading into it changes the parameter, and saving it copies nothing.
 
@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core.shard_spec import Chunk, ShardSpec
@@ -31,9 +31,8 @@ from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict._torch import (
     ChunkedTensor,
     DTensorSpec,
+    TensorMeta,
     call_plainly,
-    new_dtensor,
-    replicated_spec,
     tree_map_only,
 )
 
@@ -67,9 +66,8 @@ class ShardedValue(DTensor):
         """To torch this is a DTensor of the full shape, with the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
-        value: ShardedValue = new_dtensor(
-            cls, local, _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)
-        )
+        described = _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)
+        value: Any = DTensor.__new__(cls, local, described, requires_grad=False)
         value.spec = spec
         return value
 
@@ -136,8 +134,8 @@ class ShardedValue(DTensor):
 
 @functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
 def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """What a DTensor with values of that kind says of itself."""
-    return replicated_spec(mesh, shape, _strides(shape), dtype)
+    """A DTensor that claims to be replicated over `mesh`, which is 1-D."""
+    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, _strides(shape), dtype))
 
 
 def _tensor_of(value: ShardedValue) -> ShardedTensor:
@@ -186,9 +184,9 @@ torch.serialization.add_safe_globals([ShardedValue])
 
 
 class ManagedParameter:
-    """A sharded parameter: it turns sharded tensors of its shape, itself or its optimizer state, into values and back.
+    """A sharded parameter: turns tensors that are sharded as it is, such as optimizer state, into values and back.
 
-    It is cheap to make: whatever it tells is looked up when it is asked for.
+    Cheap to make: everything is looked up when it is asked for.
     """
 
     def __init__(self, unit: Unit, index: int) -> None:
@@ -254,11 +252,9 @@ def check_own_part(what: str, value: Any, spec: ShardSpec) -> None:
     if isinstance(value, (ShardedValue, ShardedTensor)):
         mine, its = spec.ranks, value.spec.ranks
         if (mine.size, mine.rank) != (its.size, its.rank):
-            raise RuntimeError(
-                f"{what}: expected what rank {mine.rank} of {mine.size} stores, found what rank {its.rank} of "
-                f"{its.size} has saved; save and load with torch.distributed.checkpoint, or save full_tensor() of "
-                f"each value"
-            )
+            raise RuntimeError(f"{what}: expected what rank {mine.rank} of {mine.size} stores, found what rank "
+                               f"{its.rank} of {its.size} has saved; save and load with torch.distributed.checkpoint, "
+                               f"or save full_tensor() of each value")  # fmt: skip
 
 
 def full_tensor(value: Any) -> Any:

@@ -451,7 +451,7 @@ def _wrong_state(rank: int) -> None:
     cases = [
         ({"state": state, "param_groups": [{**groups[0], "params": [*names[1:], "other"]}]},
          rf"found missing \['{names[0]}'\] and unexpected \['other'\]"),
-        ({"state": state, "param_groups": [{"params": names[:1]}, {"params": names[1:]}]}, "in one group with"),
+        ({"state": state, "param_groups": [{"params": names[:1]}, {"params": names[1:]}]}, "are in one group of the"),
     ]  # fmt: skip
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -517,7 +517,7 @@ def _ranks_disagree(rank: int) -> None:
     other = torch.optim.SGD(params[rank:], lr=0.1)
     with (
         state_dict_type(model, FULL),
-        pytest.raises(RuntimeError, match=r"same parameters on all ranks, found \['stem.weight'\] on rank 0"),
+        pytest.raises(RuntimeError, match=r"have different parameters: \['stem.weight'\] on rank 0"),
     ):
         optim_state_dict(model, other)
 
