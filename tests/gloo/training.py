@@ -103,7 +103,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
         for unit in units(model):
             gathered = UnshardedUnit(unit, full_precision=True)
             gathered.open()
-            unit.unsharded_params = None
+            unit.hide_unsharded(gathered.views)
             full.update((param, view.clone()) for param, view in zip(unit.params, gathered.views, strict=True))
     return {name: full.get(param, param.detach()) for name, param in model.named_parameters()}
 
