@@ -28,13 +28,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.shard_spec import Chunk, ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict._torch import (
-    ChunkedTensor,
-    DTensorSpec,
-    TensorMeta,
-    call_plainly,
-    tree_map_only,
-)
+from fsdp_compile.state_dict._torch import ChunkedTensor, DTensorSpec, TensorMeta, call_plainly, tree_map_only
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
