@@ -36,9 +36,8 @@ from fsdp_compile.construct.arguments import (
 from fsdp_compile.construct.prepare import prepare_units
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
-from fsdp_compile.core.environment import Switches
 from fsdp_compile.core.ops import call_before_tracing
-from fsdp_compile.core.settings import InitFn, PlacementFn, Settings
+from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
@@ -199,7 +198,7 @@ def fully_shard(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
-        full_precision_in_eval=Switches.from_environment().full_precision_in_eval,
+        full_precision_in_eval=full_precision_in_eval(),
         param_init_fn=param_init_fn,
         sync_module_states=sync_module_states,
         shard_placement_fn=shard_placement_fn,

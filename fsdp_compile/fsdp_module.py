@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fsdp_compile.comm.groups import separate_group
 from fsdp_compile.core._torch import norms
-from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.ops import NamedGroup
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, clean_names, original_class, units_gathered_below
 from fsdp_compile.core.unit import Unit, check_idle, unit_of

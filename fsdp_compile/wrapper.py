@@ -25,8 +25,7 @@ from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
-from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.settings import Settings
+from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.summon import summon_full_params

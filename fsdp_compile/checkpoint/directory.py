@@ -52,7 +52,7 @@ from torch.futures import Future
 
 from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, file_in
 from fsdp_compile.config import read_json
-from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.state_dict._torch import StorageInfo
 
 MANIFEST = "manifest.json"

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fsdp_compile.comm.groups import RESHARDING
-from fsdp_compile.core.environment import warn_caller
-from fsdp_compile.core.settings import PlacementFn
+from fsdp_compile.core.settings import PlacementFn, warn_caller
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims  # of the public names

@@ -19,9 +19,8 @@ from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.groups import HYBRID, resolve_groups
 from fsdp_compile.construct.arguments import CPU, check_placements, current_device, given_device, offload_of
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
-from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others, plain_tensors
-from fsdp_compile.core.settings import Settings
+from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import sharding_of
 from fsdp_compile.core.tensor_parallel import check_distribution
 from fsdp_compile.core.unit import unit_of

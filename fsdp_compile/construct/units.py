@@ -26,10 +26,9 @@ from fsdp_compile.construct.prepare import (
 )
 from fsdp_compile.construct.wrap_policy import Ignored
 from fsdp_compile.core._torch import swap_wrapper
-from fsdp_compile.core.environment import warn_caller
 from fsdp_compile.core.inner_params import put_back, take_apart
 from fsdp_compile.core.ops import inner_tensors
-from fsdp_compile.core.settings import InitFn
+from fsdp_compile.core.settings import InitFn, warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import (
     ModuleSharding,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import sharding_of
 
 _FOREIGN = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)

@@ -10,7 +10,7 @@ shard_spec.py     which elements of a sharded tensor each rank stores, as ranges
 sharded_tensor.py parameters, gradients and optimizer state as user code sees them: of the full shape
 sharded_rules.py  what operators do with sharded tensors
 sharding.py       a sharded module: what it knows about itself, and how its code finds unsharded parameters
-environment.py    switches in the environment, and warnings that point at the user's line
+settings.py       the options of `fully_shard`, switches in the environment, warnings that point at the user's line
 _torch.py         private names of torch about autograd, modules and Dynamo
 """
 

@@ -266,26 +266,15 @@ class NamedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class UnshardSpec:
-    """How one flat parameter is gathered and its gradient reduced; equal on all ranks.
+    """How one flat parameter is gathered and its gradient reduced; equal on all ranks."""
 
-    Attributes:
-        layout: where parameters lie in the full buffer. With a `world_size` of 1 nothing is gathered.
-        groups: what all-gathers go through, in order: one group or two. For an unsharded layout the group that
-            gradients are averaged over; empty if there is none.
-        reshard_after_forward: whether the full buffer is freed between forward and backward; None: a pass decides.
-        replicas: hybrid sharding: the group whose ranks store the same shard; gradients are averaged over it too.
-        compute_dtype: the dtype of the full buffer; None: that of the shard.
-        reduce_dtype: the dtype in which gradients are reduced; None: that of the full buffer.
-        updates: whether the unit may be updated in backward as soon as its gradient is reduced.
-    """
-
-    layout: FlatParamLayout
-    groups: tuple[NamedGroup, ...]
-    reshard_after_forward: bool | None
-    replicas: NamedGroup | None = None
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    updates: bool = False
+    layout: FlatParamLayout  # with a `world_size` of 1 nothing is gathered
+    groups: tuple[NamedGroup, ...]  # of all-gathers, in order: one or two. Unsharded: of the average; maybe none
+    reshard_after_forward: bool | None  # whether the full buffer is freed after forward; None: a pass decides
+    replicas: NamedGroup | None = None  # hybrid sharding: ranks that store the same shard; averaged over as well
+    compute_dtype: torch.dtype | None = None  # of the full buffer; None: that of the shard
+    reduce_dtype: torch.dtype | None = None  # in which gradients are reduced; None: that of the full buffer
+    updates: bool = False  # whether the unit may be updated in backward as soon as its gradient is reduced
 
     @property
     def is_sharded(self) -> bool:

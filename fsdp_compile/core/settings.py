@@ -1,5 +1,11 @@
-"""`Settings`: the options of `fully_shard`, resolved and checked in api.py. Units and the eager runtime read it."""
+"""`Settings`: the options of `fully_shard`, resolved and checked in api.py. Units and the eager runtime read it.
 
+Beside it what the environment says, and warnings that point at the user's line.
+"""
+
+import os
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,3 +67,20 @@ class Settings:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Settings":
         return self  # a copied model is sharded over the same groups
+
+
+def full_precision_in_eval() -> bool:
+    """Whether the environment asks for modules in eval mode to compute without mixed precision, by exactly "1".
+
+    `FSDP_USE_FULL_PREC_IN_EVAL` is the name that torch's wrapper reads (E-ENV-6).
+    """
+    names = ("FSDP_COMPILE_FULL_PREC_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
+    return any(os.environ.get(name) == "1" for name in names)
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with `message`, attributed to the innermost calling line outside of this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fsdp_compile":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -175,17 +175,11 @@ class ShardSpec:
 
     What follows from shapes and offsets alone is computed once. Tensors of one model that are sharded alike have the
     same object, so that comparing two is quick.
-
-    Attributes:
-        sharding: which elements each rank stores.
-        ranks: these ranks.
-        tensor_parallel: how the tensor is distributed over other ranks beside, or None. Then `sharding` is of the local
-            tensor, and `shape` that of the full one.
     """
 
-    sharding: FlatSharding
+    sharding: FlatSharding  # which elements each rank stores: of the local tensor, if there is a `tensor_parallel`
     ranks: ShardRanks
-    tensor_parallel: TensorParallel | None = None
+    tensor_parallel: TensorParallel | None = None  # how the tensor is distributed over other ranks beside
 
     def __hash__(self) -> int:
         return self._hash
@@ -251,18 +245,14 @@ class ShardSpec:
             return 0, 0
         return self.first // self._row, -(-(self.first + self.numel) // self._row)
 
-    def chunks_of(self, rank: int) -> tuple[Chunk, ...]:
-        """What `rank` stores, as chunks of the full tensor."""
-        chunks = self.sharding.chunks(rank)
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What this rank stores, as chunks of the full tensor."""
+        chunks = self.sharding.chunks(self.ranks.rank)
         if self.tensor_parallel is None:
             return chunks
         start = self.tensor_parallel.offsets
         return tuple(replace(chunk, offsets=tuple(map(operator.add, start, chunk.offsets))) for chunk in chunks)
-
-    @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """What this rank stores, as chunks."""
-        return self.chunks_of(self.ranks.rank)
 
     @cached_property
     def storage_metadata(self) -> tuple[ChunkStorageMetadata, ...]:

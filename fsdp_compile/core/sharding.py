@@ -30,35 +30,23 @@ from fsdp_compile.core.unit import Unit, unit_of
 
 @dataclass(eq=False)  # not frozen: Dynamo reads every field of a frozen dataclass, and would guard on each of them
 class ModuleSharding:
-    """How one module is sharded. `fully_shard` writes it; a call around the module may change it.
+    """How one module is sharded. `fully_shard` writes it; a call around the module may change it."""
 
-    Attributes:
-        settings: those of the module's unit.
-        device: where the module computes.
-        buffer_dtypes: the dtypes that its floating buffers had, by their names in the module.
-        units: the units that are gathered around the module's forward: its own one, unless that has no data or an
-            enclosing module gathers it, and those that modules below share.
-        shared_units: those of `units` that modules of one list share; of a root all such units below.
-        traced_units: the units that a compiled forward of the module gathers: `units`, and of a root all shared ones.
-            The passes place their all-gathers where they are needed.
-        units_below: `units`, and those of all sharded modules below.
-        is_root: whether no sharded module is around this one.
-        in_hooked_call: whether a call of the module runs that gathered around its hooks. Changes while steps run.
-        ignored_modules: the modules that the call of `fully_shard` on this module left alone.
-        ignored_params: likewise the parameters.
-    """
-
-    settings: Settings
-    device: torch.device
-    buffer_dtypes: dict[str, torch.dtype]
+    settings: Settings  # those of the module's unit
+    device: torch.device  # where the module computes
+    buffer_dtypes: dict[str, torch.dtype]  # that its floating buffers had, by their names in the module
+    # The units that are gathered around the module's forward: its own one, unless that has no data or an enclosing
+    # module gathers it, and those that modules below share.
     units: tuple[Unit, ...] = ()
-    shared_units: frozenset[Unit] = frozenset()
+    shared_units: frozenset[Unit] = frozenset()  # of `units`, those of module lists; of a root all such units below
+    # The units that a compiled forward of the module gathers: `units`, and of a root all shared ones. The passes place
+    # their all-gathers where they are needed.
     traced_units: tuple[Unit, ...] = ()
-    units_below: tuple[Unit, ...] = ()
-    is_root: bool = True
-    in_hooked_call: bool = False
-    ignored_modules: frozenset[nn.Module] = frozenset()
-    ignored_params: frozenset[nn.Parameter] = frozenset()
+    units_below: tuple[Unit, ...] = ()  # `units`, and those of all sharded modules below
+    is_root: bool = True  # whether no sharded module is around this one
+    in_hooked_call: bool = False  # whether a call of the module runs that gathered around its hooks
+    ignored_modules: frozenset[nn.Module] = frozenset()  # that the call of `fully_shard` on this module left alone
+    ignored_params: frozenset[nn.Parameter] = frozenset()  # likewise
 
 
 def sharding_of(module: nn.Module) -> ModuleSharding | None:

@@ -5,6 +5,7 @@ compare_units    before the first forward that communicates: one line for each u
 compare_order    after the first complete eager forward: the order in which sharded units were gathered
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import nn
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.core._torch import replicated_params
-from fsdp_compile.core.environment import check_ranks_timeout
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
@@ -115,7 +115,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     Raises:
         RuntimeError: on all ranks: they differ, or ranks did not come in `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` seconds.
     """
-    timeout = check_ranks_timeout()
+    timeout = _timeout()
     groups = _groups(module._fsdp.units_below)
     if groups and not any(map(_communicates, module._fsdp.units_below)):  # such as evaluation on one rank (NO_SHARD)
         return False
@@ -140,7 +140,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
 
 def compare_order(module: nn.Module, order: Iterable[Unit]) -> None:
     """Compare the order in which the first complete forward of the root `module` gathered units, as above."""
-    timeout = check_ranks_timeout()
+    timeout = _timeout()
     paths = _paths(module)
     gathered = {unit: paths[unit] for unit in order if unit in paths and unit.is_sharded}
     if timeout is not None:
@@ -212,3 +212,18 @@ def _checksum(flats: Sequence[FlatParam]) -> int:
             bits = flat.shard.detach().view(_BITS.get(flat.shard.element_size(), torch.int64))
             sums.append(bits.sum(dtype=torch.int64))
     return int(torch.stack(sums).sum().item()) if sums else 0
+
+
+def _timeout() -> float | None:
+    """Seconds that a rank waits for others to compare with; None: `FSDP_COMPILE_DISABLE` names `check_ranks`.
+
+    Raises:
+        ValueError: `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` is no number.
+    """
+    if "check_ranks" in map(str.strip, os.environ.get("FSDP_COMPILE_DISABLE", "").split(",")):
+        return None
+    given = os.environ.get("FSDP_COMPILE_CHECK_RANKS_TIMEOUT") or "600"
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT: expected a number, found {given!r}") from None

@@ -26,7 +26,7 @@ from fsdp_compile.core._torch import (
     has_global_hooks,
     never_trace,
 )
-from fsdp_compile.core.environment import warn_caller
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, casting_outputs, computes_in_full_precision, prepare_inputs
