@@ -274,11 +274,11 @@ class Unit:
         else:
             self.unsharded_params = tensors
 
-    def hide_unsharded(self, tensors: list[Tensor]) -> None:
-        """Nothing reads `tensors` any more. The autograd node that they own owns this unit, so it must drop them."""
-        if self.unsharded_params is tensors:
+    def hide_unsharded(self, tensors: list[Tensor] | None = None) -> None:
+        """Nothing reads `tensors` any more, None: or any. The autograd node that they own owns this unit: drop them."""
+        if tensors is None or self.unsharded_params is tensors:
             self.unsharded_params = None
-        if self.unsharded_flats is tensors:
+        if tensors is None or self.unsharded_flats is tensors:
             self.unsharded_flats = None
         if self.unsharded_params is None and self.unsharded_flats is None and self._phase is not Phase.SUMMONED:
             self._phase = Phase.SHARDED

@@ -139,7 +139,7 @@ class Runtime:
             gathered.hide()
         self.shared_in_forward.clear()
         for unit in units_gathered_below(module):
-            unit.unsharded_params = unit.unsharded_flats = None
+            unit.hide_unsharded()
             reshard(unit)
             unit.awaiting_backward.clear()
             discard_gradients(unit)

@@ -15,7 +15,7 @@ from .training import shard
 def _make_under_a_switch(rank: int, variable: str, value: str) -> bool:
     with mock.patch.dict(os.environ, {variable: value}):
         model = shard(MODELS["mlp"])
-    return sharding_of(model).full_precision_in_eval  # the variable is gone again
+    return sharding_of(model).settings.full_precision_in_eval  # the variable is gone again
 
 
 @pytest.mark.parametrize(
