@@ -277,15 +277,12 @@ def errors_on_ranks(work: Callable[[], object], group: dist.ProcessGroup | None)
 
 
 def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
-    """Whether `holds` is true on every rank of the group: an all-reduce of one number.
-
-    To be asked before a rank leaves out a collective, where what it knows may differ from rank to rank.
-    """
+    """Whether `holds` is true on every rank: an all-reduce of one number, before a rank leaves out a collective."""
     return start_asking_ranks(holds, group, device)()
 
 
 def start_asking_ranks(holds: bool, group: str, device: torch.device) -> Callable[[], bool]:
-    """Begin to find out whether `holds` is true on every rank of the group; what waits for the answer, and gives it."""
+    """Begin to find out whether `holds` is true on every rank of the group; returns what waits for the answer."""
     denials = torch.tensor([not holds], dtype=torch.float32, device=device)
     start_all_reduce(denials, group, "sum")
 

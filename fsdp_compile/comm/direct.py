@@ -81,17 +81,14 @@ def key_of(shard: Tensor, group: str) -> Key:
 
 
 class PrefetchedGather:
-    """An all-gather of `shard` under way, of which nothing has read the result yet.
+    """An all-gather of the stored `shard`, 1-D `[n]`, cast to `dtype`, of which nothing has read the result yet.
 
     Args:
-        shard: 1-D `[n]`, as it is stored.
-        dtype: to what it is cast.
-        groups: name and size of what the all-gather goes through, in order: one group or two. The second stage is
-            started by `start_next_stage`.
+        groups: names and sizes of the one or two groups that it goes through, in order.
 
     Attributes:
         key: what it is looked up by.
-        then: its second stage, once that is started.
+        then: its second stage, once `start_next_stage` was called.
         is_taken: whether a forward has taken the result.
     """
 

@@ -102,7 +102,11 @@ def resolve_groups(
         raise ValueError(
             f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
         )
-    _check_initialized()
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "process_group: there is no default group yet; call torch.distributed.init_process_group(...) before "
+            "fully_shard"
+        )
     hybrid = strategy in HYBRID
     if devices_per_node is not None and not (hybrid and mesh is None and process_group is None):
         raise ValueError(
@@ -116,14 +120,6 @@ def resolve_groups(
     if hybrid:
         return _of_nodes(strategy, has_policy, devices_per_node)
     return Groups(_world())
-
-
-def _check_initialized() -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "process_group: expected an initialised default group, found none; "
-            "call torch.distributed.init_process_group(...) before fully_shard"
-        )
 
 
 def _world() -> dist.ProcessGroup:

@@ -52,10 +52,6 @@ class AccumulatedGradient:
                 self.shown[index] = set_grad(param, shown)
         self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
 
-    def shows(self, grad: Tensor) -> bool:
-        """Whether `grad` is one of the shown views."""
-        return any(grad is shown for shown in self.shown)
-
     def collect(self, flat: FlatParam) -> None:
         """Apply to the sum what the user did to the shown gradients.
 
@@ -73,21 +69,17 @@ class AccumulatedGradient:
                 view.zero_()
                 self.hidden[index] = None
             elif grad is not shown:
-                self._adopt(flat, index, grad)
+                if type(grad) is ShardedTensor:
+                    raise RuntimeError(
+                        f"parameter {flat.layout.names[index]}: inside no_sync its gradient is that of this rank, but "
+                        f"a sharded one was assigned; clear it, or reduce before you assign it"
+                    )
+                view.copy_(grad.full_tensor() if isinstance(grad, UnreducedGradient) else grad)
+                self.hidden[index] = None
             elif grad._version != self.versions[index]:
                 self.versions[index] = grad._version
                 if self.hidden[index] is not None and not grad.any():
                     self.hidden[index] = None
-
-    def _adopt(self, flat: FlatParam, index: int, grad: Tensor) -> None:
-        view = self.views[index]
-        if type(grad) is ShardedTensor:
-            raise RuntimeError(
-                f"parameter {flat.layout.names[index]}: expected a gradient of this rank alone inside no_sync, found a "
-                f"sharded one; clear it, or reduce before you assign it"
-            )
-        view.copy_(grad.full_tensor() if isinstance(grad, UnreducedGradient) else grad)
-        self.hidden[index] = None
 
     def restore(self, flat: FlatParam) -> None:
         """Put back the reduced gradients."""
@@ -214,8 +206,8 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                 continue
             unit, index = managed
             accumulated = unit.in_flat(index)[0].accumulated
-            if accumulated is not None and accumulated.shows(param.grad):
+            if accumulated is not None and any(param.grad is shown for shown in accumulated.shown):
                 raise RuntimeError(
-                    f"parameter {unit.names[index]}: expected a reduced gradient, found one that this rank has summed "
-                    f"up under no_sync; run the last backward before optimizer.step() outside no_sync"
+                    f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; run "
+                    f"the last backward before optimizer.step() outside no_sync"
                 )

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_compile.core._torch import tree_map
-from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
@@ -33,7 +32,10 @@ def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     Floating ones are cast to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14). At the root, all go to
     the accelerator that it computes on, if it does (E-FWD-2).
     """
-    dtype = _input_dtype(module)
+    policy, dtype = module._fsdp.settings.precision, None
+    if policy.param_dtype is not None and not computes_in_full_precision(module):
+        own = policy.cast_forward_inputs and module._fsdp.units
+        dtype = policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
     device = module._fsdp.device if module._fsdp.is_root and module._fsdp.device.type != "cpu" else None
     if dtype is None and device is None:
         return args, kwargs
@@ -70,19 +72,6 @@ def cast_outputs(module: Any, output: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return tree_map(cast, output)
-
-
-def casting_outputs(module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of `module` with its outputs cast: before hooks on outputs are placed, for these see what users see."""
-    return lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))
-
-
-def _input_dtype(module: Any) -> torch.dtype | None:
-    policy = module._fsdp.settings.precision
-    if policy.param_dtype is None or computes_in_full_precision(module):
-        return None
-    own = policy.cast_forward_inputs and module._fsdp.units
-    return policy.param_dtype if own or (policy.cast_root_forward_inputs and module._fsdp.is_root) else None
 
 
 def cast_buffers(module: Any) -> None:
@@ -129,15 +118,25 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
         return transform()
     units = units_used_below(module)
     check_idle(units, "Module._apply")
+
+    def converted(grad: Tensor) -> Tensor:
+        if isinstance(grad, ShardedTensor):
+            return ShardedTensor(function(grad.local), grad.spec)
+        return function(grad)
+
     for unit in units:
-        _check_reduced(unit)
+        for flat in unit.flats:
+            drop_cleared(flat)
+        if any(flat.accumulated is not None for flat in unit.flats):
+            raise RuntimeError(f"Module._apply: {unit} has gradients from no_sync that are not reduced; run a backward "
+                               f"outside no_sync first")  # fmt: skip
         free_prefetched(unit)
         refresh(unit)
     with torch.no_grad():
         shards = [[function(flat.shard) for flat in unit.flats] for unit in units]
         for unit, new in zip(units, shards, strict=True):
             _check_shards(unit, new)
-        grads = [[_converted(param.grad, function) for param in unit.params] for unit in units]
+        grads = [[None if p.grad is None else converted(p.grad) for p in unit.params] for unit in units]
     runtime.converting = True
     try:
         with _hidden(units):
@@ -147,14 +146,6 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
     for unit, new, of_params in zip(units, shards, grads, strict=True):
         _bind(unit, new, of_params)
     return result
-
-
-def _check_reduced(unit: Unit) -> None:
-    for flat in unit.flats:
-        drop_cleared(flat)
-    if any(flat.accumulated is not None for flat in unit.flats):
-        raise RuntimeError(f"Module._apply: expected reduced gradients, found local ones from no_sync in {unit}; "
-                           f"run a backward outside no_sync first")  # fmt: skip
 
 
 def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
@@ -179,12 +170,6 @@ def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
             )
 
 
-def _converted(grad: Tensor | None, function: Convert) -> Tensor | None:
-    if isinstance(grad, ShardedTensor):
-        return ShardedTensor(function(grad.local), grad.spec)
-    return None if grad is None else function(grad)
-
-
 @contextmanager
 def _hidden(units: Sequence[Unit]) -> Iterator[None]:
     """Within, `nn.Module` does not see the units' parameters."""
@@ -206,16 +191,12 @@ def _bind(unit: Unit, shards: Sequence[Tensor], grads: Sequence[Tensor | None]) 
         param.grad = None
     for flat, shard in zip(unit.flats, shards, strict=True):
         if shard is not flat.shard:
-            flat.bind(_with_values(flat, shard))
+            with torch.inference_mode(False), torch.no_grad():  # what inference mode made may not be trained
+                trainable = shard.clone() if shard.is_inference() else shard
+            flat.bind(trainable)
     for param, grad in zip(unit.params, grads, strict=True):
         if grad is not None:
             set_grad(param, grad)
     if not unit.settings.offload:
         unit.device = unit.flats[0].shard.device
     unit.update_dtypes()
-
-
-def _with_values(flat: FlatParam, shard: Tensor) -> Tensor:
-    """`shard` as a tensor that may be trained: one that inference mode made may not."""
-    with torch.inference_mode(False), torch.no_grad():
-        return shard.clone() if shard.is_inference() else shard

@@ -21,10 +21,7 @@ from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.writeback import refresh
 
-_SETTINGS = {
-    "limit_all_gathers": "limit_all_gathers",
-    "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval",
-}
+_SETTINGS = {"limit_all_gathers": "limit_all_gathers", "FSDP_COMPILE_FULL_PREC_IN_EVAL": "full_precision_in_eval"}
 
 
 def check_root(module: nn.Module) -> None:
@@ -117,7 +114,11 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     """
     timeout = _timeout()
     groups = _groups(module._fsdp.units_below)
-    if groups and not any(map(_communicates, module._fsdp.units_below)):  # such as evaluation on one rank (NO_SHARD)
+    trains = torch.is_grad_enabled()
+    if groups and not any(
+        unit.summoned is None and (unit.is_sharded or (trains and unit.trains and unit.syncs))
+        for unit in module._fsdp.units_below
+    ):  # such as evaluation on one rank (NO_SHARD)
         return False
     units = _paths(module)
     for unit, path in units.items():
@@ -163,12 +164,6 @@ def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
     """The groups of `units` with other ranks in them; those that they are sharded over come first."""
     replicas = [unit.replicas for unit in units if unit.replicas is not None]
     return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group)]
-
-
-def _communicates(unit: Unit) -> bool:
-    if unit.summoned is not None:
-        return False
-    return unit.is_sharded or (torch.is_grad_enabled() and unit.trains and unit.syncs)
 
 
 def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:

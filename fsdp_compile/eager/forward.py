@@ -29,7 +29,7 @@ from fsdp_compile.core._torch import (
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.eager.casting import cast_outputs, casting_outputs, computes_in_full_precision, prepare_inputs
+from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
 from fsdp_compile.eager.streams import Streams
 from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_kept, free_prefetched
@@ -55,8 +55,9 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
         args, kwargs = prepare_inputs(module, args, kwargs)
         if torch.compiler.is_compiling():
             return cast_outputs(module, _traced(module, forward, args, kwargs))
-        casts = module._fsdp.settings.output_dtype is not None
-        run = casting_outputs(module, forward) if casts else partial(forward, module)
+        run: Callable[..., Any] = partial(forward, module)
+        if module._fsdp.settings.output_dtype is not None:  # before outputs get hooks, which see what users see
+            run = lambda *args, **kwargs: cast_outputs(module, forward(module, *args, **kwargs))  # noqa: E731
         if _has_unsharded_flats(module):
             return _run_with_flats(module, run, args, kwargs)
         return _unsharded(module, run, args, kwargs)
@@ -188,12 +189,12 @@ def _unsharded(
             return run(*args, **kwargs)
         opened: list[UnshardedUnit] = []
         try:
-            _open(module, opened, as_flats)
+            _pre_forward(module, opened, as_flats)
             output = run(*args, **kwargs)
         except BaseException:
-            _close(module, opened)
+            _hide(module, opened)
             raise
-        _end(module, opened, (args, kwargs), output)
+        _post_forward(module, opened, (args, kwargs), output)
         return output
     finally:
         pass
@@ -212,7 +213,8 @@ def _is_inside_itself(module: Any) -> bool:
 
 
 @torch.compiler.disable
-def _open(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
+def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
+    """Gather the module's units, let module code read them, and begin to gather what comes next."""
     runtime: Runtime = module._fsdp_runtime
     full_precision = computes_in_full_precision(module)
     sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
@@ -234,7 +236,8 @@ def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
 
 
 @torch.compiler.disable
-def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
+def _hide(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
+    """The forward has ended, or failed: module code no longer reads the units."""
     runtime: Runtime = module._fsdp_runtime
     try:
         if completed and module._fsdp.is_root:
@@ -250,8 +253,9 @@ def _close(module: Any, opened: list[UnshardedUnit], completed: bool = False) ->
 
 
 @torch.compiler.disable
-def _end(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
-    _close(module, opened, completed=True)
+def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
+    """Arrange for backward, and free what it will gather again."""
+    _hide(module, opened, completed=True)
     for gathered in opened:
         gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
         if gathered.opaque and gathered.unit.reshard_after_forward is not False and not module._fsdp.is_root:
@@ -273,7 +277,7 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
                 gathered.recompute()
     full_precision, streams_for = computes_in_full_precision(module), module._fsdp_runtime.streams_for
     opened = [_open_for_recomputation(unit, full_precision, streams_for(unit.device), as_flats) for unit in sharded]
-    gathered_here = [gathered for gathered in opened if gathered is not None]
+    gathered_here = list(filter(None, opened))
     try:
         output = run(*args, **kwargs)
         for gathered in gathered_here:  # a reentrant checkpoint: a backward pass of its own follows, and may free them

@@ -63,10 +63,9 @@ class _Started(NamedTuple):
 
 
 class NextForward:
-    """What is in flight for the next forward of `units`.
+    """What is in flight for the next forward of `units`: what the last forward has gathered, in the same dtype.
 
-    What is started is what the last forward has gathered of a unit: its shard in the same dtype, through the same
-    groups. A forward that gathers something else, such as scaled values, has nothing started for it.
+    A forward that gathers something else, such as scaled values, has nothing started for it.
 
     Args:
         units: those of the model, on all ranks the same.
@@ -127,7 +126,15 @@ class NextForward:
     def _note(self, offer: direct.Offer) -> None:
         """What the next forward will gather, if it is like the one that has ended."""
         self._gathered.clear()
-        self._sort(list(offer.asked))
+        asked = list(offer.asked)
+        if asked != self._asked:  # the units in the order in which the forward gathered the first of their shards
+            self._asked = asked
+            positions = {key: position for position, key in enumerate(asked)}
+
+            def first_of(unit: Unit) -> int:
+                return min((positions.get(_key_of(unit, flat), len(asked)) for flat in unit.flats), default=len(asked))
+
+            self.units = tuple(sorted(self.units, key=first_of))
         if not self._first:
             return
         planned = offer.planned
@@ -138,18 +145,6 @@ class NextForward:
                 dtype = offer.asked.get(_key_of(unit, flat))
                 if dtype is not None and flat.shard.numel() and (planned is None or flat.shard.data_ptr() in planned):
                     self._gathered[flat] = dtype
-
-    def _sort(self, asked: list[direct.Key]) -> None:
-        """Put units into the order in which `asked` has the first of their shards."""
-        if asked == self._asked:
-            return
-        self._asked = asked
-        positions = {key: position for position, key in enumerate(asked)}
-
-        def first_of(unit: Unit) -> int:
-            return min((positions.get(_key_of(unit, flat), len(asked)) for flat in unit.flats), default=len(asked))
-
-        self.units = tuple(sorted(self.units, key=first_of))
 
     def drop(self) -> None:
         """Forget what was started, after a step that failed."""

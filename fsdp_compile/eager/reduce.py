@@ -59,14 +59,9 @@ def reduce_gradients(
     streams: Streams = NO_STREAMS,
     full_precision: bool = False,
 ) -> list[Tensor | None]:
-    """Start to average the gradients of unsharded parameters over the ranks.
+    """Start to average the gradients of the unsharded parameters of `flats`, those that train, over the ranks.
 
-    Args:
-        unit: the unit of the parameters.
-        flats: those of its flat parameters that train.
-        grads: one per parameter of `flats`, unsharded; None: unused.
-        streams: the streams that reduces run in.
-        full_precision: whether forward ignored mixed precision.
+    `grads` has one per parameter; None: unused. With `full_precision` forward ignored mixed precision.
 
     Returns:
         For each of `flats` the gradient of its shard, 1-D `[shard_numel]`, to be read after `flat.reduction.wait()`;
@@ -121,12 +116,7 @@ def reduce_or_accumulate(
 ) -> Tensor | None:
     """Accumulate `packed`, 1-D `[layout.numel]`, or start to average its sum with the accumulated gradients.
 
-    Args:
-        unit, flat, streams, full_precision: as in `reduce_gradients`.
-        packed: may be overwritten.
-
-    Returns:
-        The gradient of the shard as `reduce_gradients` returns it; None if accumulated, or used in an update.
+    `packed` may be overwritten. Returns the gradient of the shard; None if accumulated, or used in an update.
     """
     if not unit.syncs:
         accumulate(flat, packed)
@@ -145,7 +135,14 @@ def reduce_or_accumulate(
     with streams.reducing(), waiting_for("reduce", unit.path):
         reduced, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
     if _defers_all_reduce(unit):
-        reduction.finish = partial(_complete, streams, complete, unit.path)
+        path = unit.path
+
+        def finish_alone() -> None:
+            with streams.finishing(), waiting_for("reduce", path):
+                complete()
+            streams.await_reduce()  # compute allocated what was reduced, and may be given its memory from here on
+
+        reduction.finish = finish_alone
         call_after_backward(reduction.wait)
         return None
     hook, hook_stream = options.all_reduce_hook, options.all_reduce_hook_stream
@@ -243,19 +240,12 @@ def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced
     return all_reduces
 
 
-def _complete(streams: Streams, complete: Callable[[], None], path: str) -> None:
-    with streams.finishing(), waiting_for("reduce", path):
-        complete()
-    streams.await_reduce()  # compute allocated what was reduced: it is dropped now, and compute may be given its memory
-
-
 def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, streams: Streams, reduced: Tensor) -> None:
     """Let the user's `hook` change `reduced`, in `stream` if there is one, else in the current one."""
-    if hook is None:
-        return
     device = streams.device
-    if stream is None:
-        hook(reduced)
+    if hook is None or stream is None:
+        if hook is not None:
+            hook(reduced)
         return
     device.order(device.current_stream(), stream)
     with device.run_in(stream):

@@ -84,12 +84,7 @@ class Runtime:
         self._streams = other._streams
 
     def check(self, module: nn.Module) -> None:
-        """Before the first forward of the root `module`: whether it can be right, eager or compiled.
-
-        Raises:
-            ValueError: units differ in a setting that a root has once, a parameter was added after `fully_shard`, or
-                DistributedDataParallel around the module would average gradients that are averaged already.
-        """
+        """Before the first forward of the root `module`: ValueError if none can be right, eager or compiled."""
         if not self._is_checked:
             check_root(module)
             self._is_checked = True
@@ -207,12 +202,7 @@ class Runtime:
             self._predicted = following
 
     def unshard(self, units: Sequence[Unit], full_precision: bool) -> UnshardHandle:
-        """Begin to gather those of `units` that are sharded for their next forward. AssertionError if one is summoned.
-
-        Args:
-            units: the units to gather.
-            full_precision: whether that forward computes in the stored dtype.
-        """
+        """Begin to gather the sharded ones of `units` for their next forward. AssertionError if one is summoned."""
         for unit in units:
             unit.check_not_summoned("unshard")
         started = []

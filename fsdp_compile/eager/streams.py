@@ -35,10 +35,7 @@ GATHERS_IN_FLIGHT = 2
 
 
 class Device:
-    """Streams and events of a device, by its own torch module, such as `torch.cuda`.
-
-    The CPU has none: work runs in the order of the calls, so there is nothing to order, and None stands for a stream.
-    """
+    """Streams and events of a device, by its torch module such as `torch.cuda`; the CPU's are None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,10 +86,7 @@ class Device:
 class Streams:
     """The streams of one root on one device, and how they are ordered (Note [Streams], E-STREAM-1, E-STREAM-3).
 
-    Args:
-        device: the interface to the device.
-        limit_gathers: whether the host waits before it gathers while the memory of `GATHERS_IN_FLIGHT` freed units
-            may still be read.
+    With `limit_gathers` the host waits before a gather while memory of `GATHERS_IN_FLIGHT` freed units may be read.
     """
 
     def __init__(self, device: Device, limit_gathers: bool) -> None:

@@ -34,7 +34,7 @@ APPLY = "apply"
 
 @dataclass(frozen=True)
 class Options:
-    """What a user of full parameters asks for; the arguments of `summon_full_params`."""
+    """The arguments of `summon_full_params`."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -42,15 +42,11 @@ class Options:
     with_grads: bool = False
 
     def check(self) -> None:
-        """Raise NotImplementedError for combinations that are not offered (E-SUM-2); warn of wasteful ones.
-
-        Edits on one rank would have to be sent to those that see shards. The other refusal is torch's, kept: full
-        gradients in host memory have no use that a copy of them has not.
-        """
+        """Raise NotImplementedError for combinations that torch refuses too (E-SUM-2); warn of wasteful ones."""
         for one, other in (("rank0_only", "writeback"), ("with_grads", "offload_to_cpu")):
             if getattr(self, one) and getattr(self, other):
                 raise NotImplementedError(
-                    f"summon_full_params: expected not both of {one} and {other}, found both True; pass {other}=False"
+                    f"summon_full_params: {one} and {other} cannot both be True; pass {other}=False"
                 )
         if self.offload_to_cpu and not self.rank0_only:
             warnings.warn(
@@ -130,20 +126,14 @@ def summoned(units: Sequence[Unit], options: Options, by: str) -> Iterator[None]
 
 
 class Summoned:
-    """A unit whose parameters have all elements on this rank, and how it gets back.
-
-    Args:
-        unit: an idle unit.
-        options: what is asked for.
-        by: who asks, for messages.
-    """
+    """An idle unit whose parameters have all elements on this rank, and how it gets back; `by` asks, for messages."""
 
     def __init__(self, unit: Unit, options: Options, by: str) -> None:
         self.unit, self.options, self.by = unit, options, by
         self.may_compute = not (options.rank0_only or options.offload_to_cpu)
         free_prefetched(unit)
         refresh(unit)
-        full = [full_parameters(unit, flat) for flat in unit.flats]
+        full = [flat.full_views(_all_gather(unit, flat.shard)) for flat in unit.flats]
         self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)
         grads = full_gradients(unit) if self.shows_grads else []
         self.saved = [param.grad for param in unit.params]
@@ -257,11 +247,6 @@ def _put_grad(param: nn.Parameter, grad: Tensor | None) -> None:
         set_grad(param, grad)
 
 
-def full_parameters(unit: Unit, flat: FlatParam) -> list[Tensor]:
-    """The parameters of `flat` in full shape: views of one gathered buffer; without sharding, of the shard."""
-    return flat.full_views(_all_gather(unit, flat.shard))
-
-
 def _all_gather(unit: Unit, local: Tensor) -> Tensor:
     """Gather `local`, laid out like a shard, 1-D `[shard_numel]`, from all ranks into 1-D `[layout.numel]`.
 
@@ -269,15 +254,15 @@ def _all_gather(unit: Unit, local: Tensor) -> Tensor:
     """
     if not unit.is_sharded:
         return local
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), collectives.waiting_for("all-gather", unit.path):
         return all_gather_flat(local.to(unit.device), unit.stages)
 
 
 def full_gradients(unit: Unit) -> list[Tensor | None]:
-    """The gradients of the unit's parameters in full shape, in the parameters' stored dtype.
+    """The gradients in full shape and stored dtype; None for a parameter that has one on no rank.
 
-    None for a parameter that has a gradient on no rank. A rank that lacks one that others have takes part with zeros of
-    that same dtype (E-SUM-9, E-SUM-10) and warns at TORCH_DISTRIBUTED_DEBUG=INFO.
+    A rank that lacks one that others have takes part with zeros (E-SUM-9, E-SUM-10), and warns at
+    TORCH_DISTRIBUTED_DEBUG=INFO.
     """
     if not unit.is_sharded:
         return [param.grad for param in unit.params]
@@ -285,7 +270,12 @@ def full_gradients(unit: Unit) -> list[Tensor | None]:
     grads: list[Tensor | None] = []
     for flat, exist in unit.by_flat(anywhere):
         if any(exist):
-            views = flat.full_views(_all_gather(unit, _shard_gradients(flat)))
+            packed = torch.zeros_like(flat.shard)
+            with torch.no_grad():
+                for param, part in zip(flat.params, flat.split(packed), strict=True):
+                    if part is not None and param.grad is not None:
+                        part.copy_(_stored(param.grad))
+            views = flat.full_views(_all_gather(unit, packed))
             grads += [view if exists else None for view, exists in zip(views, exist, strict=True)]
         else:
             grads += [None] * len(flat.params)
@@ -309,16 +299,6 @@ def _has_gradient_anywhere(unit: Unit) -> list[bool]:
                     stacklevel=2,
                 )
     return anywhere
-
-
-def _shard_gradients(flat: FlatParam) -> Tensor:
-    """The gradients laid out like the shard, 1-D `[shard_numel]` in its dtype; zeros where there is none."""
-    packed = torch.zeros_like(flat.shard)
-    with torch.no_grad():
-        for param, part in zip(flat.params, flat.split(packed), strict=True):
-            if part is not None and param.grad is not None:
-                part.copy_(_stored(param.grad))
-    return packed
 
 
 def _stored(grad: Tensor) -> Tensor:

@@ -99,7 +99,6 @@ class UnshardedUnit:
     Making one starts the all-gather, unless an earlier backward pass has left buffers with the same values.
 
     Args:
-        unit: the unit.
         full_precision: whether mixed precision is ignored.
         streams: the streams of the root on the unit's device.
         iteration: the root's forward within which the user asked for the all-gather, or None.
@@ -226,30 +225,26 @@ class UnshardedUnit:
     def _hook_outputs(self, inputs: Any, output: Any) -> bool:
         """Gather again when a gradient reaches an output.
 
-        If an output is a view that is then changed in place, autograd drops its node and keeps that of its base.
-
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
         leaves = list(leaves_of(output))
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # an autograd leaf is an input passed through
-                leaf.register_hook(self._before_backward)
-                if leaf._base is not None and leaf._base.grad_fn is not None:
-                    self._hook_base(leaf._base.grad_fn, inputs)
+            if not isinstance(leaf, Tensor) or leaf.grad_fn is None:  # an autograd leaf is an input passed through
+                continue
+            leaf.register_hook(self._before_backward)
+            # If a view is then changed in place, autograd drops its node and keeps that of its base. If the base is an
+            # input, that node belongs to another unit.
+            node = None if leaf._base is None else leaf._base.grad_fn
+            if node is not None:
+                given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
+                if all((each if each._base is None else each._base).grad_fn is not node for each in given):
+                    node.register_prehook(self._before_backward)
         self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *WITHOUT_TENSORS))), None)
-        return self.opaque is None and not any(map(self._lies_in_buffer, leaves))
-
-    def _hook_base(self, node: Any, inputs: Any) -> None:
-        """The same for the node of an output's base, unless the base is an input: its node belongs to another unit."""
-        given = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
-        if all((leaf if leaf._base is None else leaf._base).grad_fn is not node for leaf in given):
-            node.register_prehook(self._before_backward)
-
-    def _lies_in_buffer(self, leaf: Any) -> bool:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            return False
-        addresses = {inner.untyped_storage().data_ptr() for inner in inner_tensors(leaf)}
-        return any(buffer.storage.data_ptr() in addresses for buffer in self.buffers)
+        in_buffers = {buffer.storage.data_ptr() for buffer in self.buffers}
+        strided = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+        return self.opaque is None and in_buffers.isdisjoint(
+            inner.untyped_storage().data_ptr() for leaf in strided for inner in inner_tensors(leaf)
+        )
 
     def _hook_inputs(self, inputs: Any) -> None:
         """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
@@ -378,7 +373,7 @@ class UnshardedUnit:
                 )
 
     def free(self, keep_slices: bool = False) -> None:
-        """Free the buffers; if `keep_slices`, but for what the second of two groups gathers from again."""
+        """Free the buffers; with `keep_slices` all but what the second of two groups gathers from again."""
         self.wait()
         self._free(self.buffers, keep_slices)
 

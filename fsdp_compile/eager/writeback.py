@@ -29,8 +29,7 @@ from fsdp_compile.core.unit import Unit, unit_of
 def refresh(unit: Unit) -> bool:
     """Before an all-gather, apply to the shards what users did to the unit's parameters since the last one.
 
-    Returns:
-        Whether values were written into a shard: an all-gather in another stream has to wait for that (E-WB-9).
+    Returns whether values were written into a shard: an all-gather in another stream waits for that (E-WB-9).
 
     Raises:
         AssertionError: the parameters are summoned.
@@ -79,16 +78,13 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
                 f"parameter {unit.names[index]}: expected one object in all {len(locations)} places that share it, "
                 f"found it replaced in some of them; assign the same nn.Parameter to each"
             )
-        new[index] = _checked_object(unit.names[index], held[0])
+        if not isinstance(held[0], nn.Parameter) or unit_of(held[0]) is not None:
+            is_param = isinstance(held[0], nn.Parameter)
+            what = "one that is sharded already" if is_param else f"a {type(held[0]).__name__}"
+            raise RuntimeError(f"parameter {unit.names[index]}: expected an nn.Parameter in its place, found {what}; "
+                               f"copy the values into the parameter instead")  # fmt: skip
+        new[index] = held[0]
     return new
-
-
-def _checked_object(name: str, held: object) -> nn.Parameter:
-    if isinstance(held, nn.Parameter) and unit_of(held) is None:
-        return held
-    what = "one that is sharded already" if isinstance(held, nn.Parameter) else f"a {type(held).__name__}"
-    raise RuntimeError(f"parameter {name}: expected an nn.Parameter in its place, found {what}; copy the values into "
-                       f"the parameter instead")  # fmt: skip
 
 
 def adopt_objects(unit: Unit, new: dict[int, nn.Parameter]) -> None:
@@ -111,7 +107,7 @@ def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tenso
     """The values to write into the shard, by the parameter's index in `flat`; RuntimeError if they do not fit."""
     unbound = flat.unbound()
     changed = {i: p.detach() for i, p in enumerate(params) if i in unbound or p is not flat.params[i]}
-    return {index: _checked_local(flat, index, values) for index, values in changed.items()}
+    return {i: _checked_local(flat, i, values) for i, values in changed.items()}
 
 
 def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def test_without_a_process_group_the_remedy_is_named(monkeypatch: pytest.MonkeyP
     refused(
         mlp(),
         RuntimeError,
-        r"process_group: expected an initialised default group, found none; call .*init_process_group",
+        r"process_group: there is no default group yet; call .*init_process_group",
     )
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -220,8 +221,9 @@ def _ask(rank: int, strategy: str) -> None:
 
     operators: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        real = sharded_tensor._rules()
-        patch.setattr(sharded_tensor, "_rules", lambda: lambda func: (operators.append(func.name()), real(func))[1])
+        real, recording = sharded_tensor.RULES, mock.MagicMock()
+        recording.__getitem__.side_effect = lambda func: (operators.append(func.name()), real[func])[1]
+        patch.setattr(sharded_tensor, "RULES", recording)
         backward(model, MLP, mine(MLP, 1))
     assert operators == [], operators  # a gradient is one sharded tensor, not two
     check(ours.grad for ours, _ in pairs)
@@ -304,7 +306,7 @@ def _wrong_shape(rank: int) -> None:
         for param in model.parameters():
             param.grad = torch.zeros_like(param)  # sharded, where gradients of each rank add up
         with pytest.raises(
-            RuntimeError, match=r"parameter \S+: expected a gradient of this rank alone inside no_sync, found a sharded"
+            RuntimeError, match=r"parameter \S+: inside no_sync its gradient is that of this rank, but a sharded"
         ):
             backward(model, MLP, mine(MLP, 2))
     model.zero_grad()
