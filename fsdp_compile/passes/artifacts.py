@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -35,8 +34,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.comm._torch import store_of
 from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.message_board import MessageBoard
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.passes._torch import (
     cache_folder,
@@ -244,7 +243,8 @@ class ArtifactSharing:
     by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, ArtifactSharing]"] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup, limit: float) -> None:
-        self.store, self.is_first, self.limit = store_of(group), group.rank() == 0, limit
+        self.board = MessageBoard.of_group(group, "fsdp_flat/artifacts")
+        self.is_first, self.limit = group.rank() == 0, limit
         self.count, self.hits = 0, 0
         self._compiling: ExitStack | None = None
         self._begins_at_tracing = False
@@ -262,7 +262,7 @@ class ArtifactSharing:
         self._compiling.enter_context(compiling_backward_at_once())
         self.count, self.hits = self.count + 1, cache_hits()
         if self.is_first:
-            self.store.set(f"{self._key}/begun", "")
+            self.board.post(f"{self.count}/begun")
         else:
             self._load()
 
@@ -282,37 +282,32 @@ class ArtifactSharing:
         if self._begins_at_tracing:
             call_before_tracing(partial(share_artifacts, self.limit, at_tracing=True))
 
-    @property
-    def _key(self) -> str:
-        return f"fsdp_flat/artifacts/{self.count}"
-
     def _write(self) -> None:
         header: tuple[str, int] | None = None
         try:
             content = pickle.dumps(Artifacts.of_this_process())
             chunks = [content[at : at + _CHUNK] for at in range(0, len(content), _CHUNK)]
             for index, chunk in enumerate(chunks):
-                self.store.set(f"{self._key}/{index}", chunk)  # type: ignore[arg-type]  # bytes will do
+                self.board.post(f"{self.count}/{index}", chunk)
             header = hashlib.sha256(content).hexdigest(), len(chunks)
             _mark_as_loaded(header[0])
         except OSError as error:  # of the cache folder
             log.warning(
                 "share_artifacts: the other ranks compile for themselves, as reading the caches failed: %s", error
             )
-        self.store.set(f"{self._key}/ended", json.dumps(header))
+        self.board.post(f"{self.count}/ended", json.dumps(header))
 
     def _load(self) -> None:
         for event, limit in (("begun", BEGIN_LIMIT), ("ended", self.limit)):
-            try:
-                self.store.wait([f"{self._key}/{event}"], timedelta(seconds=limit))
-            except RuntimeError:  # time is up, or the store is gone
+            message = self.board.read(f"{self.count}/{event}", limit)
+            if message is None:
                 log.warning("share_artifacts: the first rank has not %s compilation %d within %g s; this rank compiles "
                             "for itself", event, self.count, limit)  # fmt: skip
                 return
-        header = json.loads(self.store.get(f"{self._key}/ended"))
+        header = json.loads(message or b"null")
         if header is None or _marker(header[0]).exists():
             return
-        content = b"".join(self.store.get(f"{self._key}/{index}") for index in range(header[1]))
+        content = b"".join(self.board.read(f"{self.count}/{index}") or b"" for index in range(header[1]))
         try:
             pickle.loads(content).load()
             _mark_as_loaded(header[0])
