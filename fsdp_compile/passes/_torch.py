@@ -92,28 +92,28 @@ def fake_store() -> Any:
 
 
 def call_after_compiling(function: Callable[[Any], None]) -> None:
-    """Have `function` called whenever Dynamo has compiled a frame, or a backward that was left for later."""
+    """Call `function` whenever Dynamo has compiled a frame, or a backward that was compiled lazily."""
     if function not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(function)
 
 
 def cache_folder() -> Path:
-    """Where the compiler's caches of this process are."""
+    """The folder of the compiler's caches."""
     return Path(cache_dir()).resolve()
 
 
 def cache_hits() -> int:
-    """How many graphs this process has found in the compiler's caches."""
+    """Number of graphs that this process has found in the compiler's caches."""
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
 def cache_misses() -> int:
-    """How many graphs this process has compiled and put there."""
+    """Number of graphs that this process has compiled and put there."""
     return counters["inductor"]["fxgraph_cache_miss"]
 
 
 def compiling_backward_at_once() -> AbstractContextManager[Any]:
-    """Within it a backward is compiled together with its forward, and not when it runs for the first time."""
+    """Compile each backward together with its forward, not when it first runs."""
     return _autograd_config.patch(force_non_lazy_backward_lowering=True)
 
 
@@ -125,7 +125,7 @@ def compile_by_inductor(gm: fx.GraphModule, inputs: list[Any], patches: dict[str
 
 
 def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
-    """The outputs of a forward graph that only its backward reads; empty for every other graph."""
+    """Return the outputs of a forward graph that only its backward reads; empty for any other graph."""
     context: Any = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None or direction() != "forward":
@@ -135,12 +135,12 @@ def saved_for_backward(graph: fx.Graph) -> list[fx.Node]:
 
 
 def sort(graph: fx.Graph) -> None:
-    """Put each node behind those that it reads: Inductor's patterns leave some before, for a later pass to sort."""
+    """Sort nodes topologically: Inductor's patterns leave some out of order for a later pass to sort."""
     stable_topological_sort(graph)
 
 
 def restore_dependencies(nodes: list[Any]) -> list[Any]:
-    """Note again what each node of the scheduler waits for, and sort the nodes if any had lost a dependency."""
+    """Restore the dependencies of the scheduler's nodes, and sort them if any was missing."""
     changed = False
     for node in nodes:
         members = node.get_nodes()
@@ -152,7 +152,7 @@ def restore_dependencies(nodes: list[Any]) -> list[Any]:
 
 
 def _restore(node: Any) -> bool:
-    """Restore what `node` waits for. Returns whether anything was missing."""
+    """Restore the dependencies of `node`; return whether any was missing."""
     name, reads = node.get_name(), node.read_writes
     strong = OrderedSet(StarDep(buffer) for buffer in V.graph.additional_star_deps.get(name, ()))
     if reads.with_read(strong).rename(node.mutation_renames).reads == reads.reads:
@@ -163,7 +163,7 @@ def _restore(node: Any) -> bool:
 
 
 def direction() -> str:
-    """What is being compiled: "joint", "forward", "backward" or "inference"."""
+    """The kind of graph being compiled: "joint", "forward", "backward" or "inference"."""
     name = get_graph_being_compiled()  # model__<id>_<joint|forward|backward|inference>_<n>
     return next((word for word in ("joint", "forward", "backward") if f"_{word}_" in name), "inference")
 
@@ -175,12 +175,12 @@ def graph_index() -> int:
 
 
 def is_caller_owned(placeholder: fx.Node) -> bool:
-    """Whether an input of a graph is one of the model's too: in backward AOTAutograd names all others otherwise."""
+    """Whether an input of the graph is also an input of the model; in backward AOTAutograd names others differently."""
     return direction() != "backward" or placeholder.name.startswith("primals_")
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether an input of a joint graph is the gradient of an output: what backward begins with."""
+    """Whether `node` is an input of a joint graph that holds the gradient of an output."""
     return node.op == "placeholder" and node.name.startswith("tangents_")  # as AOTAutograd names them
 
 
@@ -188,7 +188,7 @@ _UNBOUNDED = 8192  # stands for a size that depends on data and has no bound, as
 
 
 def size_hint(size: Any) -> int:
-    """The number that a size has, or had when it was traced; for one that depends on data, the most that it may be."""
+    """The size at tracing time; for a size that depends on data, its upper bound."""
     if isinstance(size, int):
         return size
     context = TracingContext.try_get()

@@ -54,12 +54,12 @@ _LIST, _ENTRIES = "artifacts.json", "entries.bin"
 
 
 class Artifacts(NamedTuple):
-    """What compiling has left in a cache folder, for another one.
+    """Compiled code from one cache folder, to be loaded into another.
 
     Attributes:
         entries: of the compiler's caches, as torch serializes them; empty if nothing can be cached.
         libraries: contents of shared libraries, by their paths in the cache folder.
-        origin: where they come from: they fit where all of this is the same (`origin_of_this_process`).
+        origin: what they were built for (`origin_of_this_process`); they fit where all of it is the same.
     """
 
     entries: bytes
@@ -68,14 +68,14 @@ class Artifacts(NamedTuple):
 
     @classmethod
     def of_this_process(cls, device: str = "cpu") -> "Artifacts":
-        """What this process has compiled or loaded so far, for `device`, "cpu" or "cuda"."""
+        """Collect what this process has compiled or loaded so far, for `device`, "cpu" or "cuda"."""
         saved = torch.compiler.save_cache_artifacts()
         root = cache_folder()
         libraries = {path.relative_to(root).as_posix(): path.read_bytes() for path in _libraries(root)}
         return cls(saved[0] if saved is not None else b"", libraries, origin_of_this_process(device))
 
     def load(self) -> None:
-        """Put them into the cache folder of this process. What is there already stays.
+        """Copy them into the cache folder of this process; files that exist stay.
 
         Raises:
             ValueError: they come from another version, device or world size, or have libraries for another processor or
@@ -97,7 +97,7 @@ class Artifacts(NamedTuple):
                 staged.rename(target)
 
     def write(self, folder: Path) -> None:
-        """Write them into `folder`, which does not exist yet: OSError if it does, or cannot be written."""
+        """Write them to a new folder. OSError if it exists or cannot be written."""
         staged = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         contents = {_ENTRIES: self.entries, **{f"libraries/{name}": each for name, each in self.libraries.items()}}
         for name, content in contents.items():
@@ -110,7 +110,7 @@ class Artifacts(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "Artifacts":
-        """The artifacts in `folder`. ValueError if it holds none, or files are missing or damaged."""
+        """Read the artifacts in `folder`. ValueError if there are none, or files are missing or damaged."""
         try:
             listed = json.loads((folder / _LIST).read_text(encoding="utf-8"))
             if listed["format"] != _FORMAT:
@@ -127,10 +127,7 @@ class Artifacts(NamedTuple):
 
 
 def origin_of_this_process(device: str) -> dict[str, Any]:
-    """What artifacts for `device` are built for here: torch's version, a digest of this package, the number of ranks.
-
-    Then the device, "cpu" or the name of the GPU; and the processor with all that it can do, threads and Python.
-    """
+    """Describe what code compiled here for `device`, "cpu" or "cuda", depends on: versions, world size, hardware."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -147,7 +144,7 @@ def origin_of_this_process(device: str) -> dict[str, Any]:
 
 
 def _libraries(root: Path) -> list[Path]:
-    """The libraries in the cache folder that this process uses: those that it has loaded, or built for a probe."""
+    """List the libraries in the cache folder that this process has loaded, or built for a probe."""
     young = {path for path in root.glob("*/*.so") if path.stat().st_mtime >= _BEGUN}
     try:
         mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
@@ -169,15 +166,15 @@ def hash_of_sources() -> str:
 
 
 def build(make: Callable[[], Callable[[], None]], steps: int, world_size: int, device: str, folder: Path) -> str:
-    """Compile what `make` returns by running it, as rank 0 of `world_size`, and write the artifacts into `folder`.
+    """Run the step that `make` returns as rank 0 of a fake process group, and write what it compiles into `folder`.
 
-    The other ranks do not exist; all ranks compile the same graphs, so what is compiled here serves each of them.
+    All ranks compile the same graphs, so the artifacts serve each of them.
 
     Returns:
-        What was written, in words.
+        A summary of what was written.
 
     Raises:
-        ValueError: nothing was compiled that can be cached.
+        ValueError: the step compiles nothing that can be cached.
     """
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
@@ -197,7 +194,7 @@ def build(make: Callable[[], Callable[[], None]], steps: int, world_size: int, d
 
 @cache
 def load_folder(folder: str) -> None:
-    """Load the artifacts in `folder` before this process compiles; where they do not fit, log why."""
+    """Load the artifacts in `folder`; if they do not fit, log why."""
     try:
         Artifacts.read(Path(folder)).load()
     except (OSError, ValueError) as error:
@@ -206,7 +203,7 @@ def load_folder(folder: str) -> None:
     before = [cache_hits()]
 
     def check_use(_: Any) -> None:
-        """Look, after the first compilation, whether it has found anything."""
+        """Warn if the first compilation has found nothing in the caches."""
         if before and cache_hits() == before.pop():
             log.warning("artifacts: nothing in %s is what this rank has compiled: its model, its inputs or settings of "
                         "compilation differ, or the compiler's caches are off", folder)  # fmt: skip
@@ -234,7 +231,7 @@ _CHUNK = 16 << 20  # bytes of a value in the store
 
 
 class ArtifactSharing:
-    """The compilations of the ranks of one process group, whose first rank compiles for the others.
+    """Shares the compilations of a process group: its first rank compiles for the others.
 
     Attributes:
         count: how many compilations were begun; the same number on ranks that run the same program.
@@ -250,10 +247,10 @@ class ArtifactSharing:
         self._begins_at_tracing = False
 
     def begin(self, at_tracing: bool = False) -> None:
-        """A graph with sharded parameters is being compiled on this rank; returns when artifacts are in the caches.
+        """Call before a graph with sharded parameters is compiled; returns when its artifacts are in the caches.
 
         Args:
-            at_tracing: whether it is called when a graph is traced, and is to be called at the next one again.
+            at_tracing: whether the call comes from tracing, and should come again with the next traced graph.
         """
         self._begins_at_tracing |= at_tracing
         if self._compiling is not None:  # the same compilation
@@ -267,7 +264,7 @@ class ArtifactSharing:
             self._load()
 
     def end(self) -> None:
-        """Dynamo has ended a compilation, whether it failed or not."""
+        """Call when Dynamo has ended a compilation, successful or not."""
         if self._compiling is None:
             return
         self._compiling.close()
@@ -316,7 +313,7 @@ class ArtifactSharing:
 
 
 def _marker(digest: str) -> Path:
-    """A file that says that a cache folder, which ranks of one host may share, has some artifacts."""
+    """The file that marks artifacts as loaded in a cache folder, which ranks of one host may share."""
     return cache_folder() / "fsdp_compile" / digest
 
 
@@ -326,12 +323,10 @@ def _mark_as_loaded(digest: str) -> None:
 
 
 def share_artifacts(limit: float, at_tracing: bool = False) -> None:
-    """A graph with sharded parameters is being compiled on this rank: let the first rank compile it for all.
-
-    Nothing happens without other ranks.
+    """Let the first rank compile the next graph for all ranks, if there are others.
 
     Args:
-        limit: seconds that the first rank may take, after which this rank compiles for itself.
+        limit: seconds to wait for the first rank before compiling on this one.
         at_tracing: see `ArtifactSharing.begin`.
     """
     group = dist.group.WORLD if dist.is_initialized() else None

@@ -68,7 +68,7 @@ _AFTER_FUSION = "_post_fusion_custom_pass"
 
 
 def install() -> None:
-    """Make plain `torch.compile` run our passes on graphs that hold our markers. Idempotent.
+    """Make plain `torch.compile` run our passes on graphs with our markers. Idempotent.
 
     Raises:
         ValueError: an environment variable has a value that its field of `CompileConfig` cannot have.
@@ -103,7 +103,7 @@ def fsdp_compile_backend(
 
 
 def _take_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
-    """Load what was compiled elsewhere, as `config` says, before a graph with sharded parameters is compiled."""
+    """Load artifacts from a folder or from the first rank, if `config` asks for it."""
     if config.artifacts is not None:
         load_folder(config.artifacts)
     if config.share_artifacts:
@@ -119,7 +119,7 @@ def compile_with(
 
 
 def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline | AfterFusion"]:
-    """What goes into each hook of Inductor, to run after the pass that somebody else registered there."""
+    """Return the pass for each hook of Inductor; it runs the pass that was registered there first."""
     chosen = enabled(passes, config)
     registered = {hook: getattr(inductor_config, hook) for hook in (*_HOOKS, _AFTER_FUSION)}
     previous = {
@@ -130,7 +130,7 @@ def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[
 
 
 class Pipeline(CustomGraphPass):
-    """The passes of one stage, after `previous`, the pass that was registered in this place before us.
+    """Runs the passes of one stage, after `previous`, which was registered in the hook before us.
 
     A graph without our markers or tags is left untouched.
     """
@@ -150,10 +150,9 @@ class Pipeline(CustomGraphPass):
             _check_settings(graph)  # again: the joint graph has collectives from now on
 
     def uuid(self) -> Any | None:
-        """The caches' key. See Note [What the compile caches key on].
+        """Return the part of the caches' key that stands for the passes. See Note [What the compile caches key on].
 
-        None, which switches the caches off, if the previous pass cannot be told apart from another, or if one of ours
-        is no function of this package.
+        None switches the caches off: the previous pass has no key, or one of ours is no function of this package.
         """
         if any(not _has_known_source(each) for each in self.passes):
             return None
@@ -172,17 +171,17 @@ class Pipeline(CustomGraphPass):
 
 
 class AfterFusion(CustomSchedulerPass):
-    """`wait_before_loops`, after `previous`, the pass that was registered for the scheduler's nodes before us."""
+    """Runs `wait_before_loops` on the scheduler's nodes, after `previous`, which was registered before us."""
 
     def __init__(self, previous: Any = None) -> None:
         self.previous = previous
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """The nodes in an order in which each comes after those that it waits for."""
+        """Return the nodes sorted by their dependencies."""
         return lower_collectives.wait_before_loops(self.previous(nodes) if self.previous is not None else nodes)
 
     def uuid(self) -> Any | None:
-        """The caches' key: None, which switches them off, if the previous pass has none."""
+        """Return the part of the caches' key for this pass; None, which switches them off, if `previous` has none."""
         if self.previous is None:
             return hash_of_sources()
         key = self.previous.uuid() if isinstance(self.previous, CustomSchedulerPass) else None
@@ -200,7 +199,7 @@ class AfterFusion(CustomSchedulerPass):
 
 
 def _has_known_source(step: Pass) -> bool:
-    """Whether `hash_of_sources` covers the function of `step`: one inside of another depends on what is around it."""
+    """Whether `hash_of_sources` covers the function of `step`; it does not cover closures."""
     name, module = getattr(step.run, "__qualname__", ""), getattr(step.run, "__module__", None) or ""
     return module.startswith(f"{__name__.partition('.')[0]}.") and bool(name) and "<locals>" not in name
 
@@ -256,7 +255,7 @@ class CompileNotice:
         self.timer: threading.Timer | None = None  # runs until Dynamo says that the compilation has ended
 
     def start(self) -> None:
-        """A compilation begins."""
+        """Call when a compilation begins."""
         if self.timer is None and (not dist.is_initialized() or dist.get_rank() == 0):
             call_after_compiling(self.end)
             self.timer = threading.Timer(self.after, self._say)
@@ -264,7 +263,7 @@ class CompileNotice:
             self.timer.start()
 
     def end(self, _: Any = None) -> None:
-        """The compilation has ended."""
+        """Call when it has ended."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

@@ -41,7 +41,7 @@ Stage = Literal["joint", "post_grad"]
 
 @dataclass
 class GraphContext:
-    """One graph on its way through the passes of one stage. A new one is made for each graph and each stage.
+    """One graph and what the passes of one stage know about it.
 
     Attributes:
         graph: the graph; passes edit it in place.
@@ -82,7 +82,7 @@ class Pass:
 
 
 def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
-    """`passes` without those that `config.disable` names, and without those that need one of these; the log says which.
+    """Return `passes` without the disabled ones and those that need one of them, which are logged.
 
     Raises:
         ValueError: `config.disable` names a pass that does not exist.
@@ -103,7 +103,7 @@ def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
 
 
 def run_passes(passes: Sequence[Pass], context: GraphContext) -> None:
-    """Run `passes` on the graph of `context`, which is printed after each of them if that is asked for."""
+    """Run `passes` on the graph, and print it after each of them if asked to."""
     graph, folder = context.graph, _folder_of(context)
     for index, step in enumerate(passes):
         step.run(context)
@@ -127,7 +127,7 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", t
 
 
 def _folder_of(context: GraphContext) -> Path | None:
-    """Where the texts of the graph go; None if they are not asked for."""
+    """Return the folder to print the graph into; None if printing is off."""
     asked = os.environ.get("FSDP_COMPILE_PRINT", "0")
     if asked in ("", "0"):
         return None

@@ -17,14 +17,14 @@ from fsdp_compile.passes.plan.workload import Workload
 
 
 def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
-    """Let the tags of gathers that `plan`, of a step with updates, launches behind those say when they end."""
+    """Tag the gathers that `plan` launches behind updates with the time at which they end."""
     for name, seconds in arrivals_in_forward(step, plan).items():
         for node in info.gathers[name].start:
             set_tag(node, replace(tag_of(node), arrives=seconds))
 
 
 def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
-    """Of the units whose tags leave it open, those of these names stay unsharded, and the others reshard."""
+    """Decide the units whose tags leave it open: those in `names` stay unsharded, the others reshard."""
     unsharded = {tag_of(info.gathers[name].start[-1]).unit for name in names}
     for node in graph.nodes:
         tag = get_tag(node)
@@ -33,7 +33,7 @@ def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> No
 
 
 def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
-    """What `config.update` says follows the backward of `info`, a joint graph; None if nothing is known of it.
+    """Return the cost of the optimizer's update after the backward of a joint graph; None if it is unknown.
 
     A graph that reduces nothing is that of a micro-batch whose gradients are accumulated: the first of its step has the
     update right before it.
@@ -64,20 +64,20 @@ def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> 
 
 
 def units_updated_in_backward(info: GraphInfo) -> tuple[int, ...]:
-    """Indices of the units that the graph updates as soon as their gradients are reduced."""
+    """Indices of the units whose update is part of the backward graph."""
     names = [unit.name for unit in info.workload.units]
     return tuple(at for at, name in enumerate(names) if name in info.reduces and info.reduces[name].updates)
 
 
 def _shard_bytes(info: GraphInfo, name: str) -> int:
-    """Bytes of a unit's shard that are updated: as many as it has gradients."""
+    """Bytes of the unit's shard that the optimizer updates: those that get gradients."""
     reduce = info.reduces.get(name)
     updated = stored_shard(info.gathers[name]) if not info.reduces else reduce.result if reduce is not None else None
     return size_of(updated) if updated is not None else 0
 
 
 def set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
-    """Tell the partitioner whether to save `nodes` or to compute them again in backward."""
+    """Tell the partitioner whether to save or to recompute `nodes`."""
     for node in nodes:
         node.meta.pop("ac_graph_id", None)
         node.meta["recompute"] = policy

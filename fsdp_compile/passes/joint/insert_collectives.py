@@ -44,7 +44,7 @@ _REDUCES = (ops.REDUCE_GRADS, ops.DEFER_REDUCE)
 
 
 def insert_collectives(context: GraphContext) -> None:
-    """Replace the markers; tag what takes their place."""
+    """Replace the markers by collectives, and tag these."""
     graph = context.graph
     _merge_calls(graph)
     units = _units_of_markers(graph)
@@ -76,7 +76,7 @@ def insert_collectives(context: GraphContext) -> None:
 
 
 def _tag_updates(graph: fx.Graph) -> None:
-    """Let the updates of units run where they stand: later passes see to it that nothing reads the shard after them."""
+    """Make updates run where they stand in the graph; later passes put them behind all readers of the shard."""
     updated: set[Any] = set()
     for update in graph.find_nodes(op="call_function", target=ops.UPDATE_SHARD):
         grad, flat_param_id, *_ = update.args
@@ -92,7 +92,7 @@ def _tag_updates(graph: fx.Graph) -> None:
 
 
 def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, nodes.Tag]:
-    """The unit of each marker; one in backward has the autograd sequence number of its unit's unshard."""
+    """Map markers to units: in backward by the autograd sequence number of the unit's unshard."""
     units: dict[fx.Node, nodes.Tag] = {}
     by_sequence: dict[Any, nodes.Tag] = {}
     for node in graph.nodes:
@@ -118,7 +118,7 @@ def _spec(unshard: fx.Node) -> ops.UnshardSpec:
 
 
 def _merge_calls(graph: fx.Graph) -> None:
-    """Let equal unshards be one, and reduces that are only added up."""
+    """Merge equal unshards, and reduces whose results are only added up."""
     first_calls: dict[tuple[Any, ...], fx.Node] = {}
     sequences: dict[Any, Any] = {}  # by that of an unshard that is merged: that of the other
     for marker in graph.find_nodes(op="call_function", target=ops.UNSHARD):
@@ -136,7 +136,7 @@ def _merge_calls(graph: fx.Graph) -> None:
 
 
 def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
-    """Replace `total` by one marker of a sum, if it is the sum of two markers of one unit; whether it was."""
+    """If `total` adds up two reduces of one unit, replace it by one reduce of the sum; return whether it did."""
     one, other = (_marker_beneath(addend) for addend in total.args)
     if one is None or other is None or total.kwargs or one.meta["seq_nr"] is None:
         return False
@@ -153,7 +153,7 @@ def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
 
 
 def _marker_beneath(addend: Any) -> fx.Node | None:
-    """The marker of a reduce that `addend` is, or is a cast of, if nothing else reads it."""
+    """Return the reduce that `addend` is, or is a cast of, if nothing else reads it."""
     if not isinstance(addend, fx.Node):
         return None
     node: Any = addend.args[0] if addend.target is nodes.CAST and len(addend.users) == 1 else addend
@@ -184,7 +184,7 @@ def _copy_with(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node
 
 
 def _is_zeros(segment: fx.Node) -> bool:
-    """Whether a segment is what the split's derivative puts where there is no gradient."""
+    """Whether a segment is zeros, which the derivative of the split puts where there is no gradient."""
     return segment.target is aten.full.default and bool(segment.args[1] == 0)
 
 
@@ -192,7 +192,7 @@ def _is_zeros(segment: fx.Node) -> bool:
 
 
 def _expand_unshard(marker: fx.Node, retained: nodes.Emit, emit: nodes.Emit) -> fx.Node:
-    """The gathered parameters; what an earlier stage brings is `retained` for backward."""
+    """Emit the all-gather; the result of an earlier stage is `retained` for backward."""
     graph, spec = marker.graph, _spec(marker)
     full: Any = marker.args[0]
     if spec.compute_dtype is not None:
@@ -212,7 +212,7 @@ def _expand_unshard(marker: fx.Node, retained: nodes.Emit, emit: nodes.Emit) -> 
 
 
 def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
-    """The gradients of the shard."""
+    """Emit the packing and the reduce; return the gradient of the shard."""
     packed: Any
     packed, text = marker.args
     spec = ops.UnshardSpec.parse(text)  # type: ignore[arg-type]  # fx arguments are untyped
@@ -237,7 +237,7 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
 
 
 def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) -> fx.Node:
-    """`pack_grads` in place of the concatenation of all segments that autograd derived from our own split.
+    """Replace the concatenation that autograd derived from the split of a unit by `pack_grads`.
 
     Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
     """
@@ -261,7 +261,7 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) 
 
 
 def _view_at_once(gradient: fx.Node) -> None:
-    """Move a gradient that is a view to where its memory is computed.
+    """Move a gradient that is a view next to the node that computes its memory.
 
     It stands where autograd ended with the parameter: for what the model's own unit holds, at the end of backward. From
     there on a planner would take it to be ready.

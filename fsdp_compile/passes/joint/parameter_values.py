@@ -48,7 +48,7 @@ _EXACT = {  # see Note [What is exact on a shard]
 
 @dataclass(frozen=True)
 class Elements:
-    """A tensor whose elements are those of one parameter, each after one computation.
+    """A tensor computed element by element from one parameter.
 
     Attributes:
         root: the slice of the gathered buffer that is the parameter, 1-D.
@@ -95,7 +95,7 @@ UNCHANGED = "x"  # the program of a parameter itself
 
 
 class ParameterValues:
-    """The values in a graph that follow from one parameter alone.
+    """Finds the nodes of a graph that can be computed from shards of parameters.
 
     Attributes:
         values: what each such node is, in the order of the graph. Of nodes that compute the same, only the first.
@@ -123,25 +123,25 @@ class ParameterValues:
                     self._alike.setdefault(one, []).append(node)
 
     def of(self, node: fx.Node) -> Elements | Scales | None:
-        """What `node` is; None if it follows from something else too, or in another way."""
+        """Return what `node` is; None if it depends on anything else, or in another way."""
         return self.values.get(self.first(node))
 
     def elements(self, node: Any) -> Elements:
-        """What `node` is, which has the elements of a parameter."""
+        """Return what `node` is, which must have the elements of a parameter."""
         value = self.of(node)
         assert isinstance(value, Elements)
         return value
 
     def first(self, node: fx.Node) -> fx.Node:
-        """The first node that computes what `node` computes."""
+        """Return the first node that computes the same as `node`."""
         return self.same.get(node, node)
 
     def alike(self, node: fx.Node) -> list[fx.Node]:
-        """The later nodes that compute what `node`, which is the first that does, computes."""
+        """Return the later nodes that compute the same as `node`, the first that does."""
         return self._alike.get(node, [])
 
     def users(self, node: fx.Node) -> list[fx.Node]:
-        """The users of `node` and of all that compute the same, without those that compute what another one does."""
+        """Return the users of `node` and of its duplicates, without users that are duplicates themselves."""
         alike = [node, *self.alike(node)]
         return list(dict.fromkeys(user for each in alike for user in each.users if user not in self.same))
 
@@ -182,7 +182,7 @@ class ParameterValues:
         return self._programs.setdefault(program, f"p{len(self._programs)}")
 
     def _further_scales(self, node: fx.Node, of_blocks: list[Scales], level: int) -> Scales | None:
-        """What follows from scales, of which those with several elements are of the same blocks; or a view of them."""
+        """Classify a node that is computed from scales alone; those of blocks must be of the same blocks."""
         if not of_blocks:
             is_reshaped = is_view(node) and node.target is not aten.expand.default
             is_one = node.meta["val"].numel() == 1 and (is_reshaped or is_deterministic_pointwise(node))
@@ -247,7 +247,7 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
 
 
 def is_deterministic_pointwise(node: fx.Node) -> bool:
-    """Whether the node computes each element from elements of its inputs, always alike, and changes nothing."""
+    """Whether the node is elementwise, deterministic and has no side effect."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     is_pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable
@@ -267,10 +267,7 @@ def _is_exact(node: fx.Node) -> bool:
 
 
 def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | None:
-    """Size and strides of a view or copy of all that is `seen`; None for another one.
-
-    Found by viewing a tensor without memory.
-    """
+    """Return size and strides of a view or copy of all elements of `seen`; None if `node` is anything else."""
     size, stride = seen.size, seen.stride
     if node.target is not aten.clone.default:
         base = torch.empty_strided(size, stride, device="meta")
@@ -285,7 +282,7 @@ def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | N
 
 
 def _is_of_blocks(scales: Scales, elements: Elements) -> bool:
-    """Whether `scales`, broadcast to `elements`, give each element the value of its block."""
+    """Whether broadcasting `scales` to `elements` gives each element the value of its block."""
     if scales.root is not elements.root or len(scales.size) > len(elements.size):
         return False
     missing = len(elements.size) - len(scales.size)

@@ -21,7 +21,7 @@ from fsdp_compile.passes.plan.update import with_update
 
 
 def choose_reshard(context: GraphContext) -> None:
-    """Decide which units reshard after forward, of those whose tags leave it open, and which ones are prefetched.
+    """Decide the units whose tags leave `reshard` open, and which units the step before prefetches.
 
     With a link, by cost: a unit is kept unsharded if its second gather would make the step longer, as far as the
     budget allows. The budget applies to forward and backward together: a unit that is kept unsharded occupies memory
@@ -70,7 +70,7 @@ def choose_reshard(context: GraphContext) -> None:
 
 
 def reshard(context: GraphContext) -> None:
-    """Tag every gather: computed again in backward if its unit reshards after forward, else saved.
+    """Tag gathers for the partitioner: recompute them in backward if the unit reshards after forward, else save them.
 
     See Note [Why gathers are tagged for recomputation].
     """
@@ -87,9 +87,9 @@ _SMALL = 16  # how many times smaller than a parameter a tensor is that may be s
 
 
 def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a joint graph, as large as parameters, that backward can compute from gathered ones again.
+    """Find nodes as large as parameters that backward can recompute from gathered parameters.
 
-    Of units that reshard after forward. See Note [Why gathers are tagged for recomputation].
+    Only of units that reshard after forward. See Note [Why gathers are tagged for recomputation].
     """
     numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
     backward = nodes.backward_nodes(graph)
@@ -114,7 +114,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def check_saved(context: GraphContext) -> None:
-    """Raise if the forward saves what has the size of parameters, and follows from those that a unit frees (I4).
+    """Raise if the forward saves gathered parameters, or what is computed from them, of a unit that reshards (I4).
 
     Raises:
         RuntimeError: naming the unit, the node and its size; or the joint passes have not seen the graph.

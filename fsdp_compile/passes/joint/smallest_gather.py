@@ -75,7 +75,7 @@ class GatheredUnit:
 
 
 def smallest_gather(context: GraphContext) -> None:
-    """Compute on the shards what makes gathers smaller, and gather that."""
+    """Compute on the shards what makes all-gathers smaller, and gather the results."""
     graph = context.graph
     units = _units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
@@ -93,7 +93,7 @@ def smallest_gather(context: GraphContext) -> None:
 
 
 def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
-    """The units whose gathered buffer is read as parameters alone."""
+    """Find the units whose gathered buffer is read only through views of parameters."""
     units: list[GatheredUnit] = []
     for start in tagged(graph, "gather"):
         (wait,) = start.users  # of the first of two stages the second all-gather reads it
@@ -113,14 +113,14 @@ def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUn
 
 @dataclass(frozen=True)
 class _Cut:
-    """What is gathered of one parameter, and what is computed on the shard: that and what it is computed from."""
+    """The nodes of one parameter that are gathered, and all nodes that are computed on the shard for it."""
 
     gathered: tuple[fx.Node, ...]
     local: Set[fx.Node]
 
 
 def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
-    """What of one parameter to gather: the fewest bytes, and of equal ones what is computed first.
+    """Choose what to gather of one parameter: the fewest bytes; of equal choices the earlier nodes.
 
     In the network a node with elements is an edge whose capacity are its bytes. What is computed on the shard is
     computed from nothing but that: edges back, without a limit, keep the source's side closed. A maximum on that side
@@ -166,10 +166,9 @@ def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
 
 
 def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterValues) -> list[Items]:
-    """What is gathered of a unit: the first items in the places of the parameters, each of the others as segments.
+    """Choose what to gather of a unit: first what keeps the places of the parameters, then what travels as segments.
 
-    Returns:
-        Nothing if the parameters are gathered as before.
+    Empty if the parameters themselves are best.
     """
     classes: dict[tuple[str, torch.dtype], list[tuple[int, fx.Node]]] = defaultdict(list)
     for root, param in unit.roots.items():
@@ -193,7 +192,7 @@ def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterV
 
 
 class _LocalPrograms:
-    """Local programs come into the graph: on shards, with one all-reduce of maxima, before smaller gathers.
+    """Puts local programs into the graph: on shards, with one all-reduce of maxima, before smaller gathers.
 
         scales      segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them
         each unit   spread of its scales, the program on the whole shard, gather, slices of what was gathered
@@ -215,7 +214,7 @@ class _LocalPrograms:
         self.new: dict[fx.Node, fx.Node] = {}
 
     def run(self, local: set[fx.Node]) -> None:
-        """Edit the graph. `local` are the nodes that are computed on shards."""
+        """Edit the graph; `local` are the nodes to compute on shards."""
         first = min(unit.starts[0] for unit, _ in self.choices)
         self._reduce_maxima([node for node in self.values.values if node in local], first)
         for unit, items in self.choices:
@@ -223,7 +222,7 @@ class _LocalPrograms:
         self._replace()
 
     def _reduce_maxima(self, local: list[fx.Node], first: fx.Node) -> None:
-        """Compute scales before all gathers, level by level: one all-reduce of maxima for each group of ranks."""
+        """Compute scales before all gathers, level by level, with one all-reduce of maxima per process group."""
         scales = {node: value for node in local if isinstance(value := self.values.of(node), Scales)}
         for level in range(1 + max((value.level for value in scales.values()), default=0)):
             of_level = [node for node, value in scales.items() if value.level == level]
@@ -245,7 +244,7 @@ class _LocalPrograms:
         return self.unit_of[self.values.elements(node.args[0]).root]
 
     def _all_reduce(self, maxima: list[fx.Node], groups: tuple[str, ...], first: fx.Node) -> None:
-        """One all-reduce of maxima, through each of the groups: the values, and which of them are NaN."""
+        """All-reduce maxima through each of the groups: the values, and which of them are NaN."""
         alike: dict[Any, list[fx.Node]] = defaultdict(list)  # maxima of one computation on one shard
         for node in maxima:
             program = self.values.elements(node.args[0]).program
@@ -285,7 +284,7 @@ class _LocalPrograms:
                 begin += value.numel()
 
     def _replace(self) -> None:
-        """Let all that read the nodes with a new one read that, and erase what nothing reads any more."""
+        """Replace the nodes by their new ones, and erase what nothing reads any more."""
         made, output = set(self.new.values()), self.graph.output_node()
         for node, new in self.new.items():
             for other in (node, *self.values.alike(node)):
@@ -326,7 +325,7 @@ def _move_before(first: fx.Node, node: fx.Node) -> None:
 
 
 class _UnitPrograms:
-    """The programs and gathers of one unit, which stand before its old gather."""
+    """Emits the programs and gathers of one unit in front of its old gather."""
 
     def __init__(self, edit: _LocalPrograms, unit: GatheredUnit, before: fx.Node) -> None:
         self.edit, self.values, self.unit = edit, edit.values, unit
@@ -334,7 +333,7 @@ class _UnitPrograms:
         self._evaluated: dict[tuple[tuple[int, fx.Node], ...], fx.Node] = {}
 
     def gather(self, main: Items, *rest: Items) -> None:
-        """Gather what is chosen, and take the nodes' new ones from that."""
+        """Gather what is chosen, and take the new nodes from the result."""
         layout, emit = self.unit.layout, self.emit
         # In which dtype all can be sent: the narrowest of theirs, or bytes, which every backend knows.
         wire = min((items[0][1].meta["val"].dtype for items in (main, *rest)), key=lambda dtype: dtype.itemsize)
@@ -366,7 +365,7 @@ class _UnitPrograms:
             begin += segment.meta["val"].numel()
 
     def evaluate(self, items: Items) -> fx.Node:
-        """What the nodes of `items` compute, all by one program, on the whole shard: 1-D."""
+        """Evaluate the common program of `items` on the whole shard, 1-D."""
         key = tuple((param, self._computed(node)) for param, node in items)
         if key not in self._evaluated:
             self._evaluated[key] = self._evaluate(key)
@@ -394,7 +393,7 @@ class _UnitPrograms:
         return self.emit("local", leader.target, *args, **kwargs)
 
     def _spread(self, scales: Mapping[int, fx.Node]) -> fx.Node:
-        """For each element the scale of its parameter, or of its block of it, in the order of blocks."""
+        """Expand scales to one value for each element of the shard."""
         flat = []
         for _, node in sorted(scales.items()):
             new, stride = self.edit.new[node], self.values.of(node).stride  # type: ignore[union-attr]  # these are scales
@@ -408,7 +407,7 @@ class _UnitPrograms:
         return self.emit("local", EXPAND_SCALES, values, self.unit.layout.text, self.unit.groups, counts)
 
     def _join(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
-        """Parameters out of their segments in the ranks' rows of `full`, which begin there, in elements on the wire."""
+        """Join parameters from their segments in the ranks' rows of `full`; offsets count elements on the wire."""
         wire = full.meta["val"].dtype
         params, dtype = tuple(param for param, _ in items), items[0][1].meta["val"].dtype
         wide = dtype.itemsize // wire.itemsize
@@ -426,13 +425,13 @@ class _UnitPrograms:
             self.edit.new[node] = self._as(node, run)
 
     def _sendable(self, items: Items) -> fx.Node:
-        """What is sent of `items`, on the whole shard, before segments are taken of it."""
+        """Evaluate `items` in a dtype that can be sent."""
         local = self.evaluate(items)
         sent_as = _SENT_AS.get(local.meta["val"].dtype)
         return local if sent_as is None else self.emit("local", CAST, local, sent_as)
 
     def _as(self, node: fx.Node, run: fx.Node) -> fx.Node:
-        """The elements of a parameter, 1-D, in the shape, with the strides and in the dtype of `node`."""
+        """Give the 1-D elements of a parameter the shape, strides and dtype of `node`."""
         value, dtype = self.values.elements(node), node.meta["val"].dtype
         shaped = _shaped(run, value.size, value.stride, "view", self.emit)
         return self.emit("view", CAST, shaped, dtype) if dtype in _SENT_AS else shaped

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def separate_reduces(context: GraphContext) -> None:
-    """Give each unit a reduce of its own again.
+    """Give each unit its own reduce again.
 
     Where gradients of two units are equal constants, such as the zeros of `loss + 0 * weight.sum()`, the partitioner
     merges what is computed from them: two parameters would have one memory as their gradients.
@@ -41,7 +41,7 @@ def separate_reduces(context: GraphContext) -> None:
 
 
 def _copy_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
-    """Let `wait` wait for a copy of `start`, and of what prepares that."""
+    """Make `wait` wait for a copy of `start` and of the nodes that prepare it."""
     copies: dict[fx.Node, fx.Node] = {}
     owner = nodes.tag_of(wait)
     with graph.inserting_before(wait):
@@ -52,7 +52,7 @@ def _copy_reduce(graph: fx.Graph, start: fx.Node, wait: fx.Node) -> None:
 
 
 def pack_in_place(context: GraphContext) -> None:
-    """Make each gradient of a pack a node that can write straight into the packed buffer."""
+    """Rewrite the gradients of each pack into nodes that can write straight into the packed buffer."""
     graph = context.graph
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in pack.args[0]])
@@ -68,14 +68,14 @@ def pack_in_place(context: GraphContext) -> None:
 
 
 def _placeable(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    """The node beneath views that keep the order of elements, rewritten if its output is laid out otherwise."""
+    """Strip views that keep the order of elements; rewrite a node whose output has another layout."""
     while grad.target in nodes.SAME_ORDER:
         grad = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return _transposed_product(graph, grad) or _bias_of_convolution(graph, grad) or grad
 
 
 def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
-    """A transposed matrix product as a product of the transposed factors, (a b)^T = b^T a^T; None for other nodes."""
+    """Rewrite a transposed product as (a b)^T = b^T a^T; None for other nodes."""
     if grad.target is not aten.permute.default or list(grad.args[1]) != [1, 0]:  # type: ignore[arg-type]  # fx arguments are untyped
         return None
     product: fx.Node = grad.args[0]  # type: ignore[assignment]  # likewise
@@ -91,7 +91,7 @@ def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
 
 
 def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
-    """A bias's gradient as a sum of its own: convolution_backward would put it into memory that it allocates itself."""
+    """Compute a bias's gradient as a sum: convolution_backward would allocate it elsewhere."""
     if grad.target is not operator.getitem or grad.args[1] != 2:
         return None
     backward: fx.Node = grad.args[0]  # type: ignore[assignment]  # fx arguments are untyped
@@ -124,7 +124,7 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
 
 
 def reuse_gathered(context: GraphContext) -> None:
-    """Let packs lie in their unit's gathered buffer (Note [Gradients take the place of their parameters])."""
+    """Pack gradients into the unit's gathered buffer (Note [Gradients take the place of their parameters])."""
     graph = context.graph
     waits = {nodes.tag_of(gather).unit: next(iter(gather.users)) for gather in nodes.tagged(graph, "gather")}
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
@@ -138,7 +138,7 @@ def reuse_gathered(context: GraphContext) -> None:
 
 
 def _fits(pack: fx.Node, wait: fx.Node) -> bool:
-    """Whether the buffers are alike, the gradients are only sent, and nothing outlives the gathered buffer."""
+    """Whether the buffers have one size and dtype, and nothing else reads the gradients or outlives the buffer."""
     packed, gathered = pack.meta["val"], wait.meta["val"]
     if packed.dtype != gathered.dtype or packed.shape != gathered.shape or packed.device != gathered.device:
         return False

@@ -31,7 +31,7 @@ _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 
 
 def coalesce_launches(context: GraphContext) -> None:
-    """Make one call of each launch of several units, if one call can start them.
+    """Replace the starts of one launch by one coalesced call, where there is one.
 
     gather a  gather b  ->  wait a  wait b                                   two launches, next to each other
     both = coalesced gather [a, b]  ->  both[0]  both[1]  ->  their waits    one launch, which the first wait completes
@@ -47,7 +47,7 @@ def coalesce_launches(context: GraphContext) -> None:
 
 
 def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
-    """Put one call where the last of `starts` is: what each of them sends has been computed there."""
+    """Replace `starts` by one call in the place of the last: all inputs have been computed there."""
     last, names = starts[-1], [start.name for start in starts]
     with graph.inserting_before(last):
         sent = [start.args[0] for start in starts]
@@ -110,7 +110,7 @@ def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
 
 
 def all_gather_into_buffer(context: GraphContext) -> None:
-    """Give every all-gather an `out` that the graph allocates. The graph is no longer free of mutation then.
+    """Give every all-gather an `out` buffer that the graph allocates; from here on the graph has mutations.
 
     torch 2.13 runs the allocating form as a coalesced collective. Gloo's worker threads note the name of the collective
     that they finished last in one string without a lock, and only the coalesced all-gather's name is too long to be
@@ -133,7 +133,7 @@ def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
 
 
 def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
-    """Say that what was computed from a shard is sent; a cast of the stored shard is left to who starts the gather."""
+    """Mark what was computed from a shard as sent; a cast of the stored shard is left to the start of the gather."""
     computed: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     if computed.op != "call_function" or computed.target in (collectives.WAIT, WAIT_COLLECTIVE):
         return
@@ -149,7 +149,7 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
 
 @register_lowering(SEND_BUFFER, type_promotion_kind=None)
 def _lower_send(payload: Any) -> Any:
-    """What is sent is in one buffer: Inductor would compute it anew for the gather and for its wait."""
+    """Realize what is sent: Inductor would compute it anew for the gather and for its wait."""
     payload.realize()
     return payload
 
@@ -187,7 +187,7 @@ class _DirectWait(WaitKernel):
 
 @register_lowering(WAIT_COLLECTIVE, type_promotion_kind=None)
 def _lower_wait(full: Any, sent: Any) -> Any:
-    """Keep what is sent alive until the wait, which Inductor does for allocating collectives only; rename both calls.
+    """Rename both calls, and keep what is sent alive until the wait; Inductor does so for allocating collectives only.
 
     `sent` itself may be a view of what has no buffer. The collective has put it into one of its own then.
     """

@@ -39,7 +39,7 @@ def _lower_pack_grads(grads: list[Any], layout: str, into: Any = None) -> Any:
 
 
 def _pack_into_new_buffer(numel: int, contents: Contents) -> Any:
-    """A concatenation kernel; its buffer is allocated when the first gradient is computed."""
+    """Emit a concatenation kernel; its buffer is allocated when the first gradient is computed."""
     first = next(grad for _, grad in contents if grad is not None)
     packed = ir.ConcatKernel(
         name=None,
@@ -61,7 +61,7 @@ def _pack_into_new_buffer(numel: int, contents: Contents) -> Any:
 
 
 def _overwrite(into: Any, contents: Contents, reads: "list[Read]") -> Any:
-    """The gathered buffer, each slice written after its `reads`. Padding stays what it is there: zero."""
+    """Write into the gathered buffer, each slice after its `reads`. Padding stays zero there."""
     contents = [(segment, grad) for segment, grad in contents if segment.parameter is not None]
     written = [_write(grad, segment, into.data) for segment, grad in contents]
     for buffer, (segment, _) in zip(written, contents, strict=True):
@@ -81,7 +81,7 @@ def _register(packed: Any, written: list[Any], box: Any) -> Any:
 
 
 class _Overwritten(ir.NopKernel):
-    """An operation that says: the buffer `target` has other contents from here on. Its inputs are what wrote them."""
+    """Marks the buffer `target` as mutated by the inputs of this operation."""
 
     def __init__(self, target: str, layout: Any) -> None:
         super().__init__(name=None, layout=layout, inputs=[])
@@ -95,7 +95,7 @@ class _Overwritten(ir.NopKernel):
 
 
 def _write(grad: Any, segment: LayoutSegment, box: Any) -> Any:
-    """Let `grad`, or zeros if it is None, be computed into its slice of the buffer in `box`."""
+    """Compute `grad`, or zeros if it is None, into its slice of the buffer in `box`."""
     size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
     layout = ir.FixedLayout(
         device=box.get_device(),
@@ -145,7 +145,7 @@ class Read(NamedTuple):
 
 
 def _reads_before(name: str, contents: Contents) -> list[Read] | None:
-    """What reads the gathered buffer `name`, of which nothing is read after the node that is being lowered.
+    """Find the reads of the gathered buffer `name`; none comes after the node that is being lowered.
 
     None if gradients cannot be written there: one is computed from its own slice, or two from each other's.
     """
@@ -177,7 +177,7 @@ def _reads_before(name: str, contents: Contents) -> list[Read] | None:
 
 
 def _reads_of(reads: Iterable[Read], segment: LayoutSegment) -> list[str]:
-    """What is computed from any element of `segment`."""
+    """Names of the buffers computed from any element of `segment`."""
     end = segment.offset + segment.numel
     return [name for read in reads if read.first < end and segment.offset < read.end for name in read.computed]
 
@@ -226,7 +226,7 @@ def _range_of_view(layout: Any) -> tuple[float, float]:
 
 
 def _hold_products(name: str, written: list[Any]) -> None:
-    """Let products that write a slice of the buffer `name` run before the library call that follows on their inputs.
+    """Make products that write into the buffer `name` run before the library call that follows their inputs.
 
     Inductor's memory pass takes each slice for memory of its own and would put the product off, whose inputs would live
     as long.

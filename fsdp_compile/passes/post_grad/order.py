@@ -31,7 +31,7 @@ from fsdp_compile.passes.plan.plan import PlanError, Step
 
 
 def place_deferred_reduces(context: GraphContext) -> None:
-    """Move the nodes that pack gradients and defer their reduce right behind the last of these gradients."""
+    """Move the packing of gradients whose reduce is deferred right behind the last of them."""
     for deferred in tagged(context.graph, "defer_reduce"):
         moved = with_preparation(deferred)
         last = max(moved[0].all_input_nodes)
@@ -116,9 +116,9 @@ def place_updates(context: GraphContext) -> None:
 
 
 def name_prefetched(context: GraphContext) -> None:
-    """Put `fsdp_flat::prefetch_next` at the start of a forward: what `compile_step` is to gather for the next one.
+    """Put `fsdp_flat::prefetch_next` before a forward: it tells `compile_step` what to gather for the next one.
 
-    Where the configuration says what the update is and names a link; else `compile_step` goes by a rule.
+    Needs a link and an update in the configuration; without them `compile_step` goes by a rule.
     """
     graph, info, config = context.graph, context.info, context.config
     starts = tagged(graph, "gather")
@@ -130,7 +130,7 @@ def name_prefetched(context: GraphContext) -> None:
 
 
 def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], like: fx.Node) -> None:
-    """Call an operator of ours before all else."""
+    """Insert a call before all other calls."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         node = graph.create_node("call_function", target, args, name=name)
     with like.meta["val"].fake_mode:
@@ -219,7 +219,7 @@ def _sent(start: fx.Node) -> list[fx.Node]:
 
 
 def _local_programs(starts: list[fx.Node]) -> list[str]:
-    """What each rank computes on its shard for each collective, as a digest: a number in it may differ by a mistake.
+    """Digests of what each rank computes on its shard for each collective; numbers in it may differ by mistake.
 
     Groups count as nothing: their names differ, and the collectives' own are compared.
     """

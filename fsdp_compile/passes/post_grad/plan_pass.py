@@ -39,7 +39,7 @@ plan_log = logging.getLogger("fsdp_compile.plans")
 
 
 def read_graph(context: GraphContext) -> None:
-    """Set `context.info`, and `context.workload`: what the planner sees of it, with measured seconds if there are.
+    """Set `context.info` and `context.workload`, with measured seconds if there is a profile.
 
     Raises:
         PlanError: the profile that the configuration names has no graph of this direction and as many products.
@@ -63,7 +63,7 @@ def read_graph(context: GraphContext) -> None:
 
 
 def choose_plan(context: GraphContext) -> None:
-    """Set `context.plan`.
+    """Set `context.plan`: from a file, by search, or by a fixed rule.
 
     Raises:
         PlanError: the file has no plan for this direction, or no plan fits into the budget.
@@ -89,7 +89,7 @@ def choose_plan(context: GraphContext) -> None:
 
 
 def plan_in_file(path: str, heading: str) -> Plan:
-    """The plan under `heading:` in a file. PlanError if there is none, or if it cannot be read."""
+    """Parse the plan under `heading:` in a file. PlanError if there is none or it cannot be read."""
     try:
         text = read_text(pathlib.Path(path))
     except ValueError as error:
