@@ -254,7 +254,7 @@ def _pack_into_one(*args: Any) -> Tensor:
 
 def _start_without_hold(*args: Any, **kwargs: Any) -> Any:
     mean, finish = start_average(*args, **kwargs)
-    finish.__self__.held = None  # type: ignore[attr-defined]  # a bound method
+    finish.__defaults__ = (None,)  # type: ignore[attr-defined]  # of what it holds
     return mean, finish
 
 
