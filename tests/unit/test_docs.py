@@ -63,6 +63,16 @@ def test_files_that_are_named_exist() -> None:
     assert missing == []
 
 
+def test_a_strangers_questions_are_answered() -> None:
+    """Each question at the end of docs/architecture.md is answered by three files of the package, which exist."""
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Where to look")[2]
+    answers = re.findall(r"^\*\*(?s:.*?)(?=^\*\*|\Z)", text, re.MULTILINE)
+    assert len(answers) >= 3
+    for answer in answers:
+        named = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", answer))
+        assert len(named) >= 3 and all((ROOT / "fsdp_compile" / name).exists() for name in named), answer
+
+
 def test_the_list_of_private_names_is_complete() -> None:
     """docs/upgrading_torch.md has a row for each `_torch.py`."""
     package = ROOT / "fsdp_compile"
