@@ -35,9 +35,9 @@ from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.explain.sharded import choices_of, process_group
 from fsdp_compile.passes._torch import FakeTensorMode
 from fsdp_compile.passes.plan.bound import smallest_budget
-from fsdp_compile.passes.plan.memory import Choices, Chosen, choose, mixes, workload_of
+from fsdp_compile.passes.plan.memory import Options, Result, choices, choose, workload_of
 from fsdp_compile.passes.plan.plan import simulate, verify
-from fsdp_compile.passes.plan.search import TOLERANCE, search_plan
+from fsdp_compile.passes.plan.schedule import TOLERANCE, search_plan
 
 WORLD = 8
 WIRE = "custom:2e-5,1e9"
@@ -64,7 +64,7 @@ class Trained:
         self.forward().backward()
 
 
-def choices(workload: Workload, config: CompileConfig, dtype: torch.dtype = torch.float32) -> Choices:
+def options_for(workload: Workload, config: CompileConfig, dtype: torch.dtype = torch.float32) -> Options:
     """What may be chosen in a step of a model whose parameters are in `dtype`."""
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
@@ -73,21 +73,21 @@ def choices(workload: Workload, config: CompileConfig, dtype: torch.dtype = torc
     return choices_of(model, workload.batch(0, 0), config)
 
 
-def budgets(step: Choices) -> list[int]:
+def budgets(step: Options) -> list[int]:
     """From nearly the least that any plan needs to what the fastest one takes."""
-    least = min(smallest_budget(workload_of(step, mix)) for mix in mixes(step))
+    least = min(smallest_budget(workload_of(step, policies)) for policies in choices(step))
     most = choose(step, None).planned.peak
     return [int(least + part * (most - least)) for part in PARTS]
 
 
-def alone(step: Choices, budget: int) -> dict[str, float | None]:
+def alone(step: Options, budget: int) -> dict[str, float | None]:
     """Seconds with one knob at its best setting within the budget."""
     closed = tuple(replace(unit, keep_unsharded=bool(unit.keep_unsharded)) for unit in step.plain.units)
     settings = {"unsharded": [step.plain]}
-    for mix in mixes(step):
-        names = {way.name for way in mix if way is not None}
+    for policies in choices(step):
+        names = {policy.name for policy in policies if policy is not None}
         if len(names) == 1:
-            settings.setdefault(names.pop(), []).append(replace(workload_of(step, mix), units=closed))
+            settings.setdefault(names.pop(), []).append(replace(workload_of(step, policies), units=closed))
     return {name: min(_seconds(tried, budget), default=None) for name, tried in settings.items()}
 
 
@@ -97,7 +97,7 @@ def _seconds(settings: list[Any], budget: int) -> Iterator[float]:
             yield search_plan(workload, budget).seconds
 
 
-def row(step: Choices, budget: int) -> tuple[dict[str, Any], Chosen]:
+def row(step: Options, budget: int) -> tuple[dict[str, Any], Result]:
     """What is chosen within a budget, and the knobs alone."""
     begin = time.process_time()
     chosen = choose(step, budget)
@@ -108,7 +108,7 @@ def row(step: Choices, budget: int) -> tuple[dict[str, Any], Chosen]:
     assert best is None or chosen.seconds <= best * (1 + TOLERANCE), "a knob alone is faster"
     found = {
         "budget": budget,
-        "mix": "".join(LETTERS[way.name if way else "keep"] for way in chosen.mix),
+        "mix": "".join(LETTERS[policy.name if policy else "keep"] for policy in chosen.policies),
         "unsharded": len(chosen.planned.keep_unsharded),
         "units": len(chosen.workload.units),
         "step": chosen.seconds,
@@ -123,7 +123,7 @@ def row(step: Choices, budget: int) -> tuple[dict[str, Any], Chosen]:
 def measured(name: str) -> list[dict[str, Any]]:
     """Each choice compiled for this CPU, and its memory counted."""
     workload, rows = SMALL[name](), list[dict[str, Any]]()
-    step = choices(workload, CompileConfig(link=WIRE))
+    step = options_for(workload, CompileConfig(link=WIRE))
     for budget in budgets(step):
         found, _ = row(step, budget)
         torch._dynamo.reset()
@@ -147,7 +147,7 @@ def predicted(name: str) -> list[dict[str, Any]]:
     """Choices for larger models on H100s of 8 nodes, by the figures of the hardware file."""
     config = CompileConfig(link="h100-ib400", device="h100")
     with process_group(64), FakeTensorMode(allow_non_fake_inputs=True):
-        step = choices(LARGE[name](), config, torch.bfloat16)
+        step = options_for(LARGE[name](), config, torch.bfloat16)
     plain, stored = (replace(each, can_coalesce=True) for each in (step.plain, step.stored))
     step = replace(step, plain=plain, stored=stored)
     rows = []

@@ -36,8 +36,7 @@ from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
-from fsdp_compile.passes.plan.update import UpdateCost, repeated, with_update
-from fsdp_compile.passes.plan.workload import Task, Workload
+from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, with_update
 from fsdp_compile.passes.post_grad.plan_pass import TaskProfile, plan_log
 
 UNITS: dict[str, Any] = {"blocks": "auto", "layers": {nn.Linear}}  # by these policies
@@ -131,11 +130,10 @@ def joined(graphs: Graphs, path: str, edge: float) -> tuple[Workload, Plan]:
     before, *seconds, after = measured_update(path, sizes) or []
     workload = with_update(apart, UpdateCost(tuple(seconds), tuple(sizes), before, after + edge, compare=apart.latency))
     behind = [unit.name for unit in forward.units if unit.arrives is not None]
-    steps = [step for step in plan.steps if step.kind != "gather" or step.units[0] not in behind]
-    steps += [replace(step, at=step.at + apart.backward) for step in plan_of_backward.steps]
+    late = (step for step in plan.steps if step.kind != "gather" or step.units[0] not in behind)
+    steps = [*plan_of_backward.steps, *(step._replace(at=step.at + workload.forward) for step in late)]
     started = [Step("gather", (name,), workload.updated[index[name]] + 1) for name in behind]
-    all_steps = [*repeated(workload, Plan(tuple(steps))).steps, *started]
-    return workload, Plan(tuple(sorted(all_steps, key=lambda step: step.at)))
+    return workload, Plan(tuple(sorted([*steps, *started], key=lambda step: step.at)))
 
 
 def row(stepped: Stepped, latency: float, bandwidth: float, path: str, edge: float, rounds: int) -> dict[str, float]:

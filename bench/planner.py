@@ -13,7 +13,7 @@ from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
 from fsdp_compile.passes.cost.hardware import device, link
 from fsdp_compile.passes.plan.plan import simulate, verify
-from fsdp_compile.passes.plan.search import PlannedStep, search_plan
+from fsdp_compile.passes.plan.schedule import PlannedStep, search_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 WORLDS = {

@@ -1,14 +1,14 @@
 """How other systems place collectives, as plans for the same simulator."""
 
 from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.search import prefetch
+from fsdp_compile.passes.plan.schedule import prefetch
 from fsdp_compile.passes.plan.workload import Workload
 
 
 def one_ahead(workload: Workload) -> Plan:
     """A fixed prefetch: where a unit is waited for, the next one's gather is issued before; two reduces in flight.
 
-    DeepCompile's and our own passes' rule without a planner (passes/plan/search.py).
+    DeepCompile's and our own passes' rule without a planner (passes/plan/schedule.py).
     """
     return prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=2)
 

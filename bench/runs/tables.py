@@ -16,7 +16,6 @@ from bench.runs.transformers import Run, Transformer, work_of
 from fsdp_compile.config import read_text
 from fsdp_compile.explain.predict import Priced, price
 from fsdp_compile.explain.prediction import Prediction, Setting
-from fsdp_compile.passes.cost.cluster import custom_network
 from fsdp_compile.passes.cost.hardware import Hardware, device, devices, link
 
 REPORTED = Path(__file__).parent / "data" / "reported_runs.csv"
@@ -276,6 +275,6 @@ def _with_network(hardware: Hardware, row: Row) -> Hardware:
     per_rank = int(match[1]) / hardware.ranks_per_node
     known = {100: "ib100", 200: "ib200", 400: "ib400", 800: "ib800"}
     if per_rank in known:
-        return custom_network(link(known[int(per_rank)]), hardware)
+        return replace(hardware, network=link(known[int(per_rank)]))
     usual = link("ib400")
-    return custom_network(replace(usual, bandwidth=usual.bandwidth * per_rank / 400), hardware)
+    return replace(hardware, network=replace(usual, bandwidth=usual.bandwidth * per_rank / 400))

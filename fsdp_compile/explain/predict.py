@@ -38,11 +38,10 @@ from fsdp_compile.explain.prediction import (
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.trace import TracedModel
 from fsdp_compile.explain.work import BATCHES, NotAffine, StepWork, UnitWork, at_batch
-from fsdp_compile.passes.cost.cluster import Group, custom_network
 from fsdp_compile.passes.cost.hardware import Hardware, device, link, read_hardware
-from fsdp_compile.passes.cost.roofline import update_seconds
+from fsdp_compile.passes.cost.roofline import Group, update_seconds
 from fsdp_compile.passes.plan.plan import Plan, Timeline
-from fsdp_compile.passes.plan.search import alternating, prefetch
+from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 USUAL = "h100-80"  # hardware, where none is named
@@ -259,7 +258,7 @@ class Priced:
         if self.begins_with_update:  # the first gathers begin before all tasks
             first = plan.of("gather")[:_PREFETCHED]
             steps = (step for step in plan.steps if step not in first)
-            plan = Plan((*(replace(step, at=0) for step in first), *steps))
+            plan = Plan((*(step._replace(at=0) for step in first), *steps))
         return Scheduled(workload, plan, levels=levels, shards=self.shards)
 
     @property
@@ -480,7 +479,7 @@ def predict_step(
 
     def hardware_of(setting: Setting) -> Hardware:
         here = used[setting.hardware]
-        return custom_network(networks[setting.network], here) if setting.network is not None else here
+        return replace(here, network=networks[setting.network]) if setting.network is not None else here
 
     predictions = []
     for setting in settings:

@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from fsdp_compile.passes.plan.bound import lower_bound
-from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, simulate
-from fsdp_compile.passes.plan.update import end_of_backward, prefetched
+from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, prefetched, simulate
 from fsdp_compile.passes.plan.workload import Workload
 
 FORMAT = 1
@@ -324,7 +323,7 @@ class Scheduled:
     @cached_property
     def bound(self) -> float:
         """A lower bound: no plan takes fewer seconds."""
-        return lower_bound(self.workload, None, self.budget)
+        return lower_bound(self.workload)
 
     @cached_property
     def collectives(self) -> list[Collective]:
@@ -361,7 +360,7 @@ class Scheduled:
             return "link"
         if step.kind == "reduce":
             waited_for = next(each.at for each in self.plan.of("wait_reduce") if each.units == step.units)
-            return "memory" if waited_for < (end_of_backward(workload) or len(workload.tasks)) else "dependency"
+            return "memory" if waited_for < (workload.end_of_backward or len(workload.tasks)) else "dependency"
         if step.at == start or step in prefetched(workload, self.plan):
             return "dependency"
         full = self.budget is not None and self.timeline.memory[step.at - 1] + size > self.budget

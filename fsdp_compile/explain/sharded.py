@@ -29,11 +29,10 @@ from fsdp_compile.passes.cost.hardware import Hardware, device
 from fsdp_compile.passes.graph.costs import costs_of, node_work
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.inductor import compile_with
-from fsdp_compile.passes.joint.choose_memory import choose_mix, read_blocks
+from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
-from fsdp_compile.passes.plan.memory import KEEP, Choices, Chosen
+from fsdp_compile.passes.plan.memory import KEEP, Options, Result
 from fsdp_compile.passes.plan.plan import Plan, verify
-from fsdp_compile.passes.plan.update import end_of_backward
 from fsdp_compile.passes.plan.workload import Workload
 
 
@@ -85,7 +84,7 @@ def report(
     step = Scheduled(workload, plan, budget, blocks, shards=setting.shard_size or setting.world_size)
     timeline, tasks = step.timeline, [*enumerate(workload.tasks)]
     seconds = timeline.makespan
-    update = sum(task.seconds for _, task in tasks[end_of_backward(workload) : workload.forward])
+    update = sum(task.seconds for _, task in tasks[workload.end_of_backward : workload.forward])
     forward = sum(task.seconds for at, task in tasks if workload.is_forward(at))
     at = max(range(len(timeline.memory)), key=timeline.memory.__getitem__)
     peak, gathered = timeline.memory[at], step.gathered_at(at)
@@ -151,16 +150,16 @@ def explain_sharded(
         choices = replace(choices, plain=plain, stored=stored)
     if optimizer is not None:
         subject = replace(subject, setting=replace(subject.setting, optimizer=optimizer, compile_step=True))
-    chosen = choose_mix(choices, config)
+    chosen = choose_policies(choices, config)
     blocks = tuple(_block_choices(choices, chosen)) if config.activations != "keep" else ()
     return report(chosen.workload, chosen.planned.plan, config.budget, blocks, subject)
 
 
-def _block_choices(choices: Choices, chosen: Chosen) -> Iterator[BlockChoice]:
-    for block, way in zip(choices.blocks, chosen.mix, strict=True):
+def _block_choices(choices: Options, chosen: Result) -> Iterator[BlockChoice]:
+    for block, policy in zip(choices.blocks, chosen.policies, strict=True):
         units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
         unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
-        yield BlockChoice(block.name, way.name if way else KEEP, unsharded, len(units))
+        yield BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units))
 
 
 @contextmanager
@@ -194,17 +193,17 @@ class _GraphRead(Exception):
     """Ends a compilation whose joint graph has been read."""
 
 
-def choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Choices:
+def choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Options:
     """The joint graph of a sharded model, and what may be chosen in it, as numbers. ValueError if it has no shards."""
     return _read(model, inputs, config)[0]
 
 
-def _read(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> tuple[Choices, Subject]:
+def _read(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> tuple[Options, Subject]:
     """As `choices_of`, and what the graph is of."""
-    found: list[tuple[Choices, Subject]] = []
+    found: list[tuple[Options, Subject]] = []
 
     def read_graph(context: GraphContext) -> None:
-        choices = read_blocks(context.graph, costs_of(context.graph, config)).choices(config)
+        choices = read_blocks(context.graph, costs_of(context.graph, config)).options(config)
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]

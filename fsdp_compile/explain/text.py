@@ -12,7 +12,7 @@ from fsdp_compile.explain.prediction import (
     Scheduled,
     Setting,
 )
-from fsdp_compile.passes.plan.update import end_of_backward, prefetched
+from fsdp_compile.passes.plan.plan import prefetched
 
 LEVELS = {"node": "within nodes", "network": "between nodes"}
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "packed", "other")
@@ -155,7 +155,7 @@ def _launches(collectives: Sequence[Collective]) -> Iterator[str]:
 def _of_updates(step: Scheduled) -> Iterator[str]:
     """What lies between a backward and the next forward, and the gathers that start behind it."""
     workload = step.workload
-    tasks = [*enumerate(workload.tasks)][end_of_backward(workload) : workload.forward]
+    tasks = [*enumerate(workload.tasks)][workload.end_of_backward : workload.forward]
     if tasks:
         name_width = max(len(task.name) for _, task in tasks)
         yield f"\n{'update':{name_width}}  {'ms':>9}  starts for the next forward"

@@ -20,7 +20,7 @@ from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
-from fsdp_compile.passes.plan.search import PlannedStep, search_plan
+from fsdp_compile.passes.plan.schedule import PlannedStep, search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 

@@ -62,12 +62,12 @@ class _Machine:
             may = [alone or k >= free for _, free in starts]
             units = [unit for (unit, _, _), each in zip(self.gathers[g : g + m], may, strict=True) if each]
             if len(units) == m:
-                end = max(now, link) + w.launch_seconds("gather", units)
+                end = max(now, link) + w.latency + sum(w.units[unit].gather for unit in units)
                 size = sum(w.units[unit].gathered for unit in units)
                 yield k, g + m, r, now, end, rep, (*done, *[end] * m), pending, live + size
             units = [unit for unit, _, last in self.reduces[r : r + m] if last < k]
             if len(units) == m:
-                end = max(now, link) + w.launch_seconds("reduce", units)
+                end = max(now, link) + w.latency + sum(w.units[unit].reduce for unit in units)
                 yield k, g, r + m, now, end, rep, done, (*pending, (end, m)), live
         if pending:
             (end, m), *rest = pending

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compile.passes.cost.cluster import Group
 from fsdp_compile.passes.cost.hardware import (
     Hardware,
     Link,
@@ -21,6 +20,7 @@ from fsdp_compile.passes.cost.hardware import (
     to_json,
 )
 from fsdp_compile.passes.cost.roofline import (
+    Group,
     all_reduce_seconds,
     attention_seconds,
     launch_seconds,

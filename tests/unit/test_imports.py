@@ -151,7 +151,7 @@ def test_private_names_of_torch_are_in_their_files() -> None:
         ("comm.collectives", "fsdp_compile.core.unit"),
         ("eager.forward", "fsdp_compile.passes.pipeline"),
         ("passes.post_grad.order", "fsdp_compile.core.unit"),
-        ("passes.plan.search", "torch.fx"),
+        ("passes.plan.schedule", "torch.fx"),
         ("construct.prepare", "fsdp_compile.api.fully_shard"),
     ],
 )

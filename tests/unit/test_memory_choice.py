@@ -7,13 +7,13 @@ import pytest
 from workloads import blocks, random_workload
 
 from fsdp_compile.passes.plan.bound import smallest_budget
-from fsdp_compile.passes.plan.memory import Block, Choices, Copy, Repeat, Way, choose, mixes, planned, workload_of
+from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, choices, choose, planned, workload_of
 from fsdp_compile.passes.plan.plan import PlanError, verify
-from fsdp_compile.passes.plan.search import TOLERANCE, search_plan
+from fsdp_compile.passes.plan.schedule import TOLERANCE, search_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 
-def choices_of(rng: random.Random, step: Workload, most: int = 6) -> Choices:
+def options_of(rng: random.Random, step: Workload, most: int = 6) -> Options:
     """`step` with a position for each task, and activations of each unit that forward computes and backward reads."""
     count, split = len(step.tasks), step.backward
     live = [task.memory for task in step.tasks]
@@ -28,26 +28,26 @@ def choices_of(rng: random.Random, step: Workload, most: int = 6) -> Choices:
                     live[position] += size
             changes = ((first + 1, -size), (at, size))
             if first + 1 < split and (name == "recompute" or size <= ways[0].returns):
-                ways.append(Way(name, at, changes, (Repeat(first, part, size),), size))
+                ways.append(Policy(name, at, changes, (Repeat(first, part, size),), size))
         if ways and at - first > 3 and rng.random() < 0.7:  # copied to the host, and back two tasks before it is read
             left, seconds = rng.randint(first, split - 1), rng.randint(0, 8)
             copy = Copy(first, left, max(split, at - 2), at, ways[0].returns, seconds)
             changes = ((left + 1, -copy.size), (copy.back, copy.size))
-            ways += [Way("offload", at, changes, (), 0, (copy,))] if left + 1 < copy.back else []
+            ways += [Policy("offload", at, changes, (), 0, (copy,))] if left + 1 < copy.back else []
         made.append(Block(f"b{index}", tuple(ways)))
     tasks = tuple(replace(task, memory=memory) for task, memory in zip(step.tasks, live, strict=True))
     step = replace(step, tasks=tasks)
-    return Choices(step, step, tuple(live), (0,) * count, tuple(range(count)), tuple(made))
+    return Options(step, step, tuple(live), (0,) * count, tuple(range(count)), tuple(made))
 
 
-def single_knobs(choices: Choices) -> list[tuple[str, Workload]]:
+def single_knobs(options: Options) -> list[tuple[str, Workload]]:
     """Each knob alone at each of its settings: units that stay unsharded; so many blocks computed again."""
-    closed = [replace(unit, keep_unsharded=bool(unit.keep_unsharded)) for unit in choices.plain.units]
-    settings = [("unsharded", choices.plain)]
-    order = mixes(choices)
+    closed = [replace(unit, keep_unsharded=bool(unit.keep_unsharded)) for unit in options.plain.units]
+    settings = [("unsharded", options.plain)]
+    order = choices(options)
     for name in ("recompute", "half", "offload"):
-        alone = [mix for mix in order if {way.name for way in mix if way} == {name}]
-        settings += [(name, replace(workload_of(choices, mix), units=tuple(closed))) for mix in alone]
+        alone = [policies for policies in order if {way.name for way in policies if way} == {name}]
+        settings += [(name, replace(workload_of(options, policies), units=tuple(closed))) for policies in alone]
     return settings
 
 
@@ -56,13 +56,13 @@ def test_never_over_and_never_slower_than_a_single_knob(units: int) -> None:
     """Whatever the step and the budget, the plan is within it, and no knob alone makes a shorter one (I9)."""
     for seed in range(40 if units < 10 else 8):
         rng = random.Random(100 * units + seed)
-        choices = choices_of(rng, random_workload(rng, units))
-        settings = single_knobs(choices)
+        options = options_of(rng, random_workload(rng, units))
+        settings = single_knobs(options)
         budgets = sorted({smallest_budget(workload) + rng.randint(0, 4) for _, workload in settings})
         before = None
         for budget in budgets:
             try:
-                chosen = choose(choices, budget)
+                chosen = choose(options, budget)
             except PlanError:
                 assert all(smallest_budget(workload) > budget for _, workload in settings)
                 continue
@@ -81,16 +81,16 @@ def test_never_over_and_never_slower_than_a_single_knob(units: int) -> None:
 def test_more_memory_computes_less_again() -> None:
     """Without a limit nothing is computed again; between, as few of equal blocks as fit; below the least, an error."""
     rng = random.Random(0)
-    choices = choices_of(rng, blocks(4, keep=None))
-    assert not any(choose(choices, None).mix)
-    full = tuple(block.ways[0] if block.ways else None for block in choices.blocks)
-    least = min(smallest_budget(workload_of(choices, mix)) for mix in mixes(choices))
+    options = options_of(rng, blocks(4, keep=None))
+    assert not any(choose(options, None).policies)
+    full = tuple(block.policies[0] if block.policies else None for block in options.blocks)
+    least = min(smallest_budget(workload_of(options, policies)) for policies in choices(options))
     with pytest.raises(PlanError, match=f"budget: expected at least {least} bytes.* found {least - 1}"):
-        choose(choices, least - 1)
-    again = [sum(way is not None for way in choose(choices, least + room).mix) for room in (0, 10, 1000)]
+        choose(options, least - 1)
+    again = [sum(way is not None for way in choose(options, least + room).policies) for room in (0, 10, 1000)]
     assert again == sorted(again, reverse=True) and again[0] > again[-1] == 0
-    forced = planned(choices, full, None)
-    assert forced.workload.tasks != choices.plain.tasks and forced.seconds >= choose(choices, None).seconds
+    forced = planned(options, full, None)
+    assert forced.workload.tasks != options.plain.tasks and forced.seconds >= choose(options, None).seconds
 
 
 def test_what_is_computed_again_takes_time_and_memory() -> None:
@@ -98,9 +98,9 @@ def test_what_is_computed_again_takes_time_and_memory() -> None:
     step = Workload(
         tuple(replace(task, memory=10) for task in blocks(1).tasks), blocks(1).backward, blocks(1).units, 0.0
     )
-    way = Way("recompute", 5, ((2, -4), (5, 4)), (Repeat(1, 0.5, 4),), 4)
-    choices = Choices(step, step, (10,) * 6, (0,) * 6, tuple(range(6)), (Block("b", (way,)),))
-    made = workload_of(choices, (way,))
+    way = Policy("recompute", 5, ((2, -4), (5, 4)), (Repeat(1, 0.5, 4),), 4)
+    options = Options(step, step, (10,) * 6, (0,) * 6, tuple(range(6)), (Block("b", (way,)),))
+    made = workload_of(options, (way,))
     assert [task.memory for task in made.tasks] == [10, 10, 6, 6, 6, 10, 10]
     assert made.tasks[5].name == "blocks.0 forward again" and made.tasks[5].seconds == step.tasks[1].seconds / 2
     assert made.tasks[5].reads == step.tasks[1].reads
@@ -110,9 +110,9 @@ def test_what_is_copied_waits_for_the_link() -> None:
     """Two copies share the link; what waits for one is as much later, in forward and in backward."""
     step = blocks(2)  # embedding; blocks 1.2 each; head 0.5 | head 1.0; blocks 2.4 each; embedding
     copies = [Copy(1, 2, 4, 5, 3, 1.5), Copy(2, 3, 4, 6, 3, 1.0)]
-    ways = tuple(Way("offload", copy.read, ((copy.left + 1, -3), (copy.back, 3)), (), 0, (copy,)) for copy in copies)
-    choices = Choices(step, step, (10,) * 8, (0,) * 8, tuple(range(8)), tuple(Block("b", (way,)) for way in ways))
-    made = workload_of(choices, ways)
+    ways = tuple(Policy("offload", copy.read, ((copy.left + 1, -3), (copy.back, 3)), (), 0, (copy,)) for copy in copies)
+    options = Options(step, step, (10,) * 8, (0,) * 8, tuple(range(8)), tuple(Block("b", (way,)) for way in ways))
+    made = workload_of(options, ways)
     later = [one.seconds - other.seconds for one, other in zip(made.tasks, step.tasks, strict=True)]
     # Forward: copied from 1.25 to 2.75, though block 1 ends at 2.45; then to 3.75, though the head ends at 3.25.
     # Backward begins there: copied until 5.25 and 6.25, read at 4.75 and, that wait included, at 7.65.

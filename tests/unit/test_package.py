@@ -52,7 +52,7 @@ def test_names_load_no_passes() -> None:
 def test_numbers_load_no_torch() -> None:
     """Torch is not loaded where numbers alone are computed: by plans, costs, and options of the command line."""
     loaded = loaded_after(
-        "import contextlib, io, fsdp_compile.passes.plan.search\n"
+        "import contextlib, io, fsdp_compile.passes.plan.schedule\n"
         "from fsdp_compile.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()): main(['explain', '--hardware', 'list'])"
     )

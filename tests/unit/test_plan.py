@@ -5,7 +5,7 @@ from expecttest import assert_expected_inline
 from workloads import blocks, random_workload
 
 from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, simulate, verify
-from fsdp_compile.passes.plan.search import no_prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import no_prefetch, search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 
@@ -56,8 +56,8 @@ at   6  free         blocks.1
 at   6  reduce       blocks.1
 at   6  wait         blocks.0
 at   7  free         blocks.0
-at   7  wait_reduce  blocks.1
 at   7  reduce       blocks.0
+at   7  wait_reduce  blocks.1
 at   8  reduce       root
 at   8  wait_reduce  blocks.0
 at   8  wait_reduce  root

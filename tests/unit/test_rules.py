@@ -9,7 +9,7 @@ from bench.llama import MODELS, workload
 from bench.rules import fsdp2, one_ahead
 from fsdp_compile.passes.cost.hardware import device, link
 from fsdp_compile.passes.plan.plan import simulate, verify
-from fsdp_compile.passes.plan.search import alternating, search_plan
+from fsdp_compile.passes.plan.schedule import alternating, search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost
 
 

@@ -1,50 +1,45 @@
 import random
 from dataclasses import replace
-from functools import partial
+from math import inf
 from time import process_time
 
 import pytest
 from every_plan import shortest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workloads import blocks, random_workload
+from workloads import blocks, random_workload, updated
 
-from fsdp_compile.passes.plan.beam import beam_search
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
-from fsdp_compile.passes.plan.search import no_prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import no_prefetch, search_plan
 
-# Steps of 5 to 8 units of which all plans can be tried within a second each; others take minutes.
 LATE = pytest.mark.nightly
-LARGE = (1, 2, 3, 4, 6, 7, 10, 11, 12, 13, 14, 20, 21, 23, 26, 33, 38, 45, 51, 53, 58, 60, 68, 81, 84)
 
 
-def _check_shortest(workload, budget, merge):
-    found = search_plan(workload, budget, coalesce=merge)
-    verify(workload, found.plan, budget)
-    best = shortest(workload, float("inf") if budget is None else budget, merge)
-    assert found.exact and found.seconds == pytest.approx(best), found.plan
-    assert found.bound <= best + 1e-9
+def _case(seed):
+    """A random step of a few units, with updates or without, and a budget."""
+    rng = random.Random(seed)
+    workload = random_workload(rng, rng.choice([1, 2, 2, 3, 3, 3, 4]))
+    if len(workload.units) < 4 and rng.random() < 0.2:
+        workload = updated(workload, rng.choice([0, 1, 2]), rng.random() < 0.5, rng.choice([None, 1]))
+    over = rng.choice([0, 1, 3, None if len(workload.units) < 4 else 2])
+    return workload, None if over is None else smallest_budget(workload) + over
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=LATE if seed % 100 else ()) for seed in range(0, 475, 25)])
-def test_shortest(seed):
-    """With those below 500 steps of up to 8 units: no way of ordering, merging, keeping and waiting is shorter."""
-    for each in range(seed, seed + 25):
-        rng = random.Random(each)
-        workload = random_workload(rng, rng.choice([1, 2, 2, 3, 3, 3, 4]))
-        least = smallest_budget(workload)
-        over = rng.choice([0, 1, 3, None if len(workload.units) < 4 else 2])
-        _check_shortest(workload, None if over is None else least + over, merge=2)
-
-
-@pytest.mark.nightly
-def test_shortest_of_more_units():
-    """Also of 5 to 8 units, within the smallest budget."""
-    for seed in LARGE:
-        rng = random.Random(seed)
-        workload = random_workload(rng, rng.randint(5, 8), may_keep=False)
-        _check_shortest(workload, smallest_budget(workload), merge=1)
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 1000), marks=LATE)], ids=str)
+def test_random_steps(seeds):
+    """Of 1,000 steps each plan keeps its budget, more memory is never slower, 9 of 10 are within 3 % of the best."""
+    ratios = []
+    for seed in seeds:
+        workload, budget = _case(seed)
+        found = search_plan(workload, budget, coalesce=2)
+        verify(workload, found.plan, budget)
+        assert budget is None or found.peak <= budget
+        assert budget is None or search_plan(workload, budget + 2, coalesce=2).seconds <= found.seconds
+        best = shortest(workload, inf if budget is None else budget)
+        assert found.bound <= best + 1e-9 and best <= found.seconds + 1e-9, seed
+        ratios.append(found.seconds / best if best else 1.0)
+    assert sorted(ratios)[len(ratios) * 9 // 10] <= 1.03, ratios
 
 
 @pytest.mark.parametrize("count, keep", [(31, None), (63, False), (127, False)])
@@ -92,7 +87,7 @@ def test_more_memory_is_never_slower_by_construction(count, forward, latency, ke
     tight, roomy = (search_plan(workload, budget) for budget in budgets)
     assert tight.bound <= tight.seconds * (1 + 1e-9) and tight.peak <= budgets[0]
     assert roomy.bound <= roomy.seconds * (1 + 1e-9) and roomy.peak <= budgets[1]
-    assert roomy.seconds <= tight.seconds * (1 + 1e-12) and roomy.bound <= tight.bound * (1 + 1e-9)
+    assert roomy.seconds <= tight.seconds
 
 
 def test_one_large_unit():
@@ -146,24 +141,12 @@ def test_bound_formula():
 
 @pytest.mark.parametrize("merge", [1, 2, 3])
 def test_no_plan_beats_the_bound(merge):
-    """Within any budget the bound is no more than what trying everything finds, and no budget makes it lower."""
+    """Within any budget the bound is no more than what trying everything finds."""
     for seed in range(500, 560):
         rng = random.Random(seed)
         workload = random_workload(rng, rng.randint(1, 3))
         budget = smallest_budget(workload) + rng.choice([0, 1, 2, 4])
-        bound = lower_bound(workload, None, budget, merge)
-        assert lower_bound(workload) - 1e-9 <= bound <= shortest(workload, budget, merge) + 1e-9
-
-
-def test_what_is_known_changes_no_plan():
-    """A search that knows of a plan as long as what it finds, finds the same; of one that no plan reaches, none."""
-    for seed in range(4):
-        workload = blocks(12, rng=random.Random(seed), latency=0.3)
-        budget = int(1.3 * smallest_budget(workload))
-        search = partial(beam_search, workload, frozenset(), budget, coalesce=4, beam_width=6)
-        ours = search()
-        assert search(incumbent=ours.seconds).plan == ours.plan
-        assert search(incumbent=lower_bound(workload) / 2) is None
+        assert lower_bound(workload) - 1e-9 <= lower_bound(workload, merge) <= shortest(workload, budget, merge) + 1e-9
 
 
 def test_lean_needs_the_smallest_budget():

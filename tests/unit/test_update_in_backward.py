@@ -24,9 +24,8 @@ from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
-from fsdp_compile.passes.plan.search import alternating, no_prefetch, prefetch, search_plan
-from fsdp_compile.passes.plan.update import UpdateCost, updating_in_backward, with_update
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.plan.schedule import alternating, no_prefetch, prefetch, search_plan
+from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward, with_update
 from fsdp_compile.passes.post_grad.order import place_updates
 
 pytestmark = pytest.mark.usefixtures("emulated")

@@ -6,23 +6,12 @@ from dataclasses import replace
 import pytest
 from every_plan import shortest
 from expecttest import assert_expected_inline
-from workloads import blocks, random_workload
+from workloads import blocks, random_workload, updated
 
 from fsdp_compile.explain.sharded import report
 from fsdp_compile.passes.plan.bound import smallest_budget
-from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate, verify
-from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.update import UpdateCost, prefetched, repeated, with_update, without_update
-from fsdp_compile.passes.plan.workload import Workload
-
-
-def updated(
-    step: Workload, seconds: float = 0.3, clips: bool = False, prefetch: int | None = None, compare: float = 0.0
-) -> Workload:
-    """`step`, in which every unit may be prefetched, with updates that take `seconds` each."""
-    units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
-    cost = UpdateCost((seconds,) * len(units), (1,) * len(units), 0.1, 0.1, 0.2 if clips else None, prefetch, compare)
-    return with_update(replace(step, units=units), cost)
+from fsdp_compile.passes.plan.plan import Plan, PlanError, prefetched, simulate, verify
+from fsdp_compile.passes.plan.schedule import search_plan
 
 
 def test_ten_lines():
@@ -54,22 +43,11 @@ def test_of_many_units(clips: bool, keep: bool | None) -> None:
         search_plan(workload, least - 1)
 
 
-def test_rules_as_plans_of_the_repeated_step() -> None:
-    """A plan of forward and backward alone is one of the step with updates, and takes what it took and the updates."""
-    for seed in range(20):
-        workload = updated(random_workload(random.Random(seed), 4), seconds=2.0)
-        apart = without_update(workload)
-        plan = search_plan(apart).plan
-        verify(workload, repeated(workload, plan))
-        seconds = simulate(workload, repeated(workload, plan)).makespan - simulate(apart, plan).makespan
-        assert 8.1 - 1e-9 <= seconds <= 8.2 + 1e-9  # the wait for replicas may come later
-
-
 def _moved(plan: Plan, kind: str, unit: str, at: int) -> Plan:
     """`plan` with the last step of a kind and a unit at another place."""
     steps = list(plan.steps)
     (*_, last) = (number for number, step in enumerate(steps) if step.kind == kind and unit in step.units)
-    moved = replace(steps.pop(last), at=at)
+    moved = steps.pop(last)._replace(at=at)
     return Plan(tuple(sorted([*steps, moved], key=lambda step: step.at)))
 
 
@@ -93,37 +71,38 @@ def test_verify_sees_what_crosses() -> None:
 
 
 def test_gathers_that_were_launched_before() -> None:
-    """Of a forward whose first gathers are under way: they take no launch, and the next ones are launched at once."""
+    """Of a forward whose first gathers are under way: they take no launch, and the next one is launched in time."""
     step = blocks(3)
     forward = replace(step, tasks=step.tasks[: step.backward])
     units = tuple(replace(u, arrives=at) for u, at in zip(step.units[:3], (0.0, 0.4, 0.8), strict=True))
     under_way = replace(forward, units=(*units, *step.units[3:]))
-    plan = search_plan(under_way).plan
+    found = search_plan(under_way)
+    plan = found.plan
     verify(under_way, plan)
     assert [each.units for each in plan.of("gather")[:3]] == [("root",), ("blocks.0",), ("blocks.1",)]
     link = simulate(under_way, plan).link
     assert [span.end for span in link[:3]] == [0.0, 0.4, 0.8]
-    assert link[3].start == 0.8
+    assert link[3].start >= 0.8 and found.gap == pytest.approx(0)
     assert search_plan(under_way).seconds < search_plan(forward).seconds - 1
     assert smallest_budget(under_way) == 70 + 100 + 100 > smallest_budget(forward)  # alive from the beginning
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.nightly) for seed in range(20)]
-)
-def test_shortest(seed: int) -> None:
-    """Of small steps with updates, also with clipping, no way of ordering, keeping and waiting is shorter."""
-    for each in range(20 * seed, 20 * seed + 20):
-        rng = random.Random(each)
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 400), marks=pytest.mark.nightly)], ids=str)
+def test_near_the_shortest(seeds: range) -> None:
+    """Of small steps with updates, also with clipping: 9 of 10 plans are within 3 % of what trying everything finds."""
+    ratios = []
+    for seed in seeds:
+        rng = random.Random(seed)
         step = random_workload(rng, rng.choice([1, 2, 2, 3]))
         workload = updated(step, rng.choice([0, 1, 2]), rng.random() < 0.5, rng.choice([None, 1]), rng.choice([0, 0.5]))
         least = smallest_budget(workload)
         budget = rng.choice([None, least, least + 2])
-        found = search_plan(workload, budget)
+        found = search_plan(workload, budget, coalesce=2)
         verify(workload, found.plan, budget)
         best = shortest(workload, float("inf") if budget is None else budget)
-        assert found.seconds == pytest.approx(best), (each, found.plan)
-        assert found.bound <= best + 1e-9, each
+        assert found.bound <= best + 1e-9 and best <= found.seconds + 1e-9, seed
+        ratios.append(found.seconds / best)
+    assert sorted(ratios)[len(ratios) * 9 // 10] <= 1.03, ratios
 
 
 def test_report() -> None:
@@ -137,7 +116,8 @@ def test_report() -> None:
 collective                          bytes         ms     hidden    exposed  limited by
 gather root                            70    720.000      0.000    720.000  dependency
 gather blocks.2                       100   1020.000   1000.000     20.000  link
-gather blocks.1 blocks.0              200   2020.000   2020.000      0.000
+gather blocks.1                       100   1020.000   1020.000      0.000
+gather blocks.0                       100   1020.000   1020.000      0.000
 reduce blocks.2                       100   1020.000   1020.000      0.000
 reduce blocks.1                       100   1020.000   1020.000      0.000
 reduce blocks.0                       100   1020.000     50.000    970.000  dependency
@@ -157,7 +137,7 @@ update blocks.2    300.000  gather blocks.2
 next step          100.000
 
 step      17120.000 ms, backward, update and the next forward, which repeats: computing 13800.000, the rest 3320.000
-bound     17080.000 ms, a lower bound for all plans; this one takes 0.23% more
+bound     17060.000 ms, a lower bound for all plans; this one takes 0.35% more
 memory    472 bytes at most, budget: no limit
 """,
     )

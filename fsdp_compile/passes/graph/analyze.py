@@ -50,6 +50,11 @@ class Gather:
     readers: list[fx.Node]
 
     @property
+    def inputs(self) -> set[fx.Node]:
+        """What the nodes that start it read."""
+        return {each for node in (*self.first, *self.start) for each in node.all_input_nodes}
+
+    @property
     def starts(self) -> list[fx.Node]:
         """The all-gathers of the last stage, in the order in which they are launched."""
         return [node for node in self.start if node.target in STARTS]
@@ -124,13 +129,16 @@ def analyze(
     reduces = {names[start]: _reduce(start) for start in tagged(graph, "reduce") if start in names}
     computing, tail = _computing(graph, prologue, gathers, reduces)
     position = {node: index for index, node in enumerate(computing)}
-    backward = _first_of_backward(computing) if joint else 0
+    backward = 0
+    if joint:  # backward begins with the first node that is computed from the gradient of an output
+        from_gradients = (at for at, node in enumerate(computing) if any(map(is_tangent, node.all_input_nodes)))
+        backward = next(from_gradients, len(computing))
     reads = {name: _spans(gather.readers, position, backward) for name, gather in gathers.items()}
     writes = {name: _writes(name, reduce, reads, position) for name, reduce in reduces.items()}
     cuts = _cuts(computing, [*reads.values(), *writes.values()], backward)
     tasks = [computing[begin:end] for begin, end in pairwise((*cuts, len(computing)))]
     units = list(dict.fromkeys([*gathers, *reduces]))
-    first = next((name for name, gather in gathers.items() if _reads(gather, prologue)), None)
+    first = next((name for name, gather in gathers.items() if gather.inputs & {*prologue}), None)
     ready = [spans[-1][1] for spans in writes.values()]
     alive: list[Lifetime] = []
     if costs is not None and costs.memory:
@@ -208,12 +216,6 @@ def _gather(starts: Sequence[fx.Node], prologue: Sequence[fx.Node]) -> Gather:
     firsts = [index + 1 for index, node in enumerate(nodes) if node.target in STARTS and node not in starts]
     split = max(firsts, default=0)
     return Gather(nodes[:split], nodes[split:], [*waits, *views], list(dict.fromkeys(others)))
-
-
-def _reads(gather: Gather, prologue: Sequence[fx.Node]) -> bool:
-    """Whether a gather sends what follows from the `prologue`."""
-    inputs = {each for node in (*gather.first, *gather.start) for each in node.all_input_nodes}
-    return not inputs.isdisjoint(prologue)
 
 
 def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) -> list[fx.Node]:
@@ -312,14 +314,6 @@ def _computing(
     return computing, tail
 
 
-def _first_of_backward(computing: list[fx.Node]) -> int:
-    """Position of the first node that is computed from the gradient of an output."""
-    for index, node in enumerate(computing):
-        if any(is_tangent(each) for each in node.all_input_nodes):
-            return index
-    return len(computing)
-
-
 def _spans(nodes: Iterable[fx.Node], position: Mapping[fx.Node, int], split: int) -> list[Span]:
     """From the first to the last of `nodes`, before and from `split`; placeholders come first, outputs last."""
     positions = [position.get(node, len(position) - 1 if node.op == "output" else 0) for node in nodes]
@@ -366,24 +360,20 @@ def _unit(
     """What a unit costs. The first gather that reads the `prologue` waits for it, and has its seconds too."""
     before = [node for node in prologue if node.target in STARTS]
     further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
+    nodes = [*gather.first, *gather.start] if gather else []
+    sent = [*before, *(node for node in nodes if node.target in STARTS)]
+    reshards = tag_of(gather.start[-1]).reshard if gather else True
     return UnitCost(
         name,
-        gather=sum(map(costs.collective, (*before, *_starts(gather)))) + len(before) * costs.latency
-        if costs and gather
-        else 0.0,
+        gather=sum(map(costs.collective, sent)) + len(before) * costs.latency if costs and gather else 0.0,
         reduce=costs.collective(reduce.start[-1]) if costs and reduce else 0.0,
-        gathered=sum(size_of(node) for node in (*gather.first, *gather.start) if _allocates(node)) if gather else 0,
+        gathered=sum(size_of(node) for node in nodes if node.target is not WAIT and not is_view(node)),
         packed=size_of(reduce.start[-1].all_input_nodes[0]) if reduce else 0,
         replicate=sum(map(costs.collective, further)) if costs else 0.0,
-        keep_unsharded=_keep_unsharded(gather.start[-1]) if gather else False,
+        keep_unsharded=None if reshards is None else not reshards,
         module=(tag_of(gather.start[-1]).path or "root") if gather else "",
         may_prefetch=gather is not None and stored_shard(gather) is not None,
     )
-
-
-def _starts(gather: Gather) -> list[fx.Node]:
-    """All that a gather puts on the wire, in all stages."""
-    return [node for node in (*gather.first, *gather.start) if node.target in STARTS]
 
 
 def stored_shard(gather: Gather) -> fx.Node | None:
@@ -391,23 +381,11 @@ def stored_shard(gather: Gather) -> fx.Node | None:
 
     Such a gather may be started before the graph runs (eager/next_forward.py).
     """
-    nodes = [*gather.first, *gather.start]
-    (*others, _), moved = gather.starts, [node for node in nodes if node.target not in (*STARTS, WAIT)]
-    sources = {source for node in nodes for source in node.all_input_nodes if source.op == "placeholder"}
+    moved = [node for node in (*gather.first, *gather.start) if node.target not in (*STARTS, WAIT)]
+    (*others, _), sources = gather.starts, {source for source in gather.inputs if source.op == "placeholder"}
     if others or len(sources) != 1 or any((tag := get_tag(node)) is None or tag.kind != "cast" for node in moved):
         return None
     return sources.pop()
-
-
-def _allocates(node: fx.Node) -> bool:
-    """Whether a node on the way to a gather, a cast or a first stage, has memory of its own."""
-    return node.target is not WAIT and not is_view(node)
-
-
-def _keep_unsharded(gather: fx.Node) -> bool | None:
-    """Whether a gathered buffer is kept for backward; None: not decided yet."""
-    reshards = tag_of(gather).reshard
-    return None if reshards is None else not reshards
 
 
 # --- what is alive ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard
 from fsdp_compile.passes.graph.costs import Costs, size_of
 from fsdp_compile.passes.graph.nodes import get_tag, set_tag, tag_of
-from fsdp_compile.passes.plan.plan import Plan
-from fsdp_compile.passes.plan.update import UpdateCost, arrivals_in_forward
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.plan.plan import Plan, arrivals_in_forward
+from fsdp_compile.passes.plan.workload import UpdateCost, Workload
 
 
 def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:

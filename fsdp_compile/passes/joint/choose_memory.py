@@ -2,7 +2,7 @@
 
     choose_activations    the pass: blocks are read, the planner chooses (plan/memory.py), the partitioner is told
       read_blocks         which nodes belong to which block, and what of that backward needs
-      Blocks.choices      what each way to treat a block means: what is freed, when it is back, what it costs
+      Blocks.options      what each policy means for a block: what is freed, when it is back, what it costs
       Blocks.tag          nodes are tagged as by activation checkpoints; copies to the host are inserted (offload.py)
 
 A block is a module of a list of modules, such as `layers.3`, of the outermost such list. Its nodes are those of its
@@ -13,7 +13,7 @@ Of a block, all that backward needs is computed again from what enters it: tenso
 around it, which are stored. What leaves the block is stored too, as the next one starts there; so are the results of
 random operators, which would have other values the second time. The nodes get the tags of activation checkpoints,
 `MUST_RECOMPUTE` and `MUST_SAVE`, so that the partitioner has no choice left in a block that is computed again, and what
-was planned is what happens. In the way "products", results of matrix products and of attention are stored as well.
+was planned is what happens. In the policy "products", results of matrix products and of attention are stored as well.
 
 A block in which the user has put a checkpoint is left as it is, and so is one that computes twice in a step, or whose
 nodes are interleaved with another one's.
@@ -42,9 +42,9 @@ from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of,
 from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
 from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.memory import Block, Choices, Chosen, Copy, Repeat, Way, choose, planned
+from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, Result, choose, planned
 
-RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # ways to treat a block
+RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # policies for a block
 
 
 def choose_activations(context: GraphContext) -> None:
@@ -62,24 +62,24 @@ def choose_activations(context: GraphContext) -> None:
     if config.link is None:
         blocks.tag((RECOMPUTE,) * len(blocks.blocks))
     else:
-        choices = blocks.choices(config)
-        chosen = choose_mix(choices, config)
-        blocks.tag(tuple(way.name if way else None for way in chosen.mix))
+        options = blocks.options(config)
+        chosen = choose_policies(options, config)
+        blocks.tag(tuple(policy.name if policy else None for policy in chosen.policies))
         keep_unsharded(graph, blocks.info, chosen.planned.keep_unsharded)
         note_arrivals(blocks.info, chosen.workload, chosen.planned.plan)
 
 
-def choose_mix(choices: Choices, config: CompileConfig) -> Chosen:
-    """The mix that `config.activations` names, or the best one. PlanError if none fits into `config.budget`."""
-    if config.activations == OFFLOAD and not any(way.copies for block in choices.blocks for way in block.ways):
+def choose_policies(options: Options, config: CompileConfig) -> Result:
+    """The policies that `config.activations` names, or the best ones. PlanError if none fits into `config.budget`."""
+    if config.activations == OFFLOAD and not any(each.copies for block in options.blocks for each in block.policies):
         raise ValueError(
             "activations: expected a device whose hardware file has a host_bandwidth, and two blocks or more with "
             f"large activations, for 'offload', found {config.device or 'the device of the graph'}"
         )
     if config.activations == "auto":
-        return choose(choices, config.budget)
-    by_name = [{way.name: way for way in block.ways} for block in choices.blocks]
-    return planned(choices, tuple(ways.get(config.activations) for ways in by_name), config.budget)
+        return choose(options, config.budget)
+    by_name = [{policy.name: policy for policy in block.policies} for block in options.blocks]
+    return planned(options, tuple(policies.get(config.activations) for policies in by_name), config.budget)
 
 
 # --- which nodes are a block's ----------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Blocks:
         costs: None: only the structure is known.
         info: the graph, analyzed.
         stored: what enters and leaves blocks.
-        blocks: by name, what would be computed again, by the name of the way.
+        blocks: by name, what would be computed again, by the name of the policy.
         split: the first position of backward.
     """
 
@@ -105,9 +105,9 @@ class Blocks:
     blocks: Mapping[str, Mapping[str, Again]]
     split: int
 
-    def tag(self, mix: Sequence[str | None]) -> None:
+    def tag(self, policies: Sequence[str | None]) -> None:
         """Tell the partitioner what to compute again. See Note [What is computed again]."""
-        chosen = [ways[name] for ways, name in zip(self.blocks.values(), mix, strict=True) if name is not None]
+        chosen = [of_block[name] for of_block, name in zip(self.blocks.values(), policies, strict=True) if name]
         for again in chosen:
             set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
             repeated = copy_to_host(self.graph, again, _positions(self.info), self.split) if again.copied else ()
@@ -115,24 +115,24 @@ class Blocks:
         if chosen:
             set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
 
-    def choices(self, config: CompileConfig) -> Choices:
+    def options(self, config: CompileConfig) -> Options:
         """All that as numbers, for the planner."""
         update = update_cost(self.info, self.costs, config)
         if not self.blocks or self.costs is None:
-            return Choices(self.info.workload, self.info.workload, (), (), (), (), update)
+            return Options(self.info.workload, self.info.workload, (), (), (), (), update)
         stored = analyze(self.graph, self.costs, joint=True, stored=self.stored)
         starts = list(accumulate(map(len, stored.tasks[:-1]), initial=0))
         fresh = dict.fromkeys(starts, 0)
         for each in stored.alive:
             if each.begin in fresh:
                 fresh[each.begin] += each.size
-        of_ways = _Ways(self, stored, starts)
+        of_policies = _Policies(self, stored, starts)
         blocks = tuple(
-            Block(name, tuple(way for each, again in ways.items() if (way := of_ways.way(each, again)) is not None))
-            for name, ways in self.blocks.items()
+            Block(name, tuple(filter(None, (of_policies.policy(*each) for each in policies.items()))))
+            for name, policies in self.blocks.items()
         )
         live = live_bytes(stored.alive, len(_positions(stored)))
-        return Choices(
+        return Options(
             self.info.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks, update
         )
 
@@ -155,11 +155,11 @@ def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
     for name, nodes in spans.items():
         saved = [node for node in nodes if not is_pure(node) and not is_scalar(node)]
         products = [node for node in nodes if flop_formula(node) is not None]
-        for way, left_out in ((RECOMPUTE, saved), (PRODUCTS, [*saved, *products])):
+        for policy, left_out in ((RECOMPUTE, saved), (PRODUCTS, [*saved, *products])):
             again = _needed(nodes, stored.union(left_out), position, split)
             if again:
-                blocks.setdefault(name, {})[way] = Again(again, left_out)
-            if way == PRODUCTS and again and costs is not None and costs.host_bandwidth and name in neighbors:
+                blocks.setdefault(name, {})[policy] = Again(again, left_out)
+            if policy == PRODUCTS and again and costs is not None and costs.host_bandwidth and name in neighbors:
                 copied = to_copy(nodes, {*again}, stored, position, split)
                 blocks[name][OFFLOAD] = Again(again, left_out, copied, neighbors[name])
     return Blocks(graph, costs, info, stored, blocks, split)
@@ -212,8 +212,8 @@ def _needed(
 # --- what computing a block again means -------------------------------------------------------------------------------
 
 
-class _Ways:
-    """From what is computed again to a `Way`: positions, bytes and seconds."""
+class _Policies:
+    """From what is computed again to a `Policy`: positions, bytes and seconds."""
 
     def __init__(self, blocks: Blocks, stored: GraphInfo, starts: Sequence[int]) -> None:
         assert blocks.costs is not None
@@ -223,7 +223,7 @@ class _Ways:
         self.last_in_forward = last_uses_of(blocks.graph, forward, inlined(blocks.graph, True) - blocks.stored)
         self.alive: dict[fx.Node, Lifetime] = {each.node: each for each in stored.alive if each.node is not None}
 
-    def way(self, name: str, again: Again) -> Way | None:
+    def policy(self, name: str, again: Again) -> Policy | None:
         """What it means to compute `again`; None if it saves nothing."""
         nodes = set(again.nodes)
         reads = [self.position.get(user, 0) for node in (*again.nodes, *again.copied) for user in node.users]
@@ -251,7 +251,7 @@ class _Ways:
             changes += [(left + 1, -copy.size), (self.position[again.next.first], copy.size)]  # type: ignore[union-attr]  # likewise
         if not returns or any(copy.back >= at for copy in copies) or (name == OFFLOAD and not copies):
             return None
-        return Way(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns, copies)
+        return Policy(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns, copies)
 
     def _copy(self, node: fx.Node, beside: Next, read: int) -> Copy:
         """How `node` is copied."""

@@ -16,8 +16,8 @@ from fsdp_compile.passes.graph.analyze import analyze, stretches_of
 from fsdp_compile.passes.graph.choices import keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.search import search_plan
-from fsdp_compile.passes.plan.update import with_update
+from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.workload import with_update
 
 
 def choose_reshard(context: GraphContext) -> None:

@@ -1,33 +1,28 @@
-"""What becomes of each block's activations between forward and backward: the fastest mix within a budget.
+"""What becomes of each block's activations between forward and backward: the fastest choice within a budget.
 
-A block's activations stay alive until backward reads them, or are computed again there. Together with which units stay
-unsharded, which `search_plan` chooses, that decides how much is alive and how long the step is.
+A block's activations stay alive until backward reads them, are computed again there, or are copied to the host and
+back. Together with which units stay unsharded, which `search_plan` chooses, that decides how much is alive and how long
+the step is.
 
-    Choices          a step, and for each of its blocks the ways in which its activations may be treated
-      workload_of    the step that a mix of ways makes, as the planner sees it
-    choose           of all mixes that are tried the one with the shortest plan within the budget
+    Options        a step, and for each of its blocks the policies that its activations may have
+    workload_of    the step that a policy for each block makes, as the planner sees it
+    choose         of the choices that are tried the one with the shortest plan within the budget
 
-Note [Which mixes are tried]
-Three kinds: all activations stay; the first blocks by some order are treated in one and the same way, for every number
-of blocks and every way; and the mixes on the way from the first to the last of these, in which each step takes the
-block and the way that saves the most bytes for each second that it costs; that again for the blocks that remain where
-a quarter, half or three quarters of them are copied to the host. Every mix is searched with the units' choice
-open, and, where the search is not exact, also with every unit resharded. So the result is never slower than units that
-stay unsharded with all activations, nor than one way for so many blocks with every unit resharded: all of these are
-among the candidates. A mix is left out only if a lower bound shows that it cannot be faster than one that is known, by
-more than the tolerance of the search.
+One knob is turned: the first blocks, by what a policy saves for its seconds, have that policy, and all others have
+another one or keep their activations. So the result is never slower than units that stay unsharded with all
+activations, nor than one policy for so many blocks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.plan.search import EXACT_UNITS, TOLERANCE, PlannedStep, search_plan
-from fsdp_compile.passes.plan.update import UpdateCost, with_update
-from fsdp_compile.passes.plan.workload import Task, Workload
+from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
+from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, with_update
 
 KEEP = "keep"
 
@@ -69,7 +64,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Way:
+class Policy:
     """What may be done with the activations of a block, other than keeping them.
 
     Attributes:
@@ -91,19 +86,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Block:
-    """A block whose activations may be treated in one of some ways, or plain."""
+    """A block, and the policies that its activations may have beside being kept."""
 
     name: str
-    ways: tuple[Way, ...]
+    policies: tuple[Policy, ...]
 
 
 @dataclass(frozen=True)
-class Choices:
+class Options:
     """A step, and what may be chosen in it.
 
     Attributes:
         plain: the step in which all activations stay.
-        stored: the same step, where the inputs of all blocks are stored: all other mixes begin there.
+        stored: the same step, where the inputs of all blocks are stored: policies change this one.
         live: bytes that are alive at each position in `stored`, beside gathered and packed buffers.
         fresh: bytes of these, at the first position of each task, that are alive since there.
         starts: the first position of each task.
@@ -120,14 +115,14 @@ class Choices:
     update: UpdateCost | None = None
 
 
-Mix = tuple[Way | None, ...]  # for each block; None: its activations stay
+PolicyPerBlock = tuple[Policy | None, ...]  # for each block; None: its activations stay
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A mix, the step that it makes, and the plan for that."""
+class Result:
+    """A policy for each block, the step that this makes, and the plan for it."""
 
-    mix: Mix
+    policies: PolicyPerBlock
     workload: Workload
     planned: PlannedStep
 
@@ -137,38 +132,38 @@ class Chosen:
         return self.planned.seconds
 
 
-def workload_of(choices: Choices, mix: Mix) -> Workload:
-    """The step in which each block's activations are treated as `mix` says."""
-    step = _computed(choices, mix)
-    return step if choices.update is None else with_update(step, choices.update)
+def workload_of(options: Options, policies: PolicyPerBlock) -> Workload:
+    """The step in which each block's activations have a policy, or are kept."""
+    step = _computed(options, policies)
+    return step if options.update is None else with_update(step, options.update)
 
 
-def _computed(choices: Choices, mix: Mix) -> Workload:
+def _computed(options: Options, policies: PolicyPerBlock) -> Workload:
     """The forward and the backward of that."""
-    ways = [way for way in mix if way is not None]
-    if not ways:
-        return choices.plain
-    live = live_of(choices, mix)
+    active = [each for each in policies if each is not None]
+    if not active:
+        return options.plain
+    live = live_of(options, policies)
     again: dict[int, list[Task]] = {}
-    for way in ways:
-        beside = live[choices.starts[way.at]] - choices.fresh[way.at] - way.returns
-        again.setdefault(way.at, []).extend(_repeated(choices.stored, repeat, beside) for repeat in way.repeats)
+    for policy in active:
+        beside = live[options.starts[policy.at]] - options.fresh[policy.at] - policy.returns
+        again.setdefault(policy.at, []).extend(_repeated(options.stored, repeat, beside) for repeat in policy.repeats)
     tasks: list[Task] = []
-    waits = _waits(choices.stored, [copy for way in ways for copy in way.copies])
-    ends = [*choices.starts[1:], len(live)]
-    for index, (task, begin, end) in enumerate(zip(choices.stored.tasks, choices.starts, ends, strict=True)):
+    waits = _waits(options.stored, [copy for policy in active for copy in policy.copies])
+    ends = [*options.starts[1:], len(live)]
+    for index, (task, begin, end) in enumerate(zip(options.stored.tasks, options.starts, ends, strict=True)):
         seconds = task.seconds + waits.get(index, 0.0)
         tasks += [*again.get(index, ()), replace(task, seconds=seconds, memory=max(live[begin:end]))]
-    return replace(choices.stored, tasks=tuple(tasks))
+    return replace(options.stored, tasks=tuple(tasks))
 
 
-def live_of(choices: Choices, mix: Mix) -> list[int]:
+def live_of(options: Options, policies: PolicyPerBlock) -> list[int]:
     """Bytes that are alive at each position beside gathered and packed buffers, and what is computed again."""
-    changes = [0] * (len(choices.live) + 1)
-    for way in mix:
-        for position, size in way.changes if way is not None else ():
+    changes = [0] * (len(options.live) + 1)
+    for policy in policies:
+        for position, size in policy.changes if policy is not None else ():
             changes[position] += size
-    return [size + change for size, change in zip(choices.live, accumulate(changes), strict=False)]
+    return [size + change for size, change in zip(options.live, accumulate(changes), strict=False)]
 
 
 def _waits(step: Workload, copies: Sequence[Copy]) -> dict[int, float]:
@@ -197,104 +192,91 @@ def _repeated(step: Workload, repeat: Repeat, beside: int) -> Task:
     return Task(f"{task.name} again", task.seconds * repeat.part, max(0, beside) + repeat.memory, task.reads)
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
+# --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def planned(choices: Choices, mix: Mix, budget: int | None) -> Chosen:
-    """`mix`, and the plan that the search finds for it. PlanError if none fits into the budget."""
-    workload = workload_of(choices, mix)
-    return Chosen(mix, workload, search_plan(workload, budget))
+def planned(options: Options, policies: PolicyPerBlock, budget: int | None) -> Result:
+    """A choice, and the plan that is found for it. PlanError if none fits into the budget."""
+    workload = workload_of(options, policies)
+    return Result(policies, workload, search_plan(workload, budget))
 
 
-def choose(choices: Choices, budget: int | None) -> Chosen:
-    """The mix with the shortest plan within the budget. See Note [Which mixes are tried].
+def choose(options: Options, budget: int | None) -> Result:
+    """Of all that is tried the choice with the shortest plan within the budget.
+
+    A choice is left out only if no plan for it can be shorter, by more than the search's tolerance, than a known one.
 
     Args:
-        choices: the step.
+        options: the step.
         budget: bytes that may live at most; None: no limit.
 
     Raises:
-        PlanError: no mix has a plan within the budget; the message says which budget has one.
+        PlanError: no choice has a plan within the budget; the message says which budget has one.
     """
-    best: Chosen | None = None
-    fitting = [mix for mix in mixes(choices) if budget is None or _may_fit(choices, mix, budget)]
-    computing = {mix: _computing(choices, mix) for mix in fitting}
-    for mix in sorted(fitting, key=computing.__getitem__):
-        if best is not None and computing[mix] >= best.seconds * (1 - TOLERANCE):
-            break  # neither this mix nor one that follows can take fewer seconds
-        workload = workload_of(choices, mix)
-        if budget is not None and smallest_budget(workload) > budget:
-            continue
-        for variant in _variants(workload):
-            if best is None or lower_bound(variant, None, budget) < best.seconds * (1 - TOLERANCE):
-                result = Chosen(mix, workload, search_plan(variant, budget))
-                best = result if best is None or result.seconds < best.seconds else best
+    best: Result | None = None
+    tried = choices(options)
+    computing = {policies: _computing(options, policies) for policies in tried if _may_fit(options, policies, budget)}
+    for policies in sorted(computing, key=computing.__getitem__):
+        most = best.seconds * (1 - TOLERANCE) if best is not None else inf
+        if computing[policies] >= most:
+            break  # neither this choice nor one that follows can take fewer seconds
+        workload = workload_of(options, policies)
+        fits = budget is None or smallest_budget(workload) <= budget
+        if fits and lower_bound(workload) < most:
+            closed = replace(
+                workload,
+                units=tuple(replace(each, keep_unsharded=bool(each.keep_unsharded)) for each in workload.units),
+            )
+            found = min((search_plan(each, budget) for each in (workload, closed)), key=lambda each: each.seconds)
+            best = Result(policies, workload, found) if found.seconds < most else best
     if best is None:
-        least = min(smallest_budget(workload_of(choices, mix)) for mix in mixes(choices))
+        least = min(smallest_budget(workload_of(options, policies)) for policies in tried)
         raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
                         "when it is read and reduced when it is ready, and activations are treated so that the least "
                         f"of them is alive, found {budget}")  # fmt: skip
     return best
 
 
-def _may_fit(choices: Choices, mix: Mix, budget: int) -> bool:
-    """Whether `mix` may have a plan within the budget: beside what is alive there are gathered and packed buffers."""
-    return max(live_of(choices, mix) if any(mix) else [task.memory for task in choices.plain.tasks]) <= budget
-
-
-def _variants(workload: Workload) -> Iterator[Workload]:
-    """`workload`, and where its search is not exact also the one in which every unit that may be is resharded."""
-    yield workload
-    if workload.may_keep and len(workload.units) > EXACT_UNITS:
-        units = (replace(unit, keep_unsharded=bool(unit.keep_unsharded)) for unit in workload.units)
-        yield replace(workload, units=tuple(units))
-
-
-def mixes(choices: Choices) -> list[Mix]:
-    """The mixes that are tried. See Note [Which mixes are tried]."""
-    blocks = choices.blocks
-    keep: Mix = (None,) * len(blocks)
-    result: dict[Mix, None] = {keep: None}
-    for name in dict.fromkeys(way.name for block in blocks for way in block.ways):
-        mix = list(keep)
-        named = [(at, way) for at, block in enumerate(blocks) for way in block.ways if way.name == name]
-        for at, way in sorted(named, key=lambda each: (-_worth(choices, each[1]), each[0])):
-            mix[at] = way
-            result[tuple(mix)] = None
-    copied = [mix for mix in result if any(way is not None and way.copies for way in mix)]
-    for begin in (keep, *(copied[len(copied) * part // 4] for part in (1, 2, 3) if copied)):
-        mix = list(begin)
-        while steps := [
-            (at, way) for at, block in enumerate(blocks) for way in block.ways if _saves_more(way, mix[at])
-        ]:
-            at, way = max(steps, key=lambda each: (_worth(choices, each[1], mix[each[0]]), -each[0]))
-            mix[at] = way
-            result[tuple(mix)] = None
+def choices(options: Options) -> list[PolicyPerBlock]:
+    """What is tried: all activations stay; or so many blocks have one policy, and the others another one, or none."""
+    names = list(dict.fromkeys(policy.name for block in options.blocks for policy in block.policies))
+    by_name = {name: tuple(_named(block, name) for block in options.blocks) for name in names}
+    kept: PolicyPerBlock = (None,) * len(options.blocks)
+    result = {kept: None}
+    for name, policies in by_name.items():
+        worth = {at: _worth(options, policy) for at, policy in enumerate(policies) if policy is not None}
+        order = sorted(worth, key=lambda at: (-worth[at], at))
+        for others in (kept, *(each for other, each in by_name.items() if other != name)):
+            chosen = list(others)
+            for at in order:
+                chosen[at] = policies[at]
+                result[tuple(chosen)] = None
     return list(result)
 
 
-def _saved(way: Way | None) -> int:
-    """Bytes that are not alive between forward and backward."""
-    return way.returns + sum(copy.size for copy in way.copies) if way is not None else 0
+def _named(block: Block, name: str) -> Policy | None:
+    return next((policy for policy in block.policies if policy.name == name), None)
 
 
-def _saves_more(way: Way, than: Way | None) -> bool:
-    """Whether a way that computes again saves more than another one; what is copied stays so."""
-    return not way.copies and not (than is not None and than.copies) and _saved(way) > _saved(than)
+def _worth(options: Options, policy: Policy) -> float:
+    """Bytes that a policy saves for each second that it computes."""
+    saved = policy.returns + sum(copy.size for copy in policy.copies)
+    return saved / max(_seconds(options, policy), 1e-12)
 
 
-def _worth(choices: Choices, way: Way, than: Way | None = None) -> float:
-    """Bytes that a way saves for each second that it costs, both beside another one."""
-    seconds = _seconds(choices, way) - (_seconds(choices, than) if than is not None else 0.0)
-    return (_saved(way) - _saved(than)) / max(seconds, 1e-12)
+def _may_fit(options: Options, policies: PolicyPerBlock, budget: int | None) -> bool:
+    """Whether there may be a plan within the budget: beside what is alive there are gathered and packed buffers."""
+    live = live_of(options, policies) if any(policies) else [task.memory for task in options.plain.tasks]
+    return budget is None or max(live) <= budget
 
 
-def _seconds(choices: Choices, way: Way) -> float:
-    return sum(choices.stored.tasks[repeat.task].seconds * repeat.part for repeat in way.repeats)
+def _seconds(options: Options, policy: Policy) -> float:
+    return sum(options.stored.tasks[repeat.task].seconds * repeat.part for repeat in policy.repeats)
 
 
-def _computing(choices: Choices, mix: Mix) -> float:
+def _computing(options: Options, policies: PolicyPerBlock) -> float:
     """Seconds that the step computes, and waits for copies: no plan takes fewer."""
-    waits = _waits(choices.stored, [copy for way in mix if way is not None for copy in way.copies])
-    again = sum(_seconds(choices, way) for way in mix if way is not None)
-    return sum(task.seconds for task in choices.plain.tasks) + again + sum(waits.values())
+    active = [policy for policy in policies if policy is not None]
+    waits = _waits(options.stored, [copy for policy in active for copy in policy.copies])
+    again = sum(_seconds(options, policy) for policy in active)
+    return sum(task.seconds for task in options.plain.tasks) + again + sum(waits.values())

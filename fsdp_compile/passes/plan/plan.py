@@ -9,9 +9,9 @@ As text, one line for each step, to read, edit and load again:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from fsdp_compile.passes.plan.workload import Workload
 
@@ -19,8 +19,7 @@ Kind = Literal["gather", "wait", "free", "reduce", "wait_reduce"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step of a plan.
 
     Attributes:
@@ -217,8 +216,7 @@ def _check_budget(workload: Workload, plan: Plan, budget: int) -> None:
 # until the launch is done. Memory is counted in the order of issue, as allocators do.
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """What ran from `start` to `end`, in seconds from the beginning of the step."""
 
     name: str
@@ -269,47 +267,57 @@ class Timeline:
         )
 
 
-class _Run:
-    """The state of the machine while a plan runs."""
+class Machine:
+    """The computing stream, the links and the memory while a step runs, fed by `simulate` or by the scheduler.
+
+    Attributes:
+        now: until when the computing stream is busy, in seconds.
+        link: until when the link of gathers and reduces is busy.
+        live: bytes of gathered and packed buffers.
+        done: when the last launch of a kind ends, by kind and unit.
+        timeline: what has run.
+    """
 
     def __init__(self, workload: Workload, held: frozenset[str]) -> None:
-        self.workload = workload
-        self.index = {unit.name: index for index, unit in enumerate(workload.units)}
-        self.now = 0.0  # until when the computing stream is busy
-        self.link = self.replicas = 0.0
-        self.done: dict[tuple[str, str], float] = {}  # of the last launch of a kind, for each unit
+        self.workload, self.units = workload, {unit.name: unit for unit in workload.units}
+        self.now = self.link = self.replicas = 0.0
+        self.done: dict[tuple[str, str], float] = {}
         self.arrives = {unit.name: unit.arrives for unit in workload.units if unit.arrives is not None}
-        # Bytes of gathered and packed buffers.
         self.live = sum(u.gathered for u in workload.units if u.name in held or u.arrives is not None)
         self.timeline = Timeline(memory=list(workload.between))
         self.written: set[int] = set()  # units whose packed buffer has memory
 
     def note_memory(self, at: int, beneath: int) -> None:
-        self.timeline.memory[at] = max(self.timeline.memory[at], self.live + beneath)
+        """Count what lives before or while a task runs, `beneath` bytes among it."""
+        if self.live + beneath > self.timeline.memory[at]:
+            self.timeline.memory[at] = self.live + beneath
 
     def step(self, step: Step) -> None:
-        indices = [self.index[name] for name in step.units]
-        units = [self.workload.units[index] for index in indices]
-        if step.kind == "gather" and not self.arrives.keys().isdisjoint(step.units):
+        """Issue one step of a plan."""
+        kind, names, at = step
+        units = [self.units[name] for name in names]
+        if kind == "gather" and not self.arrives.keys().isdisjoint(names):
             self._arrive(step)
-        elif step.kind in ("gather", "reduce"):
-            self._launch(step, indices)
-            self.live += sum(unit.gathered for unit in units) if step.kind == "gather" else 0
-        elif step.kind == "free":
+        elif kind == "gather":
+            self._launch(step, sum(unit.gather for unit in units))
+            self.live += sum(unit.gathered for unit in units)
+        elif kind == "reduce":
+            self._launch(step, sum(unit.reduce for unit in units))
+        elif kind == "free":
             self.live -= sum(unit.gathered for unit in units)
         else:
-            launched = "gather" if step.kind == "wait" else "reduce"
-            self.now = max(self.now, *(self.done[launched, name] for name in step.units))
-        self.note_memory(step.at, self.workload.between[step.at])
-        if step.kind == "wait_reduce":
+            self.now = max(self.now, self.done["gather" if kind == "wait" else "reduce", names[0]])
+        self.note_memory(at, self.workload.between[at])
+        if kind == "wait_reduce":
             self.live -= sum(unit.packed for unit in units)
             self._replicate(step, sum(unit.replicate for unit in units))
 
-    def _launch(self, step: Step, indices: Iterable[int]) -> None:
+    def _launch(self, step: Step, seconds: float) -> None:
         start = max(self.now, self.link)
-        self.link = start + self.workload.launch_seconds(step.kind, indices)
+        self.link = start + self.workload.latency + seconds
         self.timeline.link.append(Span(f"{step.kind} {' '.join(step.units)}", start, self.link))
-        self.done.update({(step.kind, name): self.link for name in step.units})
+        for name in step.units:
+            self.done[step.kind, name] = self.link
 
     def _arrive(self, step: Step) -> None:
         """A gather that was launched before: the link has been busy with it from the beginning, or it is done."""
@@ -326,6 +334,7 @@ class _Run:
             self.done.update({("replicate", name): self.replicas for name in step.units})
 
     def task(self, index: int) -> None:
+        """Compute one task."""
         task = self.workload.tasks[index]
         for unit in set(task.writes) - self.written:
             self.written.add(unit)
@@ -341,17 +350,36 @@ class _Run:
         self.now += task.seconds
         self.timeline.compute.append(Span(task.name, start, self.now))
 
+    def end(self) -> Timeline:
+        """What has run, when everything has ended."""
+        self.timeline.makespan = max(self.now, self.link, self.replicas)
+        return self.timeline
+
 
 def simulate(workload: Workload, plan: Plan) -> Timeline:
     """Run `plan`, which `verify` has passed, on `workload`."""
-    run = _Run(workload, held_units(workload, plan))
+    machine = Machine(workload, held_units(workload, plan))
     steps = iter([*plan.steps, None])
     step = next(steps)
     for index in range(len(workload.tasks) + 1):
         while step is not None and step.at <= index:
-            run.step(step)
+            machine.step(step)
             step = next(steps)
         if index < len(workload.tasks):
-            run.task(index)
-    run.timeline.makespan = max(run.now, run.link, run.replicas)
-    return run.timeline
+            machine.task(index)
+    return machine.end()
+
+
+def prefetched(workload: Workload, plan: Plan) -> list[Step]:
+    """The steps of `plan` that gather for the next forward behind updates, in order."""
+    return [step for step in plan.of("gather") if workload.end_of_backward < step.at < workload.forward]
+
+
+def arrivals_in_forward(workload: Workload, plan: Plan) -> dict[str, float]:
+    """By unit, how long after forward begins the gather ends that `plan` issues behind updates; in their order."""
+    if not workload.forward:
+        return {}
+    timeline, steps = simulate(workload, plan), plan.of("gather", "reduce")
+    ends = {step: span.end for step, span in zip(steps, timeline.link, strict=True)}
+    begin = timeline.compute[workload.forward - 1].end
+    return {name: max(0.0, ends[step] - begin) for step in prefetched(workload, plan) for name in step.units}

@@ -10,8 +10,9 @@ With the optimizer's update it is a step that repeats, cut where no collective i
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,6 @@ class Workload:
             for name in ("gather", "reduce", "gathered", "packed", "replicate"):
                 _check_not_negative(f"{unit.name}.{name}", getattr(unit, name))
 
-    def launch_seconds(self, kind: str, units: Iterable[int]) -> float:
-        """How long one launch that gathers or reduces `units` together occupies the link."""
-        return self.latency + sum(getattr(self.units[unit], kind) for unit in units)
-
     def is_forward(self, index: int) -> bool:
         """Whether a task, or what is issued before it, belongs to forward."""
         return index >= self.forward if self.forward else index < self.backward
@@ -137,6 +134,11 @@ class Workload:
     def updated(self) -> dict[int, int]:
         """The task that updates a unit."""
         return {unit: index for index, task in enumerate(self.tasks) for unit in task.updates}
+
+    @cached_property
+    def end_of_backward(self) -> int:
+        """The first task after the backward that comes first in a step with updates; 0 if there are none."""
+        return next((at for at, task in enumerate(self.tasks) if task.updates), 1) - 1
 
     @cached_property
     def between(self) -> tuple[int, ...]:
@@ -201,3 +203,83 @@ def _intervals(tasks: Iterable[tuple[int, tuple[int, ...]]]) -> dict[int, tuple[
 def _check_not_negative(name: str, value: float) -> None:
     if not value >= 0:
         raise ValueError(f"{name}: expected a number of at least 0, found {value}")
+
+
+# --- with the optimizer's update --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """What the update of a whole model takes.
+
+    Attributes:
+        seconds: for each unit of the workload, of its update; 0 if it has none.
+        gradients: for each unit, bytes of its reduced gradients, which live until its update.
+        before: seconds from the end of backward to the first update, beside the norm's all-reduce.
+        after: seconds from the last update to the first task of the next forward.
+        norm: seconds of the all-reduce of the gradients' norm, with its latency; None: gradients are not clipped.
+        prefetch: of how many units at most the gathers for the next forward start behind updates; None: of any number.
+        in_backward: the units that are updated in backward, each as soon as its gradient is reduced.
+        compare: seconds of the message by which ranks compare what they know of these gathers when the next forward is
+            called, with its latency: it goes over the same link, behind the gathers; 0: it goes elsewhere.
+    """
+
+    seconds: tuple[float, ...]
+    gradients: tuple[int, ...]
+    before: float = 0.0
+    after: float = 0.0
+    norm: float | None = None
+    prefetch: int | None = None
+    compare: float = 0.0
+    in_backward: tuple[int, ...] = ()
+
+
+def updating_in_backward(workload: Workload, update: UpdateCost) -> Workload:
+    """`workload` with the updates of `update.in_backward` as parts of its tasks, or, of the last units, behind them.
+
+    A unit is updated, and its gradient freed, when the last gradient of a further unit is there, at the latest: before
+    the further reduce begins, or the last task.
+    """
+    tasks = list(workload.tasks)
+    ends = sorted({ready for _, _, ready in workload.reduces()})
+    following = dict(pairwise(ends))
+    for unit, _, ready in workload.reduces():
+        if unit in update.in_backward and ready in following:
+            at = min(following[ready] + 1, len(tasks) - 1)
+            seconds = tasks[at].seconds + update.seconds[unit]
+            tasks[at] = replace(tasks[at], seconds=seconds, reduced=(*tasks[at].reduced, unit))
+    return replace(workload, tasks=tuple(tasks))
+
+
+def with_update(step: Workload, update: UpdateCost) -> Workload:
+    """`step`, forward and backward, with the update between that backward and the next forward.
+
+    Units are updated in the order of their indices, each when its reduce has been waited for; with clipping, the first
+    one waits for all. Beside updates live what is alive at the end of backward, and gradients until they are used. Of
+    units that are updated in backward only the last follow it.
+    """
+    trained = tuple(sorted(step.writes))
+    step = updating_in_backward(step, update)
+    alive = step.tasks[-1].memory
+    clips = update.norm is not None
+    tasks = [Task("before updates", update.before, alive, reduced=trained * clips, all_reduce=update.norm or 0.0)]
+    if update.in_backward:
+        early = {unit for task in step.tasks for unit in task.reduced}
+        last = tuple(unit for unit in update.in_backward if unit not in early)
+        seconds = sum(update.seconds[unit] for unit in last)
+        tasks.append(Task("last updates", seconds, alive, reduced=last, updates=update.in_backward))
+    for unit, cost in enumerate(step.units):
+        if unit in update.in_backward:
+            continue
+        reduced = (unit,) if unit in step.writes else ()
+        tasks.append(Task(f"update {cost.name}", update.seconds[unit], alive, reduced=reduced, updates=(unit,)))
+        alive = max(0, alive - update.gradients[unit])
+    tasks.append(Task("next step", update.after, alive))
+    if update.compare:
+        tasks.append(Task("compare ranks", 0.0, alive, all_reduce=update.compare))
+    tasks[:0] = step.tasks[step.backward :]
+    by_first_read = sorted(step.reads_in_forward, key=lambda unit: step.reads_in_forward[unit])
+    first = set(by_first_read[: update.prefetch])
+    units = [replace(cost, may_prefetch=cost.may_prefetch and unit in first) for unit, cost in enumerate(step.units)]
+    tasks_of_all = (*tasks, *step.tasks[: step.backward])
+    return replace(step, tasks=tasks_of_all, backward=0, forward=len(tasks), units=tuple(units))

@@ -32,8 +32,8 @@ from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
-from fsdp_compile.passes.plan.search import alternating, prefetch, search_plan
-from fsdp_compile.passes.plan.update import UpdateCost, updating_in_backward
+from fsdp_compile.passes.plan.schedule import alternating, prefetch, search_plan
+from fsdp_compile.passes.plan.workload import UpdateCost, updating_in_backward
 
 plan_log = logging.getLogger("fsdp_compile.plans")
 
