@@ -42,9 +42,9 @@ class StepUpdate:
 
     def __post_init__(self) -> None:
         if not self.moves >= 0:
-            raise ValueError(f"moves: expected a number of at least 0, found {self.moves!r}")
+            raise ValueError(f"moves must be at least 0, not {self.moves!r}")
         if self.prefetch != "auto" and (not isinstance(self.prefetch, int) or self.prefetch < 0):
-            raise ValueError(f"prefetch: expected a number of units, at least 0, or 'auto', found {self.prefetch!r}")
+            raise ValueError(f"prefetch must be a number of units, at least 0, or 'auto', not {self.prefetch!r}")
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,17 @@ class CompileConfig:
             time; compilation may take longer on some ranks.
         link: what connects the ranks: a name in `fsdp_compile.passes.cost.hardware.links()` or
             `custom:<latency in seconds>,<bandwidth in bytes per second>`. With a link, graphs are planned by simulated
-            time. Without one, the all-gather of a unit is issued one unit ahead and its reduce-scatter at once,
-            whatever that costs. Ranks need batches of equal sizes then; else their plans differ, which raises.
+            time, and ranks need batches of equal sizes: plans that differ raise an error. Without one, the all-gather
+            of a unit is issued one unit ahead and its reduce-scatter at once.
         device: what computes: a name in `fsdp_compile.passes.cost.hardware.devices()`, such as "h100", or the path of
             a hardware file. None looks it up by the name that the device itself reports.
         budget: bytes that may be alive at once in a graph: shards, activations, gathered and packed buffers. Needs
             `link`.
-        activations: what becomes of each block's activations between forward and backward. "keep": they stay, as far as
-            torch does not compute cheap ones again; "recompute": they are computed again, from what enters the block;
-            "offload": results of matrix products and of attention are copied to the host and back, the others are
-            computed again, except in the last block; "auto": for each block what makes the step shortest within
-            `budget`, together with which units stay unsharded. "offload" and "auto" need `link`. A block in which the
-            user has put a checkpoint is left as it is.
+        activations: what becomes of each block's activations between forward and backward. "keep": they stay, but torch
+            may recompute cheap ones; "recompute": they are recomputed from the block's inputs; "offload": results of
+            matrix products and of attention are copied to the host and back, and the others recomputed, except in the
+            last block; "auto": for each block what makes the step shortest within `budget`, together with which units
+            stay unsharded. "offload" and "auto" need `link`. A block that the user has checkpointed is left as it is.
         profile: path of a JSON file with measured seconds, as `record_profile` leads to. Needs `link`, and the same
             file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
@@ -109,22 +108,19 @@ class CompileConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))
         if self.reduces_in_flight is not None and self.reduces_in_flight < 1:
-            raise ValueError(
-                f"reduces_in_flight: expected at least 1, or None for no limit, found {self.reduces_in_flight}"
-            )
+            raise ValueError(f"reduces_in_flight must be at least 1, or None, not {self.reduces_in_flight}")
         if not self.check_ranks_timeout > 0:
-            raise ValueError(f"check_ranks_timeout: expected seconds above 0, found {self.check_ranks_timeout}")
+            raise ValueError(f"check_ranks_timeout must be above 0 seconds, not {self.check_ranks_timeout}")
         if self.activations not in ACTIVATIONS:
-            raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, found {self.activations!r}")
-        if self.activations in ("offload", "auto") and self.link is None:
-            raise ValueError(f"activations: expected a link beside {self.activations!r}, for without one nothing is "
-                             "planned, found none")  # fmt: skip
+            raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, not {self.activations!r}")
         if self.activations != "keep" and self.profile is not None:
-            raise ValueError(f"profile: expected none beside activations={self.activations!r}, for it has no seconds "
-                             f"of what is computed again, found {self.profile}")  # fmt: skip
-        for name in ("device", "budget", "profile"):
-            if getattr(self, name) is not None and self.link is None:
-                raise ValueError(f"{name}: expected a link beside it, for without one nothing is planned, found none")
+            raise ValueError(f"profile cannot be used with activations={self.activations!r}: it has no seconds of what "
+                             f"is computed again")  # fmt: skip
+        needs_link = {name: getattr(self, name) for name in ("device", "budget", "profile")}
+        needs_link["activations"] = self.activations if self.activations in ("offload", "auto") else None
+        for name, value in needs_link.items():
+            if value is not None and self.link is None:
+                raise ValueError(f"{name}={value!r} needs a link: without one nothing is planned")
 
     @property
     def deciding_code(self) -> "CompileConfig":
@@ -170,14 +166,14 @@ def _text_of(name: str, path: str) -> str:
     try:
         return read_text(pathlib.Path(path))
     except ValueError as error:
-        raise ValueError(f"{name}: expected a file of text, found {path}: {error}") from None
+        raise ValueError(f"{name}: cannot read {path}: {error}") from None
 
 
 def _parse(name: str, variable: str) -> Any:
     try:
         return _PARSERS[name](os.environ[variable])
     except ValueError:
-        raise ValueError(f"{variable}: expected a number, found {os.environ[variable]!r}") from None
+        raise ValueError(f"{variable} must be a number, not {os.environ[variable]!r}") from None
 
 
 def read_text(path: pathlib.Path) -> str:

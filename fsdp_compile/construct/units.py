@@ -216,11 +216,10 @@ def _stand_ins(module: nn.Module, absent: dict[str, Tensor]) -> Iterator[None]:
     """Put copies in the place of tensors that have values, so that initializing the module does not change them."""
     present = {name: tensor for name, tensor in own_tensors(module).items() if name not in absent}
     for name, tensor in present.items():
-        copy = tensor.detach().clone()
+        managed = unit_of(tensor) if isinstance(tensor, nn.Parameter) else None
+        copy = tensor.new_zeros(managed[0].shapes[managed[1]]) if managed else tensor.detach().clone()
         if isinstance(tensor, nn.Parameter):
-            managed = unit_of(tensor)
-            full = tensor.new_zeros(managed[0].shapes[managed[1]]) if managed else copy
-            copy = nn.Parameter(full, tensor.requires_grad)
+            copy = nn.Parameter(copy, tensor.requires_grad)
             vars(copy).update(vars(tensor))  # marks that an initialiser may look at
         _registry(module, name)[name] = copy
     try:

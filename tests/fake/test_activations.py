@@ -107,9 +107,9 @@ def test_checkpoints_of_the_user_are_left_as_they_are() -> None:
 def test_what_needs_a_link_or_no_profile_says_so() -> None:
     """ "auto" without a link would mean nothing, a profile has no seconds of what is computed again."""
     for options, message in (
-        ({"activations": "auto"}, "activations: expected a link beside 'auto'"),
-        ({"activations": "no"}, "activations: expected one of keep, recompute, offload, auto, found 'no'"),
-        ({"activations": "auto", "link": LINK, "profile": "x"}, "profile: expected none beside activations='auto'"),
+        ({"activations": "auto"}, "activations='auto' needs a link"),
+        ({"activations": "no"}, "activations must be one of keep, recompute, offload, auto, not 'no'"),
+        ({"activations": "auto", "link": LINK, "profile": "x"}, "profile cannot be used with activations='auto'"),
     ):
         with pytest.raises(Exception, match=message):
             graphs_of(MODELS["mlp"].build, **options)

@@ -72,9 +72,9 @@ def test_unknown_names_are_refused() -> None:
         Exception, match=r"options: expected names among disable, reduces_in_flight, .*link.*, found in_flight"
     ):
         model(X)
-    with pytest.raises(ValueError, match=r"reduces_in_flight: expected at least 1.*found 0"):
+    with pytest.raises(ValueError, match=r"reduces_in_flight must be at least 1.*not 0"):
         CompileConfig(reduces_in_flight=0)
-    with pytest.raises(ValueError, match=r"check_ranks_timeout: expected seconds above 0, found 0"):
+    with pytest.raises(ValueError, match=r"check_ranks_timeout must be above 0 seconds, not 0"):
         CompileConfig(check_ranks_timeout=0)
 
 
@@ -88,8 +88,8 @@ def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET: expected a number, found 'much'"),
-        ("FSDP_COMPILE_DEVICE", "h100", "device: expected a link beside it"),
+        ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET must be a number, not 'much'"),
+        ("FSDP_COMPILE_DEVICE", "h100", "device='h100' needs a link"),
         ("FSDP_COMPILE_DISABLE", "reordr", "FSDP_COMPILE_DISABLE: expected names among insert_collectives"),
     ],
 )

@@ -316,7 +316,7 @@ def _freed(rank: int) -> None:
     without = compile_step(model, adamw(model), loss_of, prefetch=0, backend="aot_eager")
     without(inputs, target=target)
     assert without._next_forward._started == []
-    with pytest.raises(ValueError, match="prefetch: expected a number of units, at least 0, or 'auto', found -1"):
+    with pytest.raises(ValueError, match="prefetch must be a number of units, at least 0, or 'auto', not -1"):
         compile_step(model, without.optimizer, prefetch=-1)
 
 

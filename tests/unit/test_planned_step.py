@@ -89,14 +89,14 @@ def test_without_a_link(options: dict[str, Any]) -> None:
 def test_settings_that_cannot_be() -> None:
     """What is no update is refused, by the field's name."""
     for change, message in (
-        ({"moves": -1.0}, "moves: expected a number of at least 0, found -1.0"),
-        ({"moves": 7.0, "prefetch": -1}, "prefetch: expected a number of units, at least 0, or 'auto', found -1"),
+        ({"moves": -1.0}, "moves must be at least 0, not -1.0"),
+        ({"moves": 7.0, "prefetch": -1}, "prefetch must be a number of units, at least 0, or 'auto', not -1"),
         ({"moves": 7.0, "prefetch": "all"}, "prefetch: .*found 'all'"),
     ):
         with pytest.raises(ValueError, match=message):
             StepUpdate(**change)
     assert CompileConfig(update=StepUpdate(7.0)) != CompileConfig(update=StepUpdate(7.0, clips=True))
-    with pytest.raises(ValueError, match="prefetch: expected a number of units, at least 0, or 'auto', found -2"):
+    with pytest.raises(ValueError, match="prefetch must be a number of units, at least 0, or 'auto', not -2"):
         _step(prefetch=-2)
 
 
