@@ -1,5 +1,5 @@
 # run: train the example on 2 processes   test: style, types, tests   bench: peers side by side
-# fuzz: random cases against one process   size: lines of code   features: the table of docs/features.md
+# fuzz: random cases against one process   size: lines and their budgets   features: the table of docs/features.md
 # spec: which statements of the specification have a test
 # Needs python3.11 or later with venv, a C++ compiler and make; all else goes into .venv, once.
 
@@ -19,6 +19,7 @@ test: compiler .venv/test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PYTHON) tools/size.py --check
 ifdef ARGS
 	$(PY) -m pytest $(TIERS) $(ARGS)
 else # two tiers at a time: gloo's ranks wait for each other and for the C++ compiler, which leaves room for the others

@@ -18,23 +18,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 105
+FILES = 115
 BUDGET = {
-    PACKAGE: 24_500,
-    f"{PACKAGE}/*.py": 2_560,
-    f"{PACKAGE}/core": 4_250,
-    f"{PACKAGE}/comm": 1_400,
-    f"{PACKAGE}/construct": 1_200,
-    f"{PACKAGE}/eager": 2_800,
-    f"{PACKAGE}/optim": 1_100,
-    f"{PACKAGE}/passes": 6_000,
+    PACKAGE: 27_930,
+    f"{PACKAGE}/*.py": 2_910,
+    f"{PACKAGE}/core": 4_660,
+    f"{PACKAGE}/comm": 1_440,
+    f"{PACKAGE}/construct": 1_220,
+    f"{PACKAGE}/eager": 3_020,
+    f"{PACKAGE}/optim": 1_350,
+    f"{PACKAGE}/passes": 7_370,
     f"{PACKAGE}/state_dict": 1_100,
-    f"{PACKAGE}/checkpoint": 1_150,
-    f"{PACKAGE}/explain": 2_100,
-    f"{PACKAGE}/integrations": 270,
-    "bench": 4_200,
+    f"{PACKAGE}/checkpoint": 1_680,
+    f"{PACKAGE}/explain": 2_950,
+    f"{PACKAGE}/integrations": 300,
+    "bench": 5_090,
 }
-"""Lines of a folder with all that lies below it; `*.py` is what lies in no folder."""
+"""Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
+
+The aim is 24,500 lines in 105 files, and 4,200 in bench: a commit that makes a folder smaller lowers its number."""
 
 Texts = dict[str, str]  # path -> text of the Python files
 

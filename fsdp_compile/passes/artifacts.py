@@ -49,7 +49,7 @@ from fsdp_compile.passes._torch import (
 log = logging.getLogger("fsdp_compile")
 
 _BEGUN = time.time()  # libraries that are younger were built while this process ran
-_FORMAT = 1
+_FORMAT = 2
 _LIST, _ENTRIES = "artifacts.json", "entries.bin"
 
 

@@ -75,7 +75,7 @@ def test_what_is_no_artifact(folder: Path, caplog: pytest.LogCaptureFixture, fau
     elif fault == "missing":
         (folder / "entries.bin").unlink()
     else:
-        edit(folder, lambda listed: listed.update(format=2))
+        edit(folder, lambda listed: listed.update(format=99))
     found, said = loaded(folder, caplog)
     assert not found and "expected what fsdp-compile build has written" in said
 
