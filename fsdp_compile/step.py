@@ -5,13 +5,9 @@
         loss = step(inputs, target=target)
         schedule.step()
 
-forward, loss, backward    as `torch.compile(model)` in a loop runs them, once for each micro-batch
-clip                       the norm of all gradients, by one all-reduce for each process group
-update                     a compiled function for each flat shard (optim/flat.py)
-zero_grad                  gradients are freed
-
-Between two calls parameters and the optimizer are what the same loop, written out, would have left. So learning rate
-schedules, evaluation and checkpoints stay as they are.
+It runs forward, loss and backward as `torch.compile(model)` in a loop, clips by one all-reduce for each process group,
+updates each flat shard by a compiled function (optim/flat.py), and frees the gradients. Between two calls, parameters
+and the optimizer are what the same loop, written out, would have left.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,9 +92,8 @@ def compile_step(
 
     Raises:
         TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
-        ValueError: `clip_norm` is not above 0, `accumulate` is below 1, or `prefetch` is below 0; or
-            `update_in_backward` beside one of `clip_norm`, `accumulate` and `scaler`, which need the gradients of all
-            units, or with an optimizer that is not elementwise.
+        ValueError: `clip_norm`, `accumulate` or `prefetch` is out of range; or `update_in_backward` is combined with
+            `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise.
     """
     called: Any = getattr(model, "_orig_mod", model)
     sharded = called.module if isinstance(called, FullyShardedDataParallel) else called
@@ -119,9 +114,8 @@ def compile_step(
         )
     update = FlatStep(optimizer, fuses=backend in _INDUCTOR)
     units = units_gathered_below(sharded)
-    in_backward = (
-        UpdateInBackward(update, [flat for unit in units for flat in unit.flats]) if update_in_backward else None
-    )
+    flats = [flat for unit in units for flat in unit.flats]
+    in_backward = UpdateInBackward(update, flats) if update_in_backward else None
     planned = StepUpdate(update_moves(_states(optimizer)), clip_norm is not None, prefetch, update_in_backward)
     for unit in units:
         unit.set_may_update(update_in_backward)
@@ -195,9 +189,8 @@ class CompiledStep:
             The loss on this rank, without a graph, shape `()`; the mean over micro-batches.
 
         Raises:
-            RuntimeError: this is called within `no_sync`. With `update_in_backward`: an error came after some updates,
-                and is the cause; or it did so in an earlier call, and not all trained units have been loaded from a
-                checkpoint since then.
+            RuntimeError: this is called within `no_sync`. With `update_in_backward`: an error, the cause, came after
+                some updates; or it did so in an earlier call, and no checkpoint of all units has been loaded since.
             ValueError: a forward or backward of the model is under way; or a tensor cannot be divided.
             Exception: what the model or the loss function raises. Gradients of this step are dropped, parameters are
                 those before it, and the next call is an ordinary step.
@@ -266,13 +259,11 @@ class CompiledStep:
         return loss.detach()
 
     def _step(self) -> None:
-        """Clip and update."""
+        """Clip and update, unless the scaler skips it."""
         self._record(0, ends=False)
-        scaler = self._options.scaler
-        if scaler is None:
+        if (scaler := self._options.scaler) is None:
             self._clip_and_update()
             return
-        # What the scaler sees as the optimizer: its parameters, and a step that it may skip.
         optimizer: Any = SimpleNamespace(param_groups=self.optimizer.param_groups, step=self._clip_and_update)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -342,11 +333,7 @@ class CompiledStep:
 
 
 def split_batch(batch: Any, micro_batches: int) -> Sequence[Any]:
-    """Divide each tensor of `batch` with dimensions along dimension 0 into equal parts.
-
-    Raises:
-        ValueError: its size does not divide by `micro_batches`.
-    """
+    """Divide each tensor of `batch` with dimensions into equal parts along dimension 0; ValueError if it cannot be."""
     if micro_batches == 1:
         return [batch]
 

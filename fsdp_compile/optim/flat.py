@@ -12,7 +12,7 @@ a segment:
     exact                 the optimizer's own `step` on the parameters of one flat parameter
 
 Between steps everything is what an ordinary step leaves: `param_groups`, sharded state of each parameter, which is a
-view of the segment's, and its own step count. So ordinary steps may come in between, and state dicts are ordinary ones.
+view of the segment's, and a step count. So ordinary steps may come in between, and state dicts are ordinary ones.
 """
 
 # Note [Fused and exact updates]
@@ -96,7 +96,7 @@ class Segment:
         group: the index of their parameter group.
         param: all of them as one plain parameter, 1-D `[stop - start]`, which shares their memory.
         tensors: the state of the parameters' shape, by name, 1-D `[stop - start]` each.
-        scalars: the rest of the state, by name: for each parameter a tensor of its own.
+        scalars: the other tensors of the state, by name: one for each parameter, or one that they share.
         state: the state of `param`: `tensors`, and of other state that of the first parameter.
     """
 
@@ -130,8 +130,11 @@ class Segment:
             return None
         return gradient[self.start : self.stop]
 
-    def take_state(self, states: Sequence[dict[str, Any]]) -> bool:
-        """Let the parameters' state become views of `tensors`; False if it differs in more than its elements."""
+    def take_state(self, states: Sequence[dict[str, Any]], shares: bool = False) -> bool:
+        """Let the parameters' state become views of `tensors`; False if it differs in more than its elements.
+
+        `shares`: parameters share one scalar of each kind until `release`, so that no step copies it to each of them.
+        """
         values = [value for state in states for value in state.values()]
         same = self._values is not None and len(values) == len(self._values)
         if same and all(map(operator.is_, values, self._values or ())) and self._scalar_versions() == self._versions:
@@ -151,7 +154,13 @@ class Segment:
                     return False
                 if len(set(torch.stack(of_each).tolist())) > 1:
                     return False
-                self.scalars[name] = of_each
+                if shares:
+                    of_each = [value]
+                elif len(of_each) > 1 and of_each[0] is of_each[1]:
+                    of_each = [each.clone() for each in of_each]
+                self.scalars[name], value = of_each, of_each[0]
+                for state, own in zip(states, of_each * len(states) if shares else of_each, strict=True):
+                    state[name] = own
             elif any(each != value for each in of_each):
                 return False
             self.state[name] = value
@@ -160,8 +169,14 @@ class Segment:
             for name, tensor in self.tensors.items():
                 state[name] = ShardedTensor(tensor[offset or 0 : (offset or 0) + spec.numel], spec)
         self._values = [value for state in states for value in state.values()]
-        self._versions = self._scalar_versions()
+        self.record_versions()
         return True
+
+    def release(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give each parameter scalars of its own again: parameters are going to be updated one by one."""
+        for state in states:
+            state.update({name: state[name].clone() for name in self.scalars if name in state})
+        self._forget()
 
     def _joined(self, locals: Sequence[Tensor]) -> Tensor:
         joined = torch.zeros(self.stop - self.start, dtype=locals[0].dtype, device=locals[0].device)
@@ -174,6 +189,10 @@ class Segment:
         """Let each parameter have `scalars` as its state now."""
         for name, of_each in self.scalars.items():
             copy_to_each(of_each, scalars[name])
+        self.record_versions()
+
+    def record_versions(self) -> None:
+        """Take the scalars' values for known: who changes them later makes `take_state` look again."""
         self._versions = self._scalar_versions()
 
     def _scalar_versions(self) -> list[int]:
@@ -312,9 +331,11 @@ class FlatStep:
         ready = []
         for segment in self._segments if optimizer.state else ():  # the first step makes the state
             gradient, states = segment.gradient(), self._states(segment)
-            if gradient is not None and all(states) and segment.take_state(states):
+            if gradient is not None and all(states) and segment.take_state(states, shares=True):
                 segment.param.grad = gradient
                 ready.append(segment)
+            elif segment.scalars:
+                segment.release(states)
         updated = {id(param) for segment in ready for param in segment.params}
         params = [[param for param in group["params"] if id(param) not in updated] for group in optimizer.param_groups]
         for segment in ready:
@@ -327,7 +348,7 @@ class FlatStep:
             for segment in ready:
                 del optimizer.state[segment.param]
                 segment.param.grad = None
-                segment.write_scalars(segment.state)
+                segment.record_versions()
                 torch.autograd.graph.increment_version([*segment.params, segment.shard])
 
     # --- single updates -----------------------------------------------------------------------------------------------
@@ -357,11 +378,12 @@ class FlatStep:
         """For each flat parameter its update by a gradient that is still to come (`FlatUpdate.run_with`)."""
         self._divide()
         updates = self._updates(has_gradients=False) if self.can_update() else {}
-        complete = {flat for flat, update in updates.items() if len(update.params) == len(flat.params)}
-        own = {segment.flat: FlatUpdate(segment.flat, self) for segment in self._segments}
+        complete = {flat: update for flat, update in updates.items() if len(update.params) == len(flat.params)}
+        own: dict[FlatParam, FlatUpdate] = {}
         for segment in self._segments:
-            own[segment.flat].add(segment)
-        return own | {flat: updates[flat] for flat in complete}
+            if segment.flat not in complete:
+                own.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment)
+        return complete | own
 
     def _updates(self, has_gradients: bool) -> dict[FlatParam, FlatUpdate]:
         updates: dict[FlatParam, FlatUpdate] = {}
@@ -378,9 +400,7 @@ class FlatStep:
                 is_ready = not has_gradients or is_stateless or all(self._states(segment))
             if not is_ready:
                 continue
-            if segment.flat not in updates:
-                updates[segment.flat] = FlatUpdate(segment.flat, self)
-            updates[segment.flat].add(segment, gradient, recorded)
+            updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, gradient, recorded)
         return updates
 
     @torch.no_grad()

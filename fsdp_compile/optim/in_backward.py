@@ -71,11 +71,11 @@ class UpdateInBackward:
                 "remove them, or leave update_in_backward out"
             )
         self._check_called_once(loss)
-        known = {id(param) for group in self._step.optimizer.param_groups for param in group["params"]}
         updates = self._step.before_backward()
         for flat in self._flats:
-            if flat.only_trains() and all(id(param) in known for param in flat.params):
-                flat.reduction.update = partial(self._run, updates[flat])
+            update = updates.get(flat)
+            if update is not None and len(update.params) == len(flat.params) and flat.only_trains():
+                flat.reduction.update = partial(self._run, update)
         try:
             yield
         finally:
