@@ -131,7 +131,9 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
         assert param.grad is not None, f"{name}.grad: expected {expected.grad}, found None"
         here = stored_here(param, expected.grad)
         if here is not None:
-            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6, msg=_say(f"{name}.grad"))
+            # float32 rounds a small element beside large ones, with an error that the large ones set
+            atol = 1e-6 * max(1.0, *expected.grad.abs().flatten().tolist())
+            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=atol, msg=_say(f"{name}.grad"))
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-6) -> None:
