@@ -52,6 +52,10 @@ class AccumulatedGradient:
                 self.shown[index] = set_grad(param, shown)
         self.versions = [0 if shown is None else shown._version for shown in self.shown]  # plain ones share `total`'s
 
+    def shows(self, grad: Tensor) -> bool:
+        """Whether `grad` is one of the shown views."""
+        return any(grad is shown for shown in self.shown)
+
     def collect(self, flat: FlatParam) -> None:
         """Apply to the sum what the user did to the shown gradients.
 
@@ -206,7 +210,7 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                 continue
             unit, index = managed
             accumulated = unit.in_flat(index)[0].accumulated
-            if accumulated is not None and any(param.grad is shown for shown in accumulated.shown):
+            if accumulated is not None and accumulated.shows(param.grad):
                 raise RuntimeError(
                     f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; run "
                     f"the last backward before optimizer.step() outside no_sync"
