@@ -87,9 +87,10 @@ def _drop(pattern: str, which: int) -> Callable[[Lines], None]:
     return lambda lines: lines.__delitem__(_at(lines, pattern, which))
 
 
-def _drop_both(lines: Lines) -> None:
-    """The waits for the two units of the first coalesced launch."""
-    for _ in range(2):
+def _drop_all(lines: Lines) -> None:
+    """The waits for all units of the first coalesced launch: each of them waits for the launch as a whole."""
+    units = _found(lines, r"all_gather_into_tensor_coalesced\.default\(\[(.+?)\]").split(",")
+    for _ in units:
         del lines[_at(lines, WAIT_REDUCE)]
 
 
@@ -157,7 +158,7 @@ FAULTS: list[tuple[str, str, int, Callable[[Lines], None], tuple[str, str]]] = [
     ("a gather is not waited for", "rule", FORWARD, _drop(WAIT, 1), ("mm (", "all_gather")),
     ("a gather is waited for one kernel late", "rule", FORWARD, _late(WAIT, 2), ("mm (", "all_gather")),
     ("a reduce is not waited for", "rule", BACKWARD, _drop(WAIT_REDUCE, -1), ("the caller", "reduce_scatter")),
-    ("a coalesced launch is not waited for", "far", BACKWARD, _drop_both, ("mm (", "all_gather")),
+    ("a coalesced launch is not waited for", "far", BACKWARD, _drop_all, ("mm (", "all_gather")),
     ("replicas are averaged without that wait", "hybrid", BACKWARD, _drop(WAIT_REDUCE, 0),
      ("triton", "reduce_scatter")),
     ("replicas are not waited for", "hybrid", BACKWARD, _drop(WAIT_REDUCE, -1), ("the caller", "all_reduce_")),
