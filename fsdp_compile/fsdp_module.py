@@ -222,8 +222,8 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
             accumulated = unit.in_flat(index)[0].accumulated if unit else None
             if unit and accumulated is not None and accumulated.shows(grad):
                 raise RuntimeError(
-                    f"parameter {unit.names[index]}: expected a reduced gradient, found what this rank has summed up "
-                    f"under no_sync; run a backward pass outside no_sync before clipping"
+                    f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; run "
+                    f"a backward pass outside no_sync before clipping"
                 )
         widest = functools.reduce(torch.promote_types, {grad.dtype for grad in grads})
         of_each = norms(grads, order, torch.promote_types(widest, torch.float32))
