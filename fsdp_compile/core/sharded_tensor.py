@@ -460,8 +460,8 @@ class UnreducedGradient(UnshardedTensor):
 def refuse_unreduced(name: str) -> NoReturn:
     """Raise RuntimeError: operator `name` must not see an accumulated gradient."""
     raise RuntimeError(
-        f"{name.removeprefix('aten::')}: expected a reduced gradient, found what this rank has summed up under "
-        f"no_sync; run a backward pass outside no_sync before clipping or optimizer.step()"
+        f"{name.removeprefix('aten::')}: a gradient was accumulated under no_sync and not reduced; run a backward pass "
+        f"outside no_sync before clipping or optimizer.step()"
     )
 
 
