@@ -91,7 +91,7 @@ def test_settings_that_cannot_be() -> None:
     for change, message in (
         ({"moves": -1.0}, "moves must be at least 0, not -1.0"),
         ({"moves": 7.0, "prefetch": -1}, "prefetch must be a number of units, at least 0, or 'auto', not -1"),
-        ({"moves": 7.0, "prefetch": "all"}, "prefetch: .*found 'all'"),
+        ({"moves": 7.0, "prefetch": "all"}, "prefetch must be .*not 'all'"),
     ):
         with pytest.raises(ValueError, match=message):
             StepUpdate(**change)
