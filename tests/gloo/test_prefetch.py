@@ -282,7 +282,7 @@ def _demote(rank: int, options: Any) -> None:
     follow(model.blocks[1], reference.blocks[1], alone, steps=1)
     fully_shard(model, **options)
     follow(model, reference, CASE)
-    with pytest.raises(RuntimeError, match="no_sync: .* is inside another sharded module"), model.blocks[1].no_sync():
+    with pytest.raises(RuntimeError, match=r"no_sync: .* is inside another sharded module"), model.blocks[1].no_sync():
         pass
 
 
