@@ -103,7 +103,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             lambda path=path: CompileConfig(link="cpu-gloo", profile=path).file_contents,
             lambda path=path: CompileConfig(plan=path).file_contents,
         ):
-            with pytest.raises(ValueError, match=f"^(profile|plan): (expected|cannot read) .*{re.escape(path)}.*{message}"):
+            expected = f"^(profile|plan): (expected|cannot read) .*{re.escape(path)}.*{message}"
+            with pytest.raises(ValueError, match=expected):
                 read()
 
 
