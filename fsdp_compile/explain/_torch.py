@@ -11,8 +11,10 @@ pytree                     trees of arguments and of what modules return
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 __all__ = ["Graphs", "fake_tensors", "is_fake", "partitioned", "pytree"]
-
-Tagging = Callable[[fx.Graph], None]
 
 
 @contextmanager
@@ -41,6 +41,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
+@dataclass
 class Graphs:
     """Forward and backward of a function after the partitioner.
 
@@ -50,13 +51,16 @@ class Graphs:
         returned: how many outputs of forward are not saved for backward alone.
     """
 
-    def __init__(self) -> None:
-        self.forward = self.backward = fx.Graph()
-        self.returned = 0
+    forward: fx.Graph = field(default_factory=fx.Graph)
+    backward: fx.Graph = field(default_factory=fx.Graph)
+    returned: int = 0
 
 
 def partitioned(
-    function: Callable[..., Any], arguments: Sequence[Any], compiled: bool, tag: Tagging | None = None
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    compiled: bool,
+    tag: Callable[[fx.Graph], None] | None = None,
 ) -> Graphs:
     """Trace `function` and its backward, on tensors without memory.
 
@@ -75,17 +79,13 @@ def partitioned(
         cut = min_cut_rematerialization_partition if compiled or tag is not None else default_partition
         return cut(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
-    def keep(name: str) -> Any:
-        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
-            setattr(graphs, name, gm.graph)
-            return make_boxed_func(gm.forward)
+    def keep(name: str, gm: fx.GraphModule, example_inputs: Any) -> Any:
+        setattr(graphs, name, gm.graph)
+        return make_boxed_func(gm.forward)
 
-        return compiler
-
-    table: Mapping[Any, Any] = select_decomp_table() if compiled else {}
-    traced = aot_function(
-        function, keep("forward"), keep("backward"), partition_fn=partition, decompositions=dict(table)
-    )
+    table = dict(select_decomp_table()) if compiled else {}
+    compilers = partial(keep, "forward"), partial(keep, "backward")
+    traced = aot_function(function, *compilers, partition_fn=partition, decompositions=table)
     outputs = [each for each in traced(*arguments) if each.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])

@@ -1,28 +1,29 @@
 """What is asked of a prediction and what it says: plain data, without torch.
 
     Setting      the cluster, the batch and the options that a step is predicted for
-    Scheduled    a step as the planner has it: a workload, a plan, and what these take
-    Prediction   what a step takes in a setting: seconds by part, memory by part, what else could be chosen
+    Prediction   seconds by part, memory by part, and what else could be chosen
+    Scheduled    a step as the planner has it: a workload and a plan; `predict` makes the `Prediction` of it
 
-Seconds, bytes and tokens are per rank. `to_dict` is what the JSON of the command line holds.
+Seconds, bytes and tokens are per rank.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from fsdp_compile.passes.cost.hardware import Hardware, Origin
+from fsdp_compile.passes.cost.roofline import Level
 from fsdp_compile.passes.plan.bound import lower_bound
-from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, prefetched, simulate
+from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, held_units, prefetched, simulate
 from fsdp_compile.passes.plan.workload import Workload
 
 FORMAT = 1
-"""Version of what `Prediction.to_dict` returns; a field that changes its meaning increases it."""
+"""Version of the JSON; a field that changes its meaning increases it."""
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
-Level = Literal["node", "network"]
-Origin = Literal["measured", "fitted", "assumed", "data sheet"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 Precision = Literal["fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8"]
 Optimizer = Literal["adamw", "adam", "sgd", "momentum", "none"]
@@ -31,6 +32,12 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 RUNTIMES = ("fsdp_compile", "fsdp2")
+
+UPDATE = "update"
+"""Name of the optimizer's update where it is one task or span."""
+_MOST_TOP = 10  # single collectives that a prediction lists
+_LEAST = {"world_size": 1, "batch": 1, "sequence": 1, "accumulation": 1, "keep": 0, "ranks_per_node": 1,
+          "shard_size": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,18 +56,18 @@ class Setting:
         precision: "bf16" and "fp16": parameters are gathered, used and reduced in two bytes, and stored in float32;
             "amp_bf16" and "amp_fp16" say the same, as Composer calls it; "fp8": as bf16, with matrix products in
             float8; "fp32".
-        optimizer: "adamw" and "adam" store two float32 values per parameter, "momentum" one, "sgd" none; with "none"
-            there is no update.
+        optimizer: "adamw" and "adam" store two float32 values per parameter, "momentum" one, "sgd" none; "none" is no
+            update.
         clip: whether gradients are clipped to a norm.
         hardware: name of a hardware file that the package has, or the path of another one.
         ranks_per_node: ranks that the fast links connect; None: as the hardware file says.
         shard_size: ranks that store one copy of the parameters under a hybrid strategy; None: those of a node.
         compiled: whether the step runs compiled, with fused chains, or eagerly, one kernel for each operator.
-        runtime: what runs the step: "fsdp_compile", this package, whose compiled graphs contain the collectives; or
-            "fsdp2", which issues them between blocks, compiled or not.
+        runtime: "fsdp_compile", this package, whose compiled graphs contain the collectives; or "fsdp2", which issues
+            them between blocks, compiled or not.
         compile_step: whether `compile_step` runs it: then the first all-gathers run beside the update before.
-        compiled_loss: whether what is outside of blocks, such as the loss, runs compiled; None: as the blocks where
-            this package runs the step, and not with "fsdp2", with which torchtitan compiles each block alone.
+        compiled_loss: whether what is outside of blocks, such as the loss, runs compiled; None: as the blocks with
+            "fsdp_compile", and not with "fsdp2", with which torchtitan compiles each block alone.
         network: name of the link between nodes, or `custom:LATENCY,BANDWIDTH` for each rank; None: as the hardware
             file says.
         keep: blocks that are not resharded after forward, counted from the last one, where the strategy reshards.
@@ -91,22 +98,24 @@ class Setting:
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {"world_size": 1, "batch": 1, "sequence": 1, "accumulation": 1, "keep": 0}.items():
-            _expect_int(name, getattr(self, name), least)
-        for name in ("ranks_per_node", "shard_size"):
-            if getattr(self, name) is not None:
-                _expect_int(name, getattr(self, name), 1)
-        _expect_one_of("strategy", self.strategy, STRATEGIES)
-        _expect_one_of("precision", self.precision, PRECISIONS)
-        _expect_one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _expect_one_of("runtime", self.runtime, RUNTIMES)
-        _expect_one_of("reduce_dtype", self.reduce_dtype, (None, "float32", "bfloat16", "float16"))
-        interval = self.checkpointing.removeprefix("selective ") if isinstance(self.checkpointing, str) else ""
-        known = ("none", "full", "selective op")
-        if self.checkpointing not in known and not (interval.isdecimal() and int(interval)):
-            raise ValueError(
-                f"checkpointing: expected one of {', '.join(known)} or 'selective N', found {self.checkpointing!r}"
-            )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in ("ranks_per_node", "shard_size"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: expected a whole number of at least {least}, found {value!r}")
+        for name, known in (
+            ("strategy", STRATEGIES),
+            ("precision", PRECISIONS),
+            ("optimizer", OPTIMIZERS),
+            ("runtime", RUNTIMES),
+            ("reduce_dtype", (None, "float32", "bfloat16", "float16")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, found {getattr(self, name)!r}")
+        if not re.fullmatch("none|full|selective (op|0*[1-9][0-9]*)", str(self.checkpointing)):
+            raise ValueError(f"checkpointing: expected one of none, full, selective op or 'selective N', found "
+                             f"{self.checkpointing!r}")  # fmt: skip
         if self.shard_size is not None and self.world_size % self.shard_size:
             raise ValueError(f"shard_size: expected a divisor of world_size {self.world_size}, found {self.shard_size}")
 
@@ -115,20 +124,6 @@ class Setting:
         """`compiled_loss`, or what None stands for."""
         by_runtime = self.compiled and self.runtime == "fsdp_compile"
         return by_runtime if self.compiled_loss is None else self.compiled_loss
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
-
-def _expect_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected a whole number of at least {least}, found {value!r}")
-
-
-def _expect_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, found {value!r}")
 
 
 # --- what a prediction says -------------------------------------------------------------------------------------------
@@ -218,15 +213,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that the prediction depends on.
-
-    Attributes:
-        name: its field in the hardware file.
-        value: the number.
-        unit: of it, such as "flop/s"; empty for a ratio.
-        origin: how it is known.
-        source: where it comes from.
-    """
+    """A number that the prediction depends on: its field in the hardware file, its unit ("" of a ratio), its source."""
 
     name: str
     value: float
@@ -256,16 +243,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another setting, and what the step takes with it.
-
-    Attributes:
-        change: what is different, in words.
-        setting: all of it.
-        step: seconds.
-        tokens_per_second: per GPU.
-        peak: bytes.
-        fits: as in `Memory`.
-    """
+    """Another setting, what is different in words, and what the step takes with it: as in `Prediction` and `Memory`."""
 
     change: str
     setting: Setting
@@ -273,6 +251,67 @@ class Alternative:
     tokens_per_second: float
     peak: int
     fits: bool | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step takes, of a model in a setting.
+
+    Attributes:
+        model: its name.
+        parameters: how many it has.
+        setting: what was asked.
+        forward: seconds in which forwards compute, over the whole step.
+        backward: the same of backwards, with what they compute again.
+        update: seconds of clipping and of the optimizer.
+        exposed: seconds in which collectives run and nothing computes.
+        step: seconds; the sum of these four.
+        tokens_per_second: per GPU; sequences where the model has no tokens.
+        mfu: the part of the peak that the model's own operations use: 6 for each parameter and token, and those of
+            attention, not halved (Chowdhery et al.: PaLM, 2022, appendix B).
+        hfu: the same with the operations of the forward that backward repeats; equal to `mfu` if it repeats none.
+        collectives: by kind and level.
+        top: the largest single collectives.
+        memory: by part.
+        timeline: the lanes of one forward and backward, and the update.
+        memory_over_time: (seconds, bytes) at each change.
+        alternatives: the setting with one thing changed, and combinations that fit.
+        best: the one of these with the most tokens per second that fits; None if the setting itself is that.
+        constants: what the prediction depends on.
+        warnings: sentences about the setting.
+    """
+
+    model: str
+    parameters: int
+    setting: Setting
+    forward: float
+    backward: float
+    update: float
+    exposed: float
+    step: float
+    tokens_per_second: float
+    mfu: float
+    hfu: float
+    collectives: tuple[CollectiveTime, ...]
+    top: tuple[Collective, ...]
+    memory: Memory
+    timeline: tuple[TimelineSpan, ...] = ()
+    memory_over_time: tuple[tuple[float, int], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    best: Alternative | None = None
+    constants: tuple[Constant, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the GPU's memory; None if that is not known."""
+        return self.memory.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, as JSON has them, with `format` and `fits`."""
+        fields = asdict(self)
+        fields["memory"]["fits"] = self.fits
+        return {"format": FORMAT, "fits": self.fits, **fields}
 
 
 # --- a step as the planner has it -------------------------------------------------------------------------------------
@@ -300,12 +339,19 @@ class Scheduled:
     """A step, and the plan that it follows.
 
     Attributes:
-        workload: what the step computes and communicates.
+        workload: what one pass, a forward and a backward, computes and communicates.
         plan: when it communicates.
         budget: the number of bytes that may live at once, or None for no limit.
         blocks: what becomes of each block between forward and backward, where that was chosen.
         levels: which links gathers and reduces take, and which ones all-reduces over replicas.
         shards: number of ranks that store one copy of the parameters.
+        passes: how many the step has.
+        update: seconds of an update that follows them and is no task of the workload.
+        parameters: bytes of their shards, part of each task's memory.
+        optimizer: bytes of its state, also part of that.
+        gradients: bytes of their shards at each task and at the end, also part of that; empty: not known.
+        logits: bytes of that at the end of forward and the beginning of backward.
+        fragments: bytes that the allocator holds beside those that are alive, as a part of these.
     """
 
     workload: Workload
@@ -314,11 +360,23 @@ class Scheduled:
     blocks: tuple[BlockChoice, ...] = ()
     levels: tuple[Level, Level] = ("network", "network")
     shards: int = 1
+    passes: int = 1
+    update: float = 0.0
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: tuple[int, ...] = ()
+    logits: int = 0
+    fragments: float = 0.0
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The seconds and bytes that this takes."""
+        """The seconds and bytes that one pass takes."""
         return simulate(self.workload, self.plan)
+
+    @property
+    def step(self) -> float:
+        """Seconds of the whole step."""
+        return self.passes * self.timeline.makespan + self.update
 
     @cached_property
     def bound(self) -> float:
@@ -366,15 +424,39 @@ class Scheduled:
         full = self.budget is not None and self.timeline.memory[step.at - 1] + size > self.budget
         return "memory" if full else "compute"
 
-    def gathered_at(self, at: int) -> int:
+    def memory(self, capacity: int | None) -> Memory:
+        """By part, at the moment at which the most is alive. What no attribute tells apart counts as activations."""
+        memory, tasks, workload = self.timeline.memory, self.workload.tasks, self.workload
+        at = max(range(len(memory)), key=memory.__getitem__)
+        gathered, peak = self._gathered_at(at), memory[at]
+        beneath, name = max(0, peak - gathered), "the end of the step" if workload.forward else "the end of backward"
+        if at < len(tasks):
+            beneath, name = tasks[at].memory, tasks[at].name
+        elif self.gradients:
+            beneath = self._kept
+        gathered = min(gathered, peak - beneath)
+        gradients = self.gradients[at] if self.gradients else 0
+        logits = self.logits if workload.backward - at in (0, 1) else 0
+        activations = max(0, beneath - self.parameters - gradients - self.optimizer - logits)
+        packed, other = max(0, peak - beneath - gathered), int(self.fragments * peak)
+        return Memory(self.parameters, gradients, self.optimizer, activations, logits, gathered, packed, other,
+                      peak + other, name, capacity)  # fmt: skip
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of all shards and states."""
+        return self.parameters + self.gradients[-1] + self.optimizer
+
+    def _gathered_at(self, at: int) -> int:
         """Bytes of gathered buffers while task `at` runs."""
-        sizes, alive = {unit.name: unit.gathered for unit in self.workload.units}, 0
+        sizes = {unit.name: unit.gathered for unit in self.workload.units}
+        alive = sum(sizes[name] for name in held_units(self.workload, self.plan))
         for step in self.plan.of("gather", "free"):
             if step.at <= at:
                 alive += sum(sizes[name] for name in step.units) * (1 if step.kind == "gather" else -1)
         return alive
 
-    def spans(self) -> Iterator["TimelineSpan"]:
+    def _spans(self) -> Iterator[TimelineSpan]:
         """What runs when; computing spans of one name that follow each other without a wait are one."""
         timeline, joined = self.timeline, list[list[Any]]()
         for span in timeline.compute:
@@ -382,79 +464,73 @@ class Scheduled:
                 joined[-1][2] = span.end
             else:
                 joined.append([span.name, span.start, span.end])
+        if self.update:
+            joined.append([UPDATE, timeline.makespan, timeline.makespan + self.update])
         yield from (TimelineSpan("compute", *each) for each in joined)
         sent = [*timeline.link, *timeline.replicas, *timeline.norms]
         for span, single in zip(sent, self.collectives, strict=True):
-            yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
+            if single.seconds:  # one rank sends nothing
+                yield TimelineSpan(single.level, span.name, span.start, span.end, single.exposed)
 
-    def memory_over_time(self, after: float, end: int, fragments: float) -> tuple[tuple[float, int], ...]:
-        """(seconds, bytes) at each change; `after` seconds behind the step `end` bytes are alive."""
+    def _memory_over_time(self) -> tuple[tuple[float, int], ...]:
         makespan = self.timeline.makespan
-        starts = [0.0, *(span.start for span in self.timeline.compute[1:]), makespan, makespan + after]
-        sizes = [int((1 + fragments) * size) for size in (*self.timeline.memory, end)]
-        points = [(0.0, -1), *zip(starts, sizes, strict=True)]
+        starts = [0.0, *(span.start for span in self.timeline.compute[1:]), makespan]
+        points = [(0.0, -1), *zip(starts, self.timeline.memory, strict=True)]
+        if self.gradients:
+            points.append((makespan + self.update, self._kept))
+        points = [(seconds, int((1 + self.fragments) * size)) for seconds, size in points]
         return tuple(point for before, point in pairwise(points) if point[1] != before[1])
 
+    def predict(
+        self, model: str, parameters: int, setting: Setting, hardware: Hardware | None, tokens: int,
+        flops: tuple[int, int], warnings: tuple[str, ...] = (),
+    ) -> Prediction:  # fmt: skip
+        """The prediction of this step.
 
-# --- predictions -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What one step takes, of a model in a setting.
-
-    Attributes:
-        model: its name.
-        parameters: how many it has.
-        setting: what was asked.
-        forward: seconds in which forwards compute, over the whole step.
-        backward: the same of backwards, with what they compute again.
-        update: seconds of clipping and of the optimizer.
-        exposed: seconds in which collectives run and nothing computes.
-        step: seconds; the sum of these four.
-        tokens_per_second: per GPU.
-        mfu: the part of the peak that the model's own operations use: 6 for each parameter and token, and those of
-            attention, not halved (Chowdhery et al.: PaLM, 2022, appendix B).
-        hfu: the same with the operations of the forward that backward repeats; equal to `mfu` if it repeats none.
-        collectives: by kind and level.
-        top: the largest single collectives.
-        memory: by part.
-        timeline: the lanes of one forward and backward, and the update.
-        memory_over_time: (seconds, bytes) at each change.
-        alternatives: the setting with one thing changed, and combinations that fit.
-        best: the one of these with the most tokens per second that fits; None if the setting itself is that.
-        constants: what the prediction depends on.
-        warnings: sentences about the setting.
-    """
-
-    model: str
-    parameters: int
-    setting: Setting
-    forward: float
-    backward: float
-    update: float
-    exposed: float
-    step: float
-    tokens_per_second: float
-    mfu: float
-    hfu: float
-    collectives: tuple[CollectiveTime, ...]
-    top: tuple[Collective, ...]
-    memory: Memory
-    timeline: tuple[TimelineSpan, ...] = ()
-    memory_over_time: tuple[tuple[float, int], ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
-    best: Alternative | None = None
-    constants: tuple[Constant, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak is within the GPU's memory; None if that is not known."""
-        return self.memory.fits
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name, as JSON has them, with `format` and `fits`."""
-        fields = asdict(self)
-        fields["memory"]["fits"] = self.fits
-        return {"format": FORMAT, "fits": self.fits, **fields}
+        Args:
+            model: name of the model.
+            parameters: how many it has.
+            setting: what was asked.
+            hardware: what it runs on; None: not known.
+            tokens: of one pass.
+            flops: operations of one pass, without and with those that backward repeats.
+            warnings: sentences about the setting.
+        """
+        workload, passes = self.workload, self.passes
+        seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        for at, task in enumerate(workload.tasks):
+            updates = task.name == UPDATE or workload.end_of_backward <= at < workload.forward
+            part = "update" if updates else "forward" if workload.is_forward(at) else "backward"
+            seconds[part] += task.seconds
+        sent = [each for each in self.collectives if each.seconds]
+        collectives = []
+        for kind, level in dict.fromkeys((each.kind, each.level) for each in sent):
+            alike = [each for each in sent if (each.kind, each.level) == (kind, level)]
+            sums = (passes * sum(getattr(each, name) for each in alike) for name in ("bytes", "seconds", "exposed"))
+            collectives.append(CollectiveTime(kind, level, passes * len(alike), *sums))
+        dtype = "float32" if setting.precision == "fp32" else "bfloat16"
+        possible = self.step * hardware.peak.get(dtype, 0.0) if hardware else 0.0  # operations at the peak
+        mfu, hfu = (passes * each / possible if possible else 0.0 for each in flops)
+        figures = hardware.figures() if hardware else ()
+        return Prediction(
+            model=model,
+            parameters=parameters,
+            setting=setting,
+            forward=passes * seconds["forward"],
+            backward=passes * seconds["backward"],
+            update=seconds["update"] + self.update,
+            exposed=passes * max(0.0, self.timeline.exposed),
+            step=self.step,
+            tokens_per_second=passes * tokens / self.step if self.step else 0.0,
+            mfu=mfu,
+            hfu=hfu,
+            collectives=tuple(collectives),
+            top=tuple(sorted(sent, key=lambda each: -each.seconds)[:_MOST_TOP]),
+            memory=self.memory(hardware.memory if hardware else None),
+            timeline=tuple(self._spans()),
+            memory_over_time=self._memory_over_time(),
+            constants=tuple(
+                Constant(name, value, unit, source.origin, source.source) for name, value, unit, source in figures
+            ),
+            warnings=warnings,
+        )

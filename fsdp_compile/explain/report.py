@@ -1,6 +1,6 @@
 """Predictions of one model, or the plan of a sharded one, and the forms in which they are read.
 
-str(report)        a table, and one setting in detail; of `explain_plan` each collective: text.py
+str(report)        a table of settings, and one of them in detail; of `explain_plan` each collective
 report.to_json()   every field; `read_report` gives back an equal report
 report.to_trace()  for ui.perfetto.dev: what computes, links, memory in use
 report.to_html()   one page that fetches nothing, drawn by page/page.js from that JSON
@@ -11,9 +11,9 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -21,13 +21,14 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdp_compile.config import read_json
-from fsdp_compile.explain.prediction import FORMAT, BlockChoice, Collective, Prediction, Scheduled
-from fsdp_compile.explain.text import as_text, plan_as_text, words_of
-from fsdp_compile.passes.plan.plan import Plan, Timeline
+from fsdp_compile.explain.prediction import FORMAT, Alternative, BlockChoice, Collective, Prediction, Scheduled, Setting
+from fsdp_compile.passes.plan.plan import Plan, Timeline, prefetched
 from fsdp_compile.passes.plan.workload import Workload
 
 DERIVED = {"format", "fits"}  # what `to_dict` adds to the fields
 LANES = {"compute": "compute", "node": "links within nodes", "network": "links between nodes"}
+LEVELS = {"node": "within nodes", "network": "between nodes"}
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "packed", "other")
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Report:
 
     def __str__(self) -> str:
         if self.scheduled is not None:
-            return plan_as_text(self.scheduled)
-        return as_text(self.predictions, self.best or self.predictions[0])
+            return "\n".join(_plan(self.scheduled)) + "\n"
+        return "\n".join(_predictions(self.predictions, self.best or self.predictions[0])) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """What the JSON holds."""
@@ -124,14 +125,13 @@ class Report:
         )
 
 
-@cache
 def _resource(name: str) -> str:
     return (files("fsdp_compile.explain") / "page" / name).read_text(encoding="utf-8")
 
 
 def _events(process: int, prediction: Prediction) -> Iterator[dict[str, Any]]:
     """Trace events, in microseconds."""
-    yield _named(process, 0, "process_name", f"{prediction.model}: {words_of(prediction.setting)}")
+    yield _named(process, 0, "process_name", f"{prediction.model}: {_words(prediction.setting)}")
     yield from (_named(process, at, "thread_name", name) for at, name in enumerate(LANES.values()))
     for span in prediction.timeline:
         where = {"pid": process, "tid": list(LANES).index(span.lane)}
@@ -144,6 +144,147 @@ def _events(process: int, prediction: Prediction) -> Iterator[dict[str, Any]]:
 
 def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+# --- text of predictions ----------------------------------------------------------------------------------------------
+
+
+def _predictions(predictions: Sequence[Prediction], shown: Prediction) -> Iterator[str]:
+    """All predictions in a table, if there are several, and `shown` in detail."""
+    if len(predictions) > 1:
+        best = "the most tokens/s per GPU that fits" if shown.fits is not False else "the first; none fits into memory"
+        yield f"{shown.model}, {_count(shown.parameters)} parameters, in {len(predictions)} settings"
+        yield from ("", *_settings(predictions), "", f"In detail, {best}:", "")
+    yield from _detail(shown)
+
+
+def _words(setting: Setting) -> str:
+    """A setting in a line."""
+    batch = f"batch {setting.batch} of {setting.sequence:,} tokens"
+    accumulation = [f"{setting.accumulation} times accumulated"] if setting.accumulation > 1 else []
+    checkpointing = f"checkpointing {setting.checkpointing}"
+    update = setting.optimizer + (", clipped" if setting.clip and setting.optimizer != "none" else "")
+    return ", ".join([f"{setting.world_size:,} x {setting.hardware}", setting.strategy, batch, *accumulation,
+                      setting.precision, checkpointing, update])  # fmt: skip
+
+
+def _detail(prediction: Prediction) -> Iterator[str]:
+    p = prediction
+    yield f"{p.model}, {_count(p.parameters)} parameters"
+    yield _words(p.setting)
+    yield ""
+    sums = {"forward": p.forward, "backward": p.backward, "update": p.update, "exposed": p.exposed}
+    yield f"step      {_ms(p.step)} ms = " + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in sums.items())
+    yield f"speed     {p.tokens_per_second:,.0f} tokens/s per GPU, MFU {p.mfu:.1%}, HFU {p.hfu:.1%}"
+    fits = "the capacity is not known"
+    if p.memory.capacity is not None:
+        fits = f"{'fits' if p.fits else 'does not fit'} into {_gib(p.memory.capacity)}"
+    yield f"memory    {_gib(p.memory.peak)} GiB at most: {fits}; the peak is at: {p.memory.peak_at}"
+    sizes = [f"{part} {_gib(getattr(p.memory, part))}" for part in MEMORY if getattr(p.memory, part)]
+    yield from ("          " + ", ".join(sizes[at : at + 4]) for at in range(0, len(sizes), 4))
+    if p.collectives:
+        rows = [(str(each.kind), LEVELS[each.level], f"{each.count:,}", _gib(each.bytes), _ms(each.seconds),
+                 _ms(each.exposed)) for each in p.collectives]  # fmt: skip
+        yield from ("", *_table(("collectives", "links", "number", "GiB", "ms", "exposed ms"), rows, left=2))
+    exposed = [each for each in p.top if each.exposed > 0]
+    if exposed:
+        rows = [(each.name, LEVELS[each.level], _gib(each.bytes), _ms(each.seconds), _ms(each.exposed), each.limit)
+                for each in exposed]  # fmt: skip
+        yield from ("", *_table(("largest", "links", "GiB", "ms", "exposed ms", "~limited by"), rows, left=2))
+    if p.alternatives:
+        yield from ("", *_alternatives(p))
+    origins = Counter(each.origin for each in p.constants)
+    if origins:
+        counted = ", ".join(f"{times} {origin}" for origin, times in origins.items())
+        yield from ("", f"constants {counted}; the JSON and the page list them with their sources")
+    yield from ("", *(f"warning: {each}" for each in p.warnings)) if p.warnings else ()
+
+
+def _settings(predictions: Sequence[Prediction]) -> Iterator[str]:
+    def differing(setting: Setting) -> str:
+        varied = [name for name in ("sequence", "strategy", "checkpointing", "precision", "hardware")
+                  if len({getattr(each.setting, name) for each in predictions}) > 1]  # fmt: skip
+        return ", ".join(str(getattr(setting, name)) for name in varied)
+
+    rows = [(f"{p.setting.world_size:,}", str(p.setting.batch), _ms(p.step), f"{p.tokens_per_second:,.0f}",
+             f"{p.mfu:.1%}", _ms(p.exposed), _gib(p.memory.peak), _fits(p.fits), differing(p.setting))
+            for p in predictions]  # fmt: skip
+    yield from _table(
+        ("GPUs", "batch", "step ms", "tokens/s/GPU", "MFU", "exposed ms", "peak GiB", "memory", "~"), rows, left=0
+    )
+
+
+def _alternatives(prediction: Prediction) -> Iterator[str]:
+    best = prediction.best
+    listed = [*prediction.alternatives, *([best] if best is not None and best not in prediction.alternatives else [])]
+
+    def row(each: Alternative) -> tuple[str, ...]:
+        change = ("best: " if each == best else "") + each.change
+        difference = 1e3 * (each.step - prediction.step)
+        return (change, _ms(each.step), f"{difference:+,.1f}", f"{each.tokens_per_second:,.0f}", _gib(each.peak),
+                _fits(each.fits))  # fmt: skip
+
+    heads = ("alternatives", "step ms", "difference", "tokens/s/GPU", "peak GiB", "memory")
+    yield from _table(heads, [row(each) for each in listed], left=1)
+
+
+def _fits(fits: bool | None) -> str:
+    return {True: "fits", False: "too much", None: "unknown"}[fits]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Lines of a table whose first `left` columns are text; so is a column whose head begins with "~"."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in ([head.removeprefix("~") for head in heads], *rows):
+        cells = [f"{cell:<{width}}" if at < left or heads[at].startswith("~") else f"{cell:>{width}}"
+                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        yield "  ".join(cells).rstrip()
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds >= 0.01 or seconds == 0 else f"{1e3 * seconds:,.3f}"
+
+
+def _gib(size: int) -> str:
+    gib = size / 2**30
+    return f"{gib:,.1f}" if gib >= 1 or size == 0 else f"{gib:.3f}"
+
+
+def _count(value: int) -> str:
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:,.2f} {unit}"
+    return f"{value:,}"
+
+
+# --- text of a plan ---------------------------------------------------------------------------------------------------
+
+
+def _plan(step: Scheduled) -> Iterator[str]:
+    """Each collective, what hides it and what limits the rest; updates, blocks, totals."""
+    workload = step.workload
+    heads = ("collective", "bytes", "ms", "hidden", "exposed", "~limited by")
+    yield from _table(heads, [(each.name, f"{each.bytes:,}", *(f"{1e3 * seconds:.3f}" for seconds in (
+                      each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
+                      for each in step.collectives], left=1)  # fmt: skip
+    updates = [*enumerate(workload.tasks, 1)][workload.end_of_backward : workload.forward]
+    if updates:
+        begun = {after: " ".join(name for each in prefetched(workload, step.plan) if each.at == after
+                                 for name in each.units) for after, _ in updates}  # fmt: skip
+        rows = [(task.name, f"{1e3 * task.seconds:.3f}", f"gather {begun[after]}" if begun[after] else "")
+                for after, task in updates]  # fmt: skip
+        yield from ("", *_table(("update", "ms", "~starts for the next forward"), rows, left=1))
+    if step.blocks:
+        rows = [(each.name, each.activations, f"{each.unsharded} of {each.units}") for each in step.blocks]
+        yield from ("", *_table(("block", "activations", "units that stay unsharded"), rows, left=3))
+    seconds, computing = step.timeline.makespan, sum(task.seconds for task in workload.tasks)
+    gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
+    repeats = ", backward, update and the next forward, which repeats" * bool(workload.forward)
+    rest = f"computing {1e3 * computing:.3f}, the rest {1e3 * (seconds - computing):.3f}"
+    limit = "no limit" if step.budget is None else f"{step.budget:,} bytes"
+    yield from ("", f"step      {1e3 * seconds:.3f} ms{repeats}: {rest}")
+    yield f"bound     {1e3 * step.bound:.3f} ms, a lower bound for all plans; this one takes {gap:.2%} more"
+    yield f"memory    {step.timeline.peak:,} bytes at most, budget: {limit}"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,11 @@ from the figures of the link and of the device that the configuration names.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,18 +19,19 @@ from torch import nn
 
 from fsdp_compile.config import CompileConfig, StepUpdate
 from fsdp_compile.core.sharding import sharding_of
-from fsdp_compile.explain.predict import MOST_TOP, UPDATE_MOVES, by_kind, constants_of
-from fsdp_compile.explain.prediction import BlockChoice, Memory, Prediction, Scheduled, Setting
+from fsdp_compile.explain._torch import fake_tensors
+from fsdp_compile.explain.predict import UPDATE_MOVES
+from fsdp_compile.explain.prediction import BlockChoice, Scheduled, Setting
 from fsdp_compile.explain.report import Report
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes._torch import FakeTensorMode, fake_store, reset_dynamo
+from fsdp_compile.passes._torch import fake_store, reset_dynamo
 from fsdp_compile.passes.cost.hardware import Hardware, device
-from fsdp_compile.passes.graph.costs import costs_of, node_work
+from fsdp_compile.passes.graph.costs import costs_of, group_size, node_work
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.inductor import compile_with
 from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
-from fsdp_compile.passes.plan.memory import KEEP, Options, Result
+from fsdp_compile.passes.plan.memory import KEEP, Options
 from fsdp_compile.passes.plan.plan import Plan, verify
 from fsdp_compile.passes.plan.workload import Workload
 
@@ -47,21 +47,15 @@ def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
     return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What a plan is of, where a workload does not say it.
+class Subject(NamedTuple):
+    """What a plan is of, where a workload does not say it: names and numbers as in `Prediction`.
 
-    Attributes:
-        model: its name.
-        parameters: how many it has.
-        setting: cluster and options.
-        hardware: what computes.
-        flops: operations of products and attention in a forward and backward.
+    `flops` are operations of products and attention in a forward and backward.
     """
 
     model: str = "model"
     parameters: int = 0
-    setting: Setting = field(default_factory=lambda: Setting(1))
+    setting: Setting = Setting(1)
     hardware: Hardware | None = None
     flops: int = 0
 
@@ -80,42 +74,11 @@ def report(
     """
     verify(workload, plan, budget)
     subject = subject or Subject()
-    setting, hardware = subject.setting, subject.hardware
+    setting = subject.setting
     step = Scheduled(workload, plan, budget, blocks, shards=setting.shard_size or setting.world_size)
-    timeline, tasks = step.timeline, [*enumerate(workload.tasks)]
-    seconds = timeline.makespan
-    update = sum(task.seconds for _, task in tasks[workload.end_of_backward : workload.forward])
-    forward = sum(task.seconds for at, task in tasks if workload.is_forward(at))
-    at = max(range(len(timeline.memory)), key=timeline.memory.__getitem__)
-    peak, gathered = timeline.memory[at], step.gathered_at(at)
-    beneath = tasks[at][1].memory if at < len(tasks) else max(0, peak - gathered)
-    gathered = min(gathered, peak - beneath)
-    fastest = max(hardware.peak.values()) if hardware else 0.0
-    used = subject.flops / seconds / hardware.peak.get("bfloat16", fastest) if hardware and seconds else 0.0
-    prediction = Prediction(
-        model=subject.model,
-        parameters=subject.parameters,
-        setting=setting,
-        forward=forward,
-        backward=sum(task.seconds for _, task in tasks) - forward - update,
-        update=update,
-        exposed=max(0.0, timeline.exposed),
-        step=seconds,
-        tokens_per_second=setting.batch * setting.sequence / seconds if seconds else 0.0,
-        mfu=used,
-        hfu=used,
-        collectives=by_kind(step.collectives),
-        top=tuple(sorted(step.collectives, key=lambda each: -each.seconds)[:MOST_TOP]),
-        memory=Memory(
-            *(0, 0, 0, beneath, 0, gathered, peak - beneath - gathered, 0, peak),
-            peak_at=tasks[at][1].name if at < len(tasks) else "the end of the step",
-            capacity=hardware.memory if hardware else None,
-        ),
-        timeline=tuple(step.spans()),
-        memory_over_time=step.memory_over_time(0.0, timeline.memory[-1], 0.0),
-        constants=constants_of(hardware) if hardware else (),
-    )
-    return Report((prediction,), step)
+    made = step.predict(subject.model, subject.parameters, setting, subject.hardware, setting.batch * setting.sequence,
+                        (subject.flops, subject.flops))  # fmt: skip
+    return Report((made,), step)
 
 
 def explain_sharded(
@@ -141,25 +104,22 @@ def explain_sharded(
         ValueError: `world_size` is missing or does not fit, or the model's graph has no sharded parameters.
     """
     exists = isinstance(model, nn.Module)
-    with process_group(world_size), nullcontext() if exists else _fake_tensors():
+    with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, subject = _read(sharded, example_inputs, config)
+        choices, subject = choices_of(sharded, example_inputs, config)
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
         choices = replace(choices, plain=plain, stored=stored)
     if optimizer is not None:
-        subject = replace(subject, setting=replace(subject.setting, optimizer=optimizer, compile_step=True))
+        subject = subject._replace(setting=replace(subject.setting, optimizer=optimizer, compile_step=True))
     chosen = choose_policies(choices, config)
-    blocks = tuple(_block_choices(choices, chosen)) if config.activations != "keep" else ()
-    return report(chosen.workload, chosen.planned.plan, config.budget, blocks, subject)
-
-
-def _block_choices(choices: Options, chosen: Result) -> Iterator[BlockChoice]:
-    for block, policy in zip(choices.blocks, chosen.policies, strict=True):
+    blocks = list[BlockChoice]()
+    for block, policy in zip(choices.blocks, chosen.policies, strict=True) if config.activations != "keep" else ():
         units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
         unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
-        yield BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units))
+        blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
+    return report(chosen.workload, chosen.planned.plan, config.budget, tuple(blocks), subject)
 
 
 @contextmanager
@@ -181,25 +141,16 @@ def process_group(world_size: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _fake_tensors() -> Iterator[None]:
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        # Flat parameters note the address of their shard, and never read through it here.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
-
-
 class _GraphRead(Exception):
     """Ends a compilation whose joint graph has been read."""
 
 
-def choices_of(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> Options:
-    """The joint graph of a sharded model, and what may be chosen in it, as numbers. ValueError if it has no shards."""
-    return _read(model, inputs, config)[0]
+def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> tuple[Options, Subject]:
+    """What may be chosen in the joint graph of a sharded model, as numbers, and what the graph is of.
 
-
-def _read(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> tuple[Options, Subject]:
-    """As `choices_of`, and what the graph is of."""
+    Raises:
+        ValueError: it has no sharded parameters.
+    """
     found: list[tuple[Options, Subject]] = []
 
     def read_graph(context: GraphContext) -> None:
@@ -208,11 +159,13 @@ def _read(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> tup
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
         tokens = bool(tensors) and not tensors[0].is_floating_point() and tensors[0].dim() > 1
+        is_hybrid = any(unit.replicate for unit in choices.plain.units)
         setting = Setting(
             dist.get_world_size(),
             batch=max(1, tensors[0].shape[0]) if tensors else 1,
             sequence=tensors[0].shape[1] if tokens else 1,
-            strategy="HYBRID_SHARD" if any(unit.replicate for unit in choices.plain.units) else "FULL_SHARD",
+            strategy="HYBRID_SHARD" if is_hybrid else "FULL_SHARD",
+            shard_size=max(map(group_size, gathers), default=1) if is_hybrid else None,
             precision="bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32",
             optimizer="none",
             clip=config.update is not None and config.update.clips,
@@ -221,8 +174,7 @@ def _read(model: nn.Module, inputs: Sequence[Any], config: CompileConfig) -> tup
         )
         parameters = sum(each.numel() for each in model.parameters())
         flops = sum(node_work(node).flops for node in context.graph.nodes)
-        subject = Subject(type(model).__name__, parameters, setting, device(setting.hardware), flops)
-        found.append((choices, subject))
+        found.append((choices, Subject(type(model).__name__, parameters, setting, device(setting.hardware), flops)))
         raise _GraphRead
 
     insert = next(each for each in PASSES if each.name == "insert_collectives")

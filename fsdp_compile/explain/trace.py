@@ -1,21 +1,24 @@
 """From a model to the work of its step: forward and backward are traced, partitioned, and read node by node.
 
-    TracedModel      a model without memory, and which of its blocks are equal
-      work           of a batch, a sequence length, a policy: one block of each kind, and what is outside of blocks
-        _calls       a forward in which each distinct block runs once; its inputs are noted, others return as it did
-        _block       forward and backward of one block with these inputs, after the partitioner
-        _outside     those of the model with an operator in place of each block, which only keeps the order
+    Model.work       of a setting: any batch follows from two that are traced (work.py)
+    Model.traced     one block of each kind, and what is outside of blocks
+      _calls         runs a forward in which each distinct block runs once; notes its inputs, others return as it did
+      _block         forward and backward of one block with these inputs, after the partitioner
+      _outside       those of the model with an operator in place of each block, which only keeps the order
     Read             what nodes compute and how long values live, by passes/graph as in a plan
 
-Blocks are traced apart from the rest, so that a model of 126 takes as long as one of two. What is recomputed and saved
-is what the partitioner chose; full checkpointing is added afterwards (`StepWork.checkpointed`).
+Blocks are traced apart from the rest, so that a model of 126 takes as long as one of two. The partitioner chooses what
+is saved and recomputed; full checkpointing is added afterwards (`StepWork.checkpointed`).
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +29,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_compile.construct.wrap_policy import repeated_blocks
 from fsdp_compile.explain._torch import Graphs, fake_tensors, is_fake, partitioned, pytree
-from fsdp_compile.explain.work import Kernels, StepWork, UnitWork
+from fsdp_compile.explain.prediction import Setting
+from fsdp_compile.explain.work import BATCHES, Kernels, NotAffine, StepWork, UnitWork, at_batch
 from fsdp_compile.passes._torch import is_tangent
 from fsdp_compile.passes.graph.costs import SCATTERS, Work, node_work
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, lifetimes, live_bytes
@@ -139,116 +143,94 @@ class _WithoutValues(TorchFunctionMode):
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """How a block was called: what tracing it needs."""
+class Call(NamedTuple):
+    """How a block was called."""
 
     module: nn.Module
-    leaves: tuple[Any, ...]  # of its arguments
-    arguments: Any  # their structure
-    returned: tuple[Any, ...]
-    structure: Any  # of what it returned
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """The tensors that it returned."""
-        return [each for each in self.returned if isinstance(each, Tensor)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among its arguments."""
-        return [each for each in self.leaves if isinstance(each, Tensor)]
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with other tensors."""
-        return pytree.tree_unflatten(_with_tensors(self.leaves, tensors), self.arguments)
-
-    def restored(self, tensors: Sequence[Tensor]) -> Any:
-        """What it returned, with other tensors."""
-        return pytree.tree_unflatten(_with_tensors(self.returned, tensors), self.structure)
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    returned: Any
 
 
-def _with_tensors(leaves: Iterable[Any], tensors: Sequence[Tensor]) -> list[Any]:
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """`tree` with other tensors."""
     remaining = iter(tensors)
-    return [next(remaining) if isinstance(each, Tensor) else each for each in leaves]
+    return pytree.tree_map_only(Tensor, lambda _: next(remaining), tree)
 
 
-class TracedModel:
-    """A model that has no memory.
+class Model:
+    """A model without memory, and what its step computes in each setting.
 
     Args:
-        make_model: makes it.
+        model: a function that makes it, or a module, of which a copy is traced.
         example_inputs: given (batch, sequence), returns positional arguments; None: tokens, see `explain`.
         name: of the model; None: its class's.
 
     Raises:
-        ValueError: what `make_model` makes is no module, or has memory on a device.
+        ValueError: `model` is no module and makes none, raises an error, or has tensors on an accelerator.
     """
 
     def __init__(
-        self, make_model: Callable[[], Any], example_inputs: Inputs | None = None, name: str | None = None
+        self, model: nn.Module | Callable[[], Any], example_inputs: Inputs | None = None, name: str | None = None
     ) -> None:
         with fake_tensors() as self.mode:
-            model = make_model()
-            if not isinstance(model, nn.Module):
-                raise ValueError(f"make_model: expected it to return a module, found {type(model).__name__}")
-            for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if not is_fake(tensor):
-                    raise ValueError(
-                        f"make_model: expected it to make a model, whose tensors then get no memory, found {path} with "
-                        f"memory on {tensor.device}; make the model inside the function"
-                    )
-        self.model = model.train()
-        self.name = name or type(model).__name__
+            self.model = _without_memory(model).train()
+        self.name = name or type(self.model).__name__
         self.example_inputs = example_inputs
-        self.blocks = repeated_blocks(model)
-        self._calls_of: dict[Any, tuple[dict[Any, Call], list[Any]]] = {}
-        self._block_of: dict[Any, UnitWork] = {}
-        self._outside_of: dict[Any, tuple[UnitWork, UnitWork]] = {}
-        self.parameters = sum(each.numel() for each in model.parameters())
+        self.blocks = repeated_blocks(self.model)
+        self.parameters = sum(each.numel() for each in self.model.parameters())
+        self._known: dict[Any, Any] = {}
 
-    def work(
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def work(self, setting: Setting) -> StepWork:
+        """What one forward and backward computes. ValueError if the model cannot be traced."""
+        by_operator = setting.checkpointing == "selective op"
+        options = (setting.sequence, by_operator, setting.compiled, setting.compiles_loss, setting.precision)
+
+        def make() -> StepWork:
+            try:
+                first, second = (self.traced(batch, *options) for batch in BATCHES)
+                work = at_batch(first, second, setting.batch)
+            except NotAffine:
+                work = self.traced(setting.batch, *options)
+            return work.checkpointed(setting.checkpointing)
+
+        return self._once(("work", options, setting.batch, setting.checkpointing), make)
+
+    def traced(
         self, batch: int, sequence: int, by_operator: bool, compiled: bool, compiled_loss: bool, precision: str
     ) -> StepWork:
-        """One forward and backward.
-
-        Args:
-            batch: sequences.
-            sequence: tokens of one.
-            by_operator: whether blocks are checkpointed but for attention and every second product.
-            compiled: as in `Setting`.
-            compiled_loss: likewise.
-            precision: as in `Setting`.
+        """One forward and backward of a batch, as in `Setting`; `by_operator` is its checkpointing "selective op".
 
         Raises:
             ValueError: the model cannot be traced.
         """
         dtype = DTYPES.get(precision, torch.bfloat16)
+        sizes = (batch, sequence, dtype)
         try:
             with self.mode, _WithoutValues(), torch.enable_grad():
-                inputs, names = self._inputs(batch, sequence)
-                sizes = (batch, sequence, dtype)
-                if sizes not in self._calls_of:
-                    self._calls_of[sizes] = self._calls(inputs, names, dtype)
-                calls, order = self._calls_of[sizes]
-                for key, call in calls.items():
-                    if (key, sizes, compiled, by_operator) not in self._block_of:
-                        made = _block(call, compiled, by_operator, dtype)
-                        self._block_of[key, sizes, compiled, by_operator] = made
-                if (sizes, compiled_loss) not in self._outside_of:
-                    outside = self._outside(inputs, names, calls, order, compiled_loss, dtype)
-                    self._outside_of[sizes, compiled_loss] = outside
-                begin, end = self._outside_of[sizes, compiled_loss]
+                given = self._inputs(batch, sequence)
+                calls, order = self._once(("calls", sizes), partial(self._calls, *given, dtype))
+                blocks = {
+                    key: self._once(
+                        (key, sizes, compiled, by_operator), partial(_block, call, compiled, by_operator, dtype)
+                    )
+                    for key, call in calls.items()
+                }
+                outside = partial(self._outside, *given, calls, order, compiled_loss, dtype)
+                begin, end = self._once(("outside", sizes, compiled_loss), outside)
         except (RuntimeError, TypeError, AssertionError, NotImplementedError, AttributeError, KeyError) as error:
             text = f"{type(error).__name__}: {error}"
-            raise ValueError(f"make_model: expected a model that can be traced, found {text}") from error
-        units = list[UnitWork]()
-        for at, key in enumerate(order):
-            if at and order[at - 1] == key:
-                units[-1] = replace(units[-1], count=units[-1].count + 1)
-            else:
-                units.append(self._block_of[key, sizes, compiled, by_operator])
-        return StepWork(self.name, self.parameters, begin, tuple(units), end, batch * sequence)
+            raise ValueError(f"model: expected one that can be traced, found {text}") from error
+        units = tuple(replace(blocks[key], count=len([*alike])) for key, alike in groupby(order))
+        return StepWork(self.name, self.parameters, begin, units, end, batch * sequence)
 
     def _inputs(self, batch: int, sequence: int) -> tuple[list[Any], dict[str, Any]]:
         """Positional arguments and arguments by name of a forward."""
@@ -277,12 +259,13 @@ class TracedModel:
                 key = (_kind(module), structure, tuple(map(_described, leaves)))
                 order.append(key)
                 if key not in calls:
-                    returned, returned_structure = pytree.tree_flatten(original(*args, **kwargs))
-                    calls[key] = Call(module, tuple(leaves), structure, tuple(returned), returned_structure)
+                    calls[key] = Call(module, (args, kwargs), original(*args, **kwargs))
                 call = calls[key]
-                given = next(each for each in call.tensors if each.is_floating_point())
-                return call.restored([torch.empty_like(each) + 0 * given.sum() if each.is_floating_point() else each
-                                      for each in call.outputs])  # fmt: skip
+                given = next(each for each in _tensors(call.arguments) if each.is_floating_point())
+                return _with_tensors(call.returned, (
+                    torch.empty_like(each) + 0 * given.sum() if each.is_floating_point() else each
+                    for each in _tensors(call.returned)
+                ))  # fmt: skip
 
             return forward
 
@@ -303,15 +286,16 @@ class TracedModel:
         def around(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 at = upcoming.pop(0)
-                call = calls[order[at]]
-                leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-                given = next(each for each in leaves if each.is_floating_point())
-                alike = [each.shape == given.shape and each.dtype == given.dtype for each in call.outputs]
+                returned = calls[order[at]].returned
+                given = next(each for each in _tensors((args, kwargs)) if each.is_floating_point())
+                outputs = _tensors(returned)
+                alike = [each.shape == given.shape and each.dtype == given.dtype for each in outputs]
                 if 0 < at < len(order) - 1 and alike == [True]:  # only the first and the last one divide the graph
-                    return call.restored([given])
-                made = [block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
-                        if each.is_floating_point() else each for each in call.outputs]  # fmt: skip
-                return call.restored(made)
+                    return _with_tensors(returned, [given])
+                return _with_tensors(returned, (
+                    block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
+                    if each.is_floating_point() else each for each in outputs
+                ))  # fmt: skip
 
             return forward
 
@@ -330,7 +314,8 @@ class TracedModel:
         if not order:
             before, after, before_backward, after_backward = [], before, [], after_backward
         given = sum(each.nbytes for each in inputs if isinstance(each, Tensor))
-        passed = sum(each.nbytes for each in calls[order[-1]].outputs if each.is_floating_point()) if order else given
+        last = _tensors(calls[order[-1]].returned) if order else []
+        passed = sum(each.nbytes for each in last if each.is_floating_point()) if order else given
         return (
             read.unit("embedding", 0, given, before, before_backward),
             read.unit("output", outside, passed, after, after_backward),
@@ -340,12 +325,13 @@ class TracedModel:
 def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) -> UnitWork:
     """Forward and backward of one block."""
     state = _cast(call.module, dtype)
-    tensors = [each.detach().requires_grad_(each.is_floating_point() and each.requires_grad) for each in call.tensors]
+    tensors = [each.detach().requires_grad_(each.is_floating_point() and each.requires_grad)
+               for each in _tensors(call.arguments)]  # fmt: skip
 
     def run(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        args, kwargs = call.rebuild(given)
-        output = pytree.tree_leaves(torch.func.functional_call(call.module, {**params, **buffers}, args, kwargs))
-        return tuple(each for each in output if isinstance(each, Tensor) and each.is_floating_point())
+        args, kwargs = _with_tensors(call.arguments, given)
+        output = torch.func.functional_call(call.module, {**params, **buffers}, args, kwargs)
+        return tuple(each for each in _tensors(output) if each.is_floating_point())
 
     tag = save_by_operator if by_operator else None
     graphs = partitioned(run, (state, _buffers(call.module), tensors), compiled, tag)
@@ -399,14 +385,41 @@ def _described(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf)
 
 
+def _without_memory(model: nn.Module | Callable[[], Any]) -> nn.Module:
+    """What `model` makes, or a copy of it, without its values; called where tensors get no memory."""
+    exists = isinstance(model, nn.Module)
+    try:
+        made: Any = model if exists else model()
+    except Exception as error:
+        raise ValueError(f"model: expected a function that makes a module, but it raised {type(error).__name__}: "
+                         f"{error}") from error  # fmt: skip
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model: expected a function that makes a module, found one that makes {type(made).__name__}")
+    for name, each in [*made.named_parameters(), *made.named_buffers()]:
+        if each.device.type not in ("cpu", "meta"):
+            raise ValueError(f"model: expected tensors on the CPU or the meta device, found {name} on {each.device}; "
+                             "leave out what moves it there")  # fmt: skip
+        if not exists and not is_fake(each):
+            raise ValueError(f"model: found {name} with memory of its own; make the model inside the function, where "
+                             "tensors get none")  # fmt: skip
+    memo: dict[int, Any] = {}
+    for parameter in made.parameters() if exists else ():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in made.buffers() if exists else ():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(made, memo) if exists else made
+
+
 def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Parameters in the dtype in which they are gathered."""
-    return {
-        path: torch.empty_like(each, dtype=dtype if each.is_floating_point() else None, device="cpu").requires_grad_(
-            each.requires_grad and each.is_floating_point()
-        )
-        for path, each in module.named_parameters()
-    }
+
+    def cast(each: Tensor) -> Tensor:
+        if not each.is_floating_point():
+            return torch.empty_like(each, device="cpu")
+        return torch.empty_like(each, dtype=dtype, device="cpu").requires_grad_(each.requires_grad)
+
+    return {path: cast(each) for path, each in module.named_parameters()}
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -510,15 +523,7 @@ class Read:
     def unit(
         self, name: str, parameters: int, input_bytes: int, forward: list[fx.Node], backward: list[fx.Node]
     ) -> UnitWork:
-        """The numbers of some nodes of forward and backward.
-
-        Args:
-            name: of the unit.
-            parameters: how many it has.
-            input_bytes: as in `UnitWork`.
-            forward: its nodes in forward.
-            backward: those in backward.
-        """
+        """The numbers of a unit's nodes in forward and in backward; `input_bytes` as in `UnitWork`."""
         inside, inside_backward = set(forward), set(backward)
         values = [node.meta.get("val") for node in forward if is_product(node)]
         columns = max((each.shape[-1] for each in values if isinstance(each, Tensor)), default=0)

@@ -104,7 +104,9 @@ class StepWork:
         return max(0, backward - 2 * forward) + repeated
 
     def checkpointed(self, policy: str) -> "StepWork":
-        """With "full", every block is checkpointed; with "selective N", every N-th."""
+        """With "full", every block is checkpointed; with "selective N", every N-th; otherwise as it was traced."""
+        if policy in ("none", "selective op"):
+            return self
         if policy == "full":
             return replace(self, blocks=tuple(block.checkpointed() for block in self.blocks))
         every = int(policy.removeprefix("selective "))
@@ -152,19 +154,16 @@ def at_batch(first: T, second: T, batch: int) -> T:
     Raises:
         NotAffine: the two differ in their structure.
     """
-    if type(first) is not type(second):
-        raise NotAffine(f"batch: {type(first).__name__} becomes {type(second).__name__} with another batch")
-    if isinstance(first, (str, bool)):
-        if first != second:
-            raise NotAffine(f"batch: {first} becomes {second} with another batch")
-        return first
+    same = type(first) is type(second) and (not isinstance(first, (str, bool)) or first == second)
+    if not same or (isinstance(first, tuple) and len(first) != len(second)):  # type: ignore[arg-type]  # of one type
+        raise NotAffine(f"batch: {first!r} becomes {second!r} with another batch")
     one: Any = first
     other: Any = second
+    if isinstance(first, (str, bool)):
+        return first
     if isinstance(first, int):
         return one + (other - one) * (batch - BATCHES[0])
     if isinstance(first, tuple):
-        if len(one) != len(other):
-            raise NotAffine(f"batch: {len(one)} kernels become {len(other)} with another batch")
         return type(one)(at_batch(a, b, batch) for a, b in zip(one, other, strict=True))
     return type(one)(**{each.name: at_batch(getattr(one, each.name), getattr(other, each.name), batch)
                         for each in fields(one)})  # fmt: skip

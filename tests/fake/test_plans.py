@@ -15,6 +15,7 @@ from generated import launches, programs
 from models import routed
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_inductor_cache
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
@@ -249,3 +250,14 @@ def test_explain_plan() -> None:
     assert all(map(operator.is_, chain(*before), chain(*after)))  # what was passed in is unchanged
     with pytest.raises(ValueError, match="model: expected sharded parameters in its graph, found none"):
         explain_plan(torch.nn.ReLU(), (torch.ones(2, requires_grad=True),), link=SLOW)
+
+
+def test_explain_plan_of_replicas() -> None:
+    """Under hybrid sharding the report lists the all-reduces over replicas, each as large as one rank's shard."""
+    inputs, _ = CASES["mlp"].batch(1, 4)
+    model = fully_shard(BUILD["mlp"](), mesh=init_device_mesh("cpu", (2, 2)))
+    found = explain_plan(model, (inputs,), link=SLOW)
+    assert (found.predictions[0].setting.strategy, found.predictions[0].setting.shard_size) == ("HYBRID_SHARD", 2)
+    sizes = {kind: sum(each.bytes for each in found.collectives if each.kind == kind)
+             for kind in ("reduce-scatter", "all-reduce")}  # fmt: skip
+    assert sizes["reduce-scatter"] == 2 * sizes["all-reduce"] > 0

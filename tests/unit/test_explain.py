@@ -18,19 +18,19 @@ def test_printed():
     assert_expected_inline(
         str(report(workload, search_plan(workload).plan)),
         """\
-collective                bytes         ms     hidden    exposed  limited by
-gather root                  70    720.000      0.000    720.000  dependency
-gather blocks.0             100   1020.000     50.000    970.000  link
-gather blocks.1             100   1020.000   1020.000      0.000
-gather blocks.2             100   1020.000   1020.000      0.000
-gather root                  70    720.000      0.000    720.000  dependency
-gather blocks.2             100   1020.000   1000.000     20.000  link
-gather blocks.1             100   1020.000   1020.000      0.000
-reduce blocks.2             100   1020.000   1020.000      0.000
-gather blocks.0             100   1020.000   1020.000      0.000
-reduce blocks.1             100   1020.000   1020.000      0.000
-reduce blocks.0             100   1020.000     50.000    970.000  dependency
-reduce root                  70    720.000      0.000    720.000  link
+collective       bytes        ms    hidden  exposed  limited by
+gather root         70   720.000     0.000  720.000  dependency
+gather blocks.0    100  1020.000    50.000  970.000  link
+gather blocks.1    100  1020.000  1020.000    0.000
+gather blocks.2    100  1020.000  1020.000    0.000
+gather root         70   720.000     0.000  720.000  dependency
+gather blocks.2    100  1020.000  1000.000   20.000  link
+gather blocks.1    100  1020.000  1020.000    0.000
+reduce blocks.2    100  1020.000  1020.000    0.000
+gather blocks.0    100  1020.000  1020.000    0.000
+reduce blocks.1    100  1020.000  1020.000    0.000
+reduce blocks.0    100  1020.000    50.000  970.000  dependency
+reduce root         70   720.000     0.000  720.000  link
 
 step      16520.000 ms: computing 12400.000, the rest 4120.000
 bound     16460.000 ms, a lower bound for all plans; this one takes 0.36% more

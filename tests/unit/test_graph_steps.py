@@ -23,24 +23,25 @@ def priced(runtime: str, **options: object) -> Priced:
 def test_beside_fsdp2(options: dict[str, object]) -> None:
     """Backward gathers the last block again, less is alive, and computing takes what it takes less the packing."""
     ours, theirs = priced("fsdp_compile", **options), priced("fsdp2", **options)
-    gathers = [len([*each.plan.of("gather")]) for each in (ours, theirs)]
+    gathers = [len([*each.scheduled.plan.of("gather")]) for each in (ours, theirs)]
     gathers_again = "strategy" not in options and "keep" not in options
     assert gathers[0] == gathers[1] + gathers_again
-    assert ours.memory.peak < theirs.memory.peak
-    assert sum(t.seconds for t in ours.workload.tasks) < sum(t.seconds for t in theirs.workload.tasks)
+    assert ours.scheduled.memory(None).peak < theirs.scheduled.memory(None).peak
+    computing = [sum(task.seconds for task in each.scheduled.workload.tasks) for each in (ours, theirs)]
+    assert computing[0] < computing[1]
     for each in (ours, theirs):
-        m = each.memory
+        m = each.scheduled.memory(None)
         total = m.parameters + m.gradients + m.optimizer + m.activations + m.logits + m.gathered + m.packed + m.other
         assert total == m.peak
 
 
 def test_gradients_come_to_exist_one_by_one() -> None:
     """Shards of gradients are there when they have been reduced; all the time, where an earlier pass has made them."""
-    made = priced("fsdp_compile").gradients
+    made = priced("fsdp_compile").scheduled.gradients
     assert (
         made[0] == 0 and list(made) == sorted(made) and made[-1] == pytest.approx(4 * made_parameters() / 8, rel=1e-3)
     )
-    assert set(priced("fsdp_compile", accumulation=2).gradients) == {made[-1]}
+    assert set(priced("fsdp_compile", accumulation=2).scheduled.gradients) == {made[-1]}
 
 
 def made_parameters() -> int:

@@ -110,31 +110,32 @@ def test_report() -> None:
     workload = updated(blocks(3), clips=True)
     found = report(workload, search_plan(workload).plan)
     assert found.timeline.exposed == pytest.approx(sum(each.exposed for each in found.collectives))
+    assert 0 <= found.predictions[0].memory.gathered <= sum(unit.gathered for unit in workload.units)
     assert_expected_inline(
         str(found),
         """\
-collective                          bytes         ms     hidden    exposed  limited by
-gather root                            70    720.000      0.000    720.000  dependency
-gather blocks.2                       100   1020.000   1000.000     20.000  link
-gather blocks.1                       100   1020.000   1020.000      0.000
-gather blocks.0                       100   1020.000   1020.000      0.000
-reduce blocks.2                       100   1020.000   1020.000      0.000
-reduce blocks.1                       100   1020.000   1020.000      0.000
-reduce blocks.0                       100   1020.000     50.000    970.000  dependency
-reduce root                            70    720.000      0.000    720.000  link
-gather root                            70    720.000    720.000      0.000
-gather blocks.0                       100   1020.000    330.000    690.000  link
-gather blocks.1                       100   1020.000   1020.000      0.000
-gather blocks.2                       100   1020.000   1020.000      0.000
-all-reduce before updates               4    200.000      0.000    200.000  dependency
+collective                 bytes        ms    hidden  exposed  limited by
+gather root                   70   720.000     0.000  720.000  dependency
+gather blocks.2              100  1020.000  1000.000   20.000  link
+gather blocks.1              100  1020.000  1020.000    0.000
+gather blocks.0              100  1020.000  1020.000    0.000
+reduce blocks.2              100  1020.000  1020.000    0.000
+reduce blocks.1              100  1020.000  1020.000    0.000
+reduce blocks.0              100  1020.000    50.000  970.000  dependency
+reduce root                   70   720.000     0.000  720.000  link
+gather root                   70   720.000   720.000    0.000
+gather blocks.0              100  1020.000   330.000  690.000  link
+gather blocks.1              100  1020.000  1020.000    0.000
+gather blocks.2              100  1020.000  1020.000    0.000
+all-reduce before updates      4   200.000     0.000  200.000  dependency
 
-update                  ms  starts for the next forward
-before updates     100.000
-update root        300.000  gather root
-update blocks.0    300.000  gather blocks.0
-update blocks.1    300.000  gather blocks.1
-update blocks.2    300.000  gather blocks.2
-next step          100.000
+update                ms  starts for the next forward
+before updates   100.000
+update root      300.000  gather root
+update blocks.0  300.000  gather blocks.0
+update blocks.1  300.000  gather blocks.1
+update blocks.2  300.000  gather blocks.2
+next step        100.000
 
 step      17120.000 ms, backward, update and the next forward, which repeats: computing 13800.000, the rest 3320.000
 bound     17060.000 ms, a lower bound for all plans; this one takes 0.35% more

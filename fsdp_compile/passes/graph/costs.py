@@ -259,14 +259,14 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
     def of_collective(start: fx.Node) -> float:
         if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
-            return all_reduce_seconds(size_of(start), _world_size(start), wire) - wire.latency
+            return all_reduce_seconds(size_of(start), group_size(start), wire) - wire.latency
         full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
-        return transfer_seconds(full, _world_size(start), wire)
+        return transfer_seconds(full, group_size(start), wire)
 
     def of_update(moved: float) -> float:
         return max(update_seconds(moved, computer), computer.kernel_seconds)
 
-    world = max(map(_world_size, starts))
+    world = max(map(group_size, starts))
     norm = all_reduce_seconds(4, world, wire)
     # Ranks compare what they know by a message on the host, where a GPU's link is another one.
     on_cpu = starts[0].meta["val"].device.type == "cpu" and config.device in (None, "cpu")
@@ -295,7 +295,8 @@ def relative_costs(graph: fx.Graph) -> Costs:
     return Costs(of_node, lambda start: 0.0, memory=False)
 
 
-def _world_size(start: fx.Node) -> int:
+def group_size(start: fx.Node) -> int:
+    """How many ranks take part in what a collective node starts."""
     return group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx arguments are untyped
 
 
