@@ -30,7 +30,7 @@ BUDGET = {
     f"{PACKAGE}/passes": 7_370,
     f"{PACKAGE}/state_dict": 1_100,
     f"{PACKAGE}/checkpoint": 1_680,
-    f"{PACKAGE}/explain": 2_730,
+    f"{PACKAGE}/explain": 2_610,
     f"{PACKAGE}/integrations": 300,
     "bench": 5_090,
 }

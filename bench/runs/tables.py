@@ -89,7 +89,7 @@ class Case:
 
     def priced(self, hardware: Hardware | None = None) -> Priced:
         """Its seconds and bytes, on other hardware if that is given."""
-        return Priced.of(work_of(self.model, self.run), self.setting, hardware or self.hardware)
+        return Priced(work_of(self.model, self.run), self.setting, hardware or self.hardware)
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:

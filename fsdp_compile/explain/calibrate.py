@@ -71,14 +71,11 @@ class Case:
         return midmean(self.times)
 
 
-Shard = Callable[[nn.Module], nn.Module]
-
-
 def calibrate(
     device_type: str | None = None,
     base: str | Hardware | None = None,
     seconds: float = 120,
-    shard: Shard | None = None,
+    shard: Callable[[nn.Module], nn.Module] | None = None,
 ) -> tuple[Hardware, int]:
     """Measure this machine.
 
@@ -104,13 +101,12 @@ def calibrate(
     at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(at)
-    if at.type == "cuda":
         where = torch.cuda.get_device_name(at)
         usual = reported_device(where, torch.cuda.get_device_properties(at).total_memory)
     else:
         where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         usual = device("cpu")
-    begin = base if isinstance(base, Hardware) else device(base) if base else usual
+    begin = device(base) if base else usual
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]
@@ -120,11 +116,9 @@ def calibrate(
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         try:
             sent = Rounds(list(collective_cases(at)), at, together=True).run(seconds / 2)
-            words = f"{source.source}, {ranks} ranks"
-            if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
-                made = replace(made, network=fitted_link(sent, made.network, ranks, words))
-            else:
-                made = replace(made, node=fitted_link(sent, made.node, ranks, words))
+            level = "network" if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) else "node"
+            link = fitted_link(sent, getattr(made, level), ranks, f"{source.source}, {ranks} ranks")
+            made = replace(made, network=link) if level == "network" else replace(made, node=link)
         finally:
             dist.destroy_process_group()
     return made, rank
@@ -184,25 +178,29 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
-def step_cases(shard: Shard) -> Iterator[Case]:
+def step_cases(shard: Callable[[nn.Module], nn.Module]) -> Iterator[Case]:
     """Whole steps of models that compute next to nothing, on a process group that is there; size is their blocks."""
     x = torch.ones(1, 4, 16)
+
+    def step(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     for blocks in STEP_BLOCKS:
         model = shard(nn.Sequential(*(_Block() for _ in range(blocks))))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=True)
-        yield Case("step", partial(_step, torch.compile(model, fullgraph=True), x, optimizer), 1.0, blocks)
-
-
-def _step(model: Callable[[Tensor], Tensor], x: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    model(x).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+        yield Case("step", partial(step, torch.compile(model, fullgraph=True), optimizer), 1.0, blocks)
 
 
 def collective_cases(device: torch.device) -> Iterator[Case]:
     """Cases for all ranks of the default group; work is the size of what is gathered or reduced."""
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
+
+    def run(start: Callable[..., Tensor], given: Tensor) -> None:
+        collectives.wait(start(given, ranks, group.group_name))
+
     for size in MESSAGES[device.type]:
         full = torch.zeros(max(size // 4 // ranks, 1) * ranks, device=device)
         shard = full[: full.numel() // ranks].clone()
@@ -210,11 +208,7 @@ def collective_cases(device: torch.device) -> Iterator[Case]:
             ("gather", collectives.all_gather, shard),
             ("reduce", collectives.reduce_scatter, full),
         ):
-            yield Case(kind, partial(_waited, start, given, ranks, group.group_name), full.nbytes)
-
-
-def _waited(start: Callable[..., Tensor], *arguments: object) -> None:
-    collectives.wait(start(*arguments))
+            yield Case(kind, partial(run, start, given), full.nbytes)
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -288,27 +282,32 @@ def _finish(device: torch.device) -> None:
 def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
     """`base` with the constants that agree best with the cases.
 
-    On an accelerator the peak stays that of the data sheet, and efficiencies are parts of it; the peak of a CPU is
-    the fastest product that was measured.
+    The peak of an accelerator stays that of the data sheet, and efficiencies are parts of it; that of a CPU is the
+    fastest product that was measured.
     """
-    products, dtypes = _of(cases, "product"), list(dict.fromkeys(each.dtype for each in _of(cases, "product")))
+    of: dict[str, list[Case]] = {}
+    for case in cases:
+        of.setdefault(case.kind, []).append(case)
+    dtypes = list(dict.fromkeys(case.dtype for case in of["product"]))
     peak = dict(base.peak)
     if base.name == "cpu" or not set(dtypes) <= set(peak):
-        peak |= {dtype: max(case.work / case.seconds for case in products if case.dtype == dtype) for dtype in dtypes}
-    ideal = {case.dtype: peak[case.dtype] for case in products}
-    main = [case for case in products if case.dtype == dtypes[0]]
-    efficiency, ramp = _fit_ramp([(case.work / ideal[case.dtype], case.size, case.seconds) for case in main])
-    forward, forward_ramp = _fit_ramp([(case.work / ideal[case.dtype], case.size, case.seconds)
-                                       for case in _of(cases, "attention")])  # fmt: skip
-    backward = [case.seconds / (case.work / ideal[case.dtype] / forward * (1 + forward_ramp / case.size))
-                for case in _of(cases, "attention backward")]  # fmt: skip
-    steps = {case.size: case.seconds for case in _of(cases, "step")}
+        peak |= {dtype: max(case.work / case.seconds for case in of["product"] if case.dtype == dtype)
+                 for dtype in dtypes}  # fmt: skip
+    main = [case for case in of["product"] if case.dtype == dtypes[0]]
+    (efficiency, ramp), (forward, forward_ramp) = (
+        _fit_ramp([(case.work / peak[case.dtype], case.size, case.seconds) for case in those])
+        for those in (main, of["attention"])
+    )
+    backward = [case.seconds / (case.work / peak[case.dtype] / forward * (1 + forward_ramp / case.size))
+                for case in of["attention backward"]]  # fmt: skip
     beside: dict[str, float] = {}
-    if steps:
-        (few, short), (many, long) = sorted(steps.items())
+    if "step" in of:
+        (few, short), (many, long) = sorted((case.size, case.seconds) for case in of["step"])
         each = max(0.0, (long - short) / (many - few))  # of a block: half of it in each direction
         beside = {"layer_seconds": each / 2, "step_seconds": max(0.0, short - few * each)}
-    bandwidth = _rate(_of(cases, "copy")) if base.name == "cpu" else base.bandwidth
+    rates = {kind: statistics.median(case.work / case.seconds for case in of[kind])
+             for kind in ("copy", "chain", "eager", "update")}  # fmt: skip
+    bandwidth = rates["copy"] if base.name == "cpu" else base.bandwidth
     return with_figures(
         base,
         source,
@@ -319,10 +318,10 @@ def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
         attention_efficiency=forward,
         attention_ramp=forward_ramp,
         attention_backward=statistics.median(backward),
-        chain_efficiency=_rate(_of(cases, "chain")) / bandwidth,
-        eager_efficiency=_rate(_of(cases, "eager")) / bandwidth,
-        update_efficiency=_rate(_of(cases, "update")) / bandwidth,
-        kernel_seconds=_of(cases, "launch")[0].seconds,
+        chain_efficiency=rates["chain"] / bandwidth,
+        eager_efficiency=rates["eager"] / bandwidth,
+        update_efficiency=rates["update"] / bandwidth,
+        kernel_seconds=of["launch"][0].seconds,
         **beside,
     )
 
@@ -339,20 +338,10 @@ def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str) -> L
     return replace(base, latency=max(latency, 0.0), hop=0.0, bandwidth=bandwidth, origin="measured", source=source)
 
 
-def _of(cases: Sequence[Case], kind: str) -> list[Case]:
-    return [case for case in cases if case.kind == kind]
-
-
-def _rate(cases: Sequence[Case]) -> float:
-    """Work per second: the median over cases."""
-    return statistics.median(case.work / case.seconds for case in cases)
-
-
 def _fit_ramp(points: Sequence[tuple[float, int, float]]) -> tuple[float, float]:
     """Efficiency and ramp of `seconds = ideal / efficiency * (1 + ramp / size)`, by least squares of logarithms.
 
-    Args:
-        points: ideal seconds, size and measured seconds of each case.
+    Points are ideal seconds, size and measured seconds of each case.
     """
     best = (math.inf, 1.0, 0.0)
     for ramp in [0.0, *(2 ** (step / 4) for step in range(0, 49))]:

@@ -49,85 +49,39 @@ _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 # the parameters that the next forward reads first, and gathers them beside the rest of the update.
 
 
-@dataclass(frozen=True)
 class Priced:
     """A step on a cluster.
 
-    Attributes:
+    Args:
         work: what one rank computes in one pass.
         setting: what was asked.
         hardware: what it runs on.
     """
 
-    work: StepWork
-    setting: Setting
-    hardware: Hardware
-
-    @classmethod
-    def of(cls, work: StepWork, setting: Setting, hardware: Hardware) -> "Priced":
-        """With products in float8 where the setting says so."""
-        return cls(work.in_float8() if setting.precision == "fp8" else work, setting, hardware)
-
-    # --- groups and bytes ---------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _per_node(self) -> int:
-        return min(self.setting.world_size, self.setting.ranks_per_node or int(self.hardware.ranks_per_node))
-
-    @cached_property
-    def shards(self) -> int:
-        """Ranks that store one copy of the parameters."""
-        world = self.setting.world_size
-        if self.setting.strategy == "NO_SHARD":
-            return 1
-        if "HYBRID" in self.setting.strategy:
-            return min(world, self.setting.shard_size or self._per_node)
-        return world
-
-    @cached_property
-    def _shard_group(self) -> Group:
-        """The ranks that gather and reduce."""
-        return Group(self.shards, min(self.shards, self._per_node), self.hardware)
-
-    @cached_property
-    def _replica_group(self) -> Group:
-        """The ranks that store the same shard, or all parameters under NO_SHARD."""
-        replicas = self.setting.world_size // self.shards
-        return Group(replicas, min(replicas, max(1, self._per_node // self.shards)), self.hardware)
-
-    @cached_property
-    def _gathered_width(self) -> int:
-        """Bytes of an element of a gathered buffer."""
-        return 4 if self.setting.precision == "fp32" else 2
-
-    @cached_property
-    def _packed_width(self) -> int:
-        """Bytes of an element of a reduce-scatter."""
-        if self.setting.reduce_dtype is not None:
-            return 4 if self.setting.reduce_dtype == "float32" else 2
-        return self._gathered_width
-
-    @cached_property
-    def _in_graph(self) -> bool:
-        """Whether collectives are in a compiled graph: see Note [What graphs of this package do]."""
-        return self.setting.compiled and self.setting.runtime == "fsdp_compile"
-
-    @cached_property
-    def _begins_with_update(self) -> bool:
-        """Whether the tasks begin with the update, beside which the first all-gathers run."""
-        called = self._in_graph and self.setting.compile_step and self.setting.accumulation == 1
-        return called and self.setting.precision != "fp8"  # what is scaled is not prefetched
-
-    @cached_property
-    def _resharding(self) -> bool:
-        """Whether blocks are freed between forward and backward."""
-        return self.setting.strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.shards > 1
-
-    @cached_property
-    def _stored(self) -> tuple[int, int]:
-        """Bytes of the shards of parameters, which are those of their gradients, and of the optimizer's state."""
-        shard = -(-self.work.parameters // self.shards)
-        return 4 * shard, _STATES[self.setting.optimizer] * shard
+    def __init__(self, work: StepWork, setting: Setting, hardware: Hardware) -> None:
+        self.work = work.in_float8() if setting.precision == "fp8" else work
+        self.setting, self.hardware = setting, hardware
+        world, strategy = setting.world_size, setting.strategy
+        per_node = min(world, setting.ranks_per_node or int(hardware.ranks_per_node))
+        self.shards = 1 if strategy == "NO_SHARD" else world  # ranks that store one copy of the parameters
+        if "HYBRID" in strategy:
+            self.shards = min(world, setting.shard_size or per_node)
+        replicas = world // self.shards
+        self._shard_group = Group(self.shards, min(self.shards, per_node), hardware)
+        self._replica_group = Group(replicas, min(replicas, max(1, per_node // self.shards)), hardware)
+        # Bytes of an element of what is gathered and of what is reduced.
+        self._gathered_width = self._packed_width = 4 if setting.precision == "fp32" else 2
+        if setting.reduce_dtype is not None:
+            self._packed_width = 4 if setting.reduce_dtype == "float32" else 2
+        shard = -(-work.parameters // self.shards)
+        # Bytes of the shards of parameters, which are those of their gradients, and of the optimizer's state.
+        self._stored = 4 * shard, _STATES[setting.optimizer] * shard
+        self._reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.shards > 1
+        # Whether collectives are in a compiled graph, see Note [What graphs of this package do], and whether the tasks
+        # begin with the update, beside which the first all-gathers run. What is scaled for float8 is not prefetched.
+        self._in_graph = setting.compiled and setting.runtime == "fsdp_compile"
+        updates_first = setting.compile_step and setting.accumulation == 1 and setting.precision != "fp8"
+        self._updates_first = self._in_graph and updates_first
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 
@@ -153,7 +107,7 @@ class Priced:
         if unit is self.work.begin or unit is self.work.end:
             return computing
         gather, reduce, _ = self._collectives(unit.parameters)
-        beside = (gather if self._resharding or not backward else 0.0) + (reduce if backward else 0.0)
+        beside = (gather if self._reshards or not backward else 0.0) + (reduce if backward else 0.0)
         packing = 0.0
         if backward and self.shards > 1 and not self._in_graph:  # gradients are copied into the buffer of the reduce
             moved = unit.parameters * (self._gathered_width + self._packed_width)
@@ -184,7 +138,7 @@ class Priced:
         # FSDP2 never frees the last block, where backward begins; graphs gather it again.
         stays = min(self.setting.keep, len(blocks)) + (0 if graph and not self.setting.keep else 1)
         for index, block in enumerate(blocks):
-            keep = not self._resharding or index >= len(blocks) - stays
+            keep = not self._reshards or index >= len(blocks) - stays
             costs.append(self._unit(f"blocks.{index}", block.parameters, keep))
         seconds: dict[tuple[int, bool], float] = {}  # equal blocks are one object
         tasks, gradients, made = list[Task](), list[int](), 0
@@ -218,7 +172,7 @@ class Priced:
             beside = _first_product(block) if graph else block.parameters * self._gathered_width
             add(f"blocks.{index - 1}", index, block, True, beneath[index - 1] + block.backward_bytes + beside)
         add(begin.name, 0, begin, True, begin.backward_bytes)
-        if self._begins_with_update:
+        if self._updates_first:
             tasks, split = [Task(UPDATE, self._update, 2 * parameters + optimizer), *tasks], split + 1
             gradients = [parameters, *gradients]
         launch = self._shard_group.launch if self.shards > 1 else 0.0
@@ -238,7 +192,7 @@ class Priced:
             plan = alternating(workload)
         else:
             plan = prefetch(workload, forward=2, backward=1, before_wait=False, in_flight=1)
-        if self._begins_with_update:  # the first gathers begin before all tasks
+        if self._updates_first:  # the first gathers begin before all tasks
             first = plan.of("gather")[:_PREFETCHED]
             plan = Plan((*(step._replace(at=0) for step in first), *(step for step in plan.steps if step not in first)))
         parameters, optimizer = self._stored
@@ -248,7 +202,7 @@ class Priced:
             levels=(self._shard_group.level, self._replica_group.level),
             shards=self.shards,
             passes=self.setting.accumulation,
-            update=0.0 if self._begins_with_update else self._update,
+            update=0.0 if self._updates_first else self._update,
             parameters=parameters,
             optimizer=optimizer,
             gradients=gradients,
@@ -293,7 +247,7 @@ def price(work: StepWork, setting: Setting, hardware: Hardware) -> Prediction:
     Raises:
         ValueError: the hardware has no figure for a dtype that the work computes in.
     """
-    priced = Priced.of(work, setting, hardware)
+    priced = Priced(work, setting, hardware)
     half, single = hardware.peak.get("bfloat16", 0.0), hardware.peak.get("float32", 0.0)
     warnings = []
     if setting.precision == "fp32" and half > 2 * single > 0 and hardware.memory is not None:
@@ -354,7 +308,7 @@ class _Others:
 
     def _priced(self, **changes: Any) -> Priced:
         setting = replace(self.setting, **changes)
-        return Priced.of(self.model.work(setting), setting, self.hardware)
+        return Priced(self.model.work(setting), setting, self.hardware)
 
     @property
     def _strategies(self) -> list[str]:

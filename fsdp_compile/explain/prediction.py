@@ -130,34 +130,13 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class CollectiveTime:
-    """All collectives of one kind at one level of the cluster, in one step.
-
-    Attributes:
-        kind: what they do.
-        level: "network" if ranks of several nodes take part, otherwise "node".
-        count: how many are launched.
-        bytes: the sum of their full sizes: gathered, or given to be reduced.
-        seconds: how long they occupy the links.
-        exposed: the seconds of these in which nothing computes.
-    """
-
-    kind: CollectiveKind
-    level: Level
-    count: int
-    bytes: int
-    seconds: float
-    exposed: float
-
-
-@dataclass(frozen=True)
 class Collective:
     """A single launch.
 
     Attributes:
         name: "gather", "reduce" or "replicate", and the units that it serves.
-        kind: as in `CollectiveTime`.
-        level: as in `CollectiveTime`.
+        kind: what it does.
+        level: "network" if ranks of several nodes take part, otherwise "node".
         bytes: size of the gathered buffers, or of the inputs of the reduction.
         seconds: how long it occupies the links.
         exposed: the seconds of these in which nothing computes.
@@ -173,6 +152,18 @@ class Collective:
     seconds: float
     exposed: float
     limit: str
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """All collectives of one kind at one level of the cluster: how many are launched in a step, and their sums."""
+
+    kind: CollectiveKind
+    level: Level
+    count: int
+    bytes: int
+    seconds: float
+    exposed: float
 
 
 @dataclass(frozen=True)
@@ -224,14 +215,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """What runs from `start` to `end`, in seconds from the beginning of the step.
+    """What runs from `start` to `end`, in seconds from the beginning of the step: a task, or a collective on its links.
 
-    Attributes:
-        lane: "compute", or the links within a node or between nodes.
-        name: the unit, and what is done for it.
-        start: when it begins.
-        end: when it ends.
-        exposed: of a collective, the seconds in which nothing computes; 0 for what computes.
+    Of a collective `exposed` are the seconds in which nothing computes.
     """
 
     lane: Literal["compute", "node", "network"]
@@ -319,14 +305,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """What becomes of a block between forward and backward.
-
-    Attributes:
-        name: its path in the model.
-        activations: "keep", or how they are treated otherwise.
-        unsharded: how many of its units stay unsharded.
-        units: how many it has.
-    """
+    """What becomes of a block after forward: its activations, and how many of its units stay unsharded."""
 
     name: str
     activations: str

@@ -65,11 +65,7 @@ def attention_backward(
     raise NotImplementedError
 
 
-@attention_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+attention_backward.register_fake(lambda grad, query, key, value, *_: tuple(map(torch.empty_like, (query, key, value))))
 
 
 def _note_attention(ctx: Any, inputs: Any, output: Any) -> None:
@@ -102,9 +98,7 @@ def block(given: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-@block.register_fake
-def _(given: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
-    return like.new_empty(shape)
+block.register_fake(lambda given, shape, like: like.new_empty(shape))
 
 
 def _note_block(ctx: Any, inputs: Any, output: Any) -> None:
@@ -191,54 +185,44 @@ class Model:
 
     def work(self, setting: Setting) -> StepWork:
         """What one forward and backward computes. ValueError if the model cannot be traced."""
-        by_operator = setting.checkpointing == "selective op"
-        options = (setting.sequence, by_operator, setting.compiled, setting.compiles_loss, setting.precision)
+        key = (setting.batch, setting.sequence, setting.checkpointing, setting.compiled, setting.compiles_loss,
+               setting.precision)  # fmt: skip
 
         def make() -> StepWork:
             try:
-                first, second = (self.traced(batch, *options) for batch in BATCHES)
-                work = at_batch(first, second, setting.batch)
+                first, second = (self.traced(replace(setting, batch=batch)) for batch in BATCHES)
+                work: StepWork = at_batch(first, second, setting.batch)
             except NotAffine:
-                work = self.traced(setting.batch, *options)
+                work = self.traced(setting)
             return work.checkpointed(setting.checkpointing)
 
-        return self._once(("work", options, setting.batch, setting.checkpointing), make)
+        return self._once(key, make)
 
-    def traced(
-        self, batch: int, sequence: int, by_operator: bool, compiled: bool, compiled_loss: bool, precision: str
-    ) -> StepWork:
-        """One forward and backward of a batch, as in `Setting`; `by_operator` is its checkpointing "selective op".
-
-        Raises:
-            ValueError: the model cannot be traced.
-        """
-        dtype = DTYPES.get(precision, torch.bfloat16)
-        sizes = (batch, sequence, dtype)
+    def traced(self, setting: Setting) -> StepWork:
+        """The work of this very batch, without checkpointing of whole blocks. ValueError if it cannot be traced."""
+        dtype = DTYPES.get(setting.precision, torch.bfloat16)
+        sizes = (setting.batch, setting.sequence, dtype)
+        how = (setting.compiled, setting.checkpointing == "selective op", dtype)
+        loss = setting.compiles_loss
         try:
             with self.mode, _WithoutValues(), torch.enable_grad():
-                given = self._inputs(batch, sequence)
+                given = self._inputs(setting.batch, setting.sequence)
                 calls, order = self._once(("calls", sizes), partial(self._calls, *given, dtype))
                 blocks = {
-                    key: self._once(
-                        (key, sizes, compiled, by_operator), partial(_block, call, compiled, by_operator, dtype)
-                    )
-                    for key, call in calls.items()
+                    key: self._once((key, sizes, how), partial(_block, call, *how)) for key, call in calls.items()
                 }
-                outside = partial(self._outside, *given, calls, order, compiled_loss, dtype)
-                begin, end = self._once(("outside", sizes, compiled_loss), outside)
+                outside = partial(self._outside, *given, calls, order, loss, dtype)
+                begin, end = self._once(("outside", sizes, loss), outside)
         except (RuntimeError, TypeError, AssertionError, NotImplementedError, AttributeError, KeyError) as error:
             text = f"{type(error).__name__}: {error}"
             raise ValueError(f"model: expected one that can be traced, found {text}") from error
         units = tuple(replace(blocks[key], count=len([*alike])) for key, alike in groupby(order))
-        return StepWork(self.name, self.parameters, begin, units, end, batch * sequence)
+        return StepWork(self.name, self.parameters, begin, units, end, setting.batch * setting.sequence)
 
     def _inputs(self, batch: int, sequence: int) -> tuple[list[Any], dict[str, Any]]:
         """Positional arguments and arguments by name of a forward."""
         if self.example_inputs is not None:
-            takes_sizes = len(inspect.signature(self.example_inputs).parameters) >= 2
-            if takes_sizes:
-                return list(self.example_inputs(batch, sequence)), {}
-            return [_resized(each, batch, sequence) for each in self.example_inputs()], {}
+            return list(self.example_inputs(batch, sequence)), {}
         ids = torch.zeros(batch, sequence, dtype=torch.int64)
         names = list(inspect.signature(self.model.forward).parameters)
         without = {"use_cache": False} if "use_cache" in names else {}  # keys and values for generation
@@ -253,23 +237,20 @@ class Model:
         calls: dict[Any, Call] = {}
         order: list[Any] = []
 
-        def around(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                leaves, structure = pytree.tree_flatten((args, kwargs))
-                key = (_kind(module), structure, tuple(map(_described, leaves)))
-                order.append(key)
-                if key not in calls:
-                    calls[key] = Call(module, (args, kwargs), original(*args, **kwargs))
-                call = calls[key]
-                given = next(each for each in _tensors(call.arguments) if each.is_floating_point())
-                return _with_tensors(call.returned, (
-                    torch.empty_like(each) + 0 * given.sum() if each.is_floating_point() else each
-                    for each in _tensors(call.returned)
-                ))  # fmt: skip
+        def stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            key = (_kind(module), structure, tuple(map(_described, leaves)))
+            order.append(key)
+            if key not in calls:
+                calls[key] = Call(module, (args, kwargs), forward(*args, **kwargs))
+            call = calls[key]
+            given = next(each for each in _tensors(call.arguments) if each.is_floating_point())
+            return _with_tensors(call.returned, (
+                torch.empty_like(each) + 0 * given.sum() if each.is_floating_point() else each
+                for each in _tensors(call.returned)
+            ))  # fmt: skip
 
-            return forward
-
-        with _forwards(self.blocks, around):
+        with _forwards(self.blocks, stand_in):
             torch.func.functional_call(self.model, _cast(self.model, dtype), tuple(_cast_inputs(inputs, dtype)), names)
         return calls, order
 
@@ -283,21 +264,18 @@ class Model:
         blocks = {path: state.pop(path) for path, each in [*self.model.named_parameters()] if id(each) in inside}
         upcoming: list[int] = []
 
-        def around(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                at = upcoming.pop(0)
-                returned = calls[order[at]].returned
-                given = next(each for each in _tensors((args, kwargs)) if each.is_floating_point())
-                outputs = _tensors(returned)
-                alike = [each.shape == given.shape and each.dtype == given.dtype for each in outputs]
-                if 0 < at < len(order) - 1 and alike == [True]:  # only the first and the last one divide the graph
-                    return _with_tensors(returned, [given])
-                return _with_tensors(returned, (
-                    block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
-                    if each.is_floating_point() else each for each in outputs
-                ))  # fmt: skip
-
-            return forward
+        def stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            at = upcoming.pop(0)
+            returned = calls[order[at]].returned
+            given = next(each for each in _tensors((args, kwargs)) if each.is_floating_point())
+            outputs = _tensors(returned)
+            alike = [each.shape == given.shape and each.dtype == given.dtype for each in outputs]
+            if 0 < at < len(order) - 1 and alike == [True]:  # only the first and the last one divide the graph
+                return _with_tensors(returned, [given])
+            return _with_tensors(returned, (
+                block(given, list(each.shape), given.new_empty(0, dtype=each.dtype))
+                if each.is_floating_point() else each for each in outputs
+            ))  # fmt: skip
 
         def run(params: dict[str, Tensor], buffers: dict[str, Tensor], given: Any) -> tuple[Tensor]:
             upcoming[:] = range(len(order))
@@ -305,7 +283,7 @@ class Model:
             output = torch.func.functional_call(self.model, {**blocks, **params, **buffers}, tuple(tensors), by_name)
             return (_loss(output),)
 
-        with _forwards(self.blocks, around):
+        with _forwards(self.blocks, stand_in):
             graphs = partitioned(run, (state, _buffers(self.model), (_cast_inputs(inputs, dtype), names)), compiled)
         outside = sum(each.numel() for each in self.model.parameters() if id(each) not in inside)
         read = Read(graphs, compiled, len(state))
@@ -323,7 +301,6 @@ class Model:
 
 
 def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) -> UnitWork:
-    """Forward and backward of one block."""
     state = _cast(call.module, dtype)
     tensors = [each.detach().requires_grad_(each.is_floating_point() and each.requires_grad)
                for each in _tensors(call.arguments)]  # fmt: skip
@@ -357,14 +334,15 @@ def _loss(output: Any) -> Tensor:
 
 
 @contextmanager
-def _forwards(
-    modules: Iterable[nn.Module], around: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Modules have other forwards meanwhile. A `forward` that a module had of its own, beside its class, comes back."""
+def _forwards(modules: Iterable[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Call `stand_in(module, forward, *args, **kwargs)` in place of forwards meanwhile.
+
+    A `forward` that a module had of its own, beside its class, comes back.
+    """
     own = {module: vars(module).get("forward") for module in modules}
     try:
         for module in own:
-            module.forward = around(module, module.forward)
+            module.forward = partial(stand_in, module, module.forward)
         yield
     finally:
         for module, forward in own.items():
@@ -428,16 +406,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def _cast_inputs(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     return [each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in inputs]
-
-
-def _resized(value: Any, batch: int, sequence: int) -> Any:
-    """A tensor like `value` of another batch; token ids, of another length too."""
-    if not isinstance(value, Tensor) or not value.dim():
-        return value
-    shape = [batch, *value.shape[1:]]
-    if value.dim() == 2 and not value.is_floating_point():
-        shape[1] = sequence
-    return torch.zeros(shape, dtype=value.dtype)
 
 
 # --- what the graphs compute and keep ---------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
-"""What a step computes and keeps in memory, unit by unit, in plain numbers: what is priced for every cluster.
-
-    StepWork     the units of a model, in order: what comes before its blocks, the blocks, what comes after them
-    UnitWork     kernels of one unit's forward and backward, bytes that forward saves, bytes that are alive beside these
+"""What a step computes and keeps in memory, unit by unit, in plain numbers that are priced for every cluster.
 
 It is of one batch, one sequence length and one policy of checkpointing, and says nothing of ranks, links or seconds.
-Where a model has many equal blocks, they are one `UnitWork` that is repeated.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from fsdp_compile.passes.graph.costs import Work
 
@@ -18,7 +14,7 @@ Kernels = tuple[Work, ...]
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One unit.
+    """One unit, or several equal ones that follow each other.
 
     Attributes:
         name: its path in the model; of equal blocks, the first one's.
@@ -28,10 +24,9 @@ class UnitWork:
         input_bytes: what the unit before it passes to it, which is saved whatever the policy is.
         saved_bytes: what forward saves for backward, beside its input and its parameters.
         forward_bytes: the most bytes that are alive in forward beside what was saved before it and parameters.
-        backward_bytes: the most bytes that are alive in backward beside what was saved before it and parameters;
-            gradients of parameters are not among them.
+        backward_bytes: the same in backward, without gradients of parameters.
         logits_bytes: how many of `backward_bytes` have an element for each entry of the vocabulary.
-        count: how many equal ones follow each other.
+        count: how many equal ones there are.
     """
 
     name: str
@@ -47,12 +42,9 @@ class UnitWork:
 
     def checkpointed(self) -> "UnitWork":
         """The unit with its forward computed again at the beginning of its backward: only its input is saved."""
-        return replace(
-            self,
-            backward=(*self.forward, *self.backward),
-            saved_bytes=0,
-            backward_bytes=max(self.backward_bytes, self.forward_bytes),
-        )
+        backward_bytes = max(self.backward_bytes, self.forward_bytes)
+        backward = (*self.forward, *self.backward)
+        return replace(self, backward=backward, saved_bytes=0, backward_bytes=backward_bytes)
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class StepWork:
         begin: what comes before the first block: an embedding.
         blocks: in order; a model without repeated blocks has none.
         end: what comes after the last one: the product with the vocabulary, and the loss.
-        tokens: of one batch.
+        tokens: of the batch.
     """
 
     model: str
@@ -116,11 +108,10 @@ class StepWork:
 
     def in_float8(self) -> "StepWork":
         """With the blocks' products of weights in float8, and kernels that cast what they read."""
-        blocks = (
+        return replace(self, blocks=tuple(
             replace(block, forward=tuple(_in_float8(block.forward)), backward=tuple(_in_float8(block.backward)))
             for block in self.blocks
-        )
-        return replace(self, blocks=tuple(blocks))
+        ))  # fmt: skip
 
 
 def _in_float8(kernels: Kernels) -> Iterator[Work]:
@@ -134,36 +125,31 @@ def _in_float8(kernels: Kernels) -> Iterator[Work]:
 
 # --- batches by substitution ------------------------------------------------------------------------------------------
 
-# All numbers of a batch are affine in its size: a product has a row for each token, a chain bytes for each of them, and
-# beside these there are parameters. Two traces give the line, and any batch is a point of it: the same integers as a
-# trace of that batch would have.
+# All numbers are affine in the size of the batch: a product has a row for each token, a chain bytes for each of them,
+# and beside these there are parameters. Two traces give the line, and any batch is a point of it: the same integers as
+# a trace of that batch would have.
 
 BATCHES = (2, 3)
 """Sizes at which models are traced: 1 is special to many operators."""
 
-T = TypeVar("T")
-
 
 class NotAffine(ValueError):
-    """The works of two batches differ in more than numbers that are affine in the batch."""
+    """The works of two batches differ in more than numbers."""
 
 
-def at_batch(first: T, second: T, batch: int) -> T:
-    """The work of `batch`, from those of the batches in `BATCHES`.
+def at_batch(first: Any, second: Any, batch: int) -> Any:
+    """The work of `batch`, or a part of it, from those of the batches in `BATCHES`.
 
     Raises:
         NotAffine: the two differ in their structure.
     """
-    same = type(first) is type(second) and (not isinstance(first, (str, bool)) or first == second)
-    if not same or (isinstance(first, tuple) and len(first) != len(second)):  # type: ignore[arg-type]  # of one type
+    if type(first) is type(second) is int:
+        return first + (second - first) * (batch - BATCHES[0])
+    if type(first) is type(second) is tuple and len(first) == len(second):
+        return tuple(at_batch(*each, batch) for each in zip(first, second, strict=True))
+    if type(first) is type(second) and isinstance(first, (StepWork, UnitWork, Work)):
+        return type(first)(**{each.name: at_batch(getattr(first, each.name), getattr(second, each.name), batch)
+                              for each in fields(first)})  # fmt: skip
+    if first != second:
         raise NotAffine(f"batch: {first!r} becomes {second!r} with another batch")
-    one: Any = first
-    other: Any = second
-    if isinstance(first, (str, bool)):
-        return first
-    if isinstance(first, int):
-        return one + (other - one) * (batch - BATCHES[0])
-    if isinstance(first, tuple):
-        return type(one)(at_batch(a, b, batch) for a, b in zip(one, other, strict=True))
-    return type(one)(**{each.name: at_batch(getattr(one, each.name), getattr(other, each.name), batch)
-                        for each in fields(one)})  # fmt: skip
+    return first
