@@ -28,6 +28,7 @@ step, form new process groups without its replica, and run the step again.
 import gc
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -300,10 +301,10 @@ def _copy_optimizer(model: nn.Module, optimizer: Optimizer, group: dist.ProcessG
     values = [leaf for _, leaf in leaves if not isinstance(leaf, Tensor)]
     their_outline, their_values = broadcast_object((outline, values), group)
     if their_outline != outline:
-        differing = next((a, b) for a, b in zip(outline, their_outline, strict=False) if a != b)
+        here, there = next((a, b) for a, b in zip_longest(outline, their_outline, fillvalue="nothing") if a != b)
         raise RuntimeError(
-            f"optimizer: its state differs between replicas: {differing[0]} here, {differing[1]} on the replica that "
-            f"it is copied from; make the model and the optimizer alike on all replicas"
+            f"optimizer: its state differs between replicas: {here} here, {there} on the replica that it is copied "
+            f"from; make the model and the optimizer alike on all replicas"
         )
     for _, leaf in leaves:
         if isinstance(leaf, Tensor):

@@ -1,11 +1,11 @@
 """`save` and `load`: a dict of models, optimizers and other states to and from a folder of checkpoints.
 
-Models and optimizers, sharded or not, are saved by torch's own functions in `torch.distributed.checkpoint.state_dict`,
-so under original names and in original shapes; parameters and optimizer state are read into the memory of the shards.
+Models and optimizers, sharded or not, go through `torch.distributed.checkpoint.state_dict`: files have original names
+and shapes, and loading reads into the memory of the shards.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
-from fsdp_compile.comm.collectives import errors_on_ranks, on_first_rank
+from fsdp_compile.comm.collectives import gather_objects, on_first_rank
 from fsdp_compile.core.sharding import WRAPPED
 
 
@@ -33,13 +33,13 @@ def save(
 ) -> None:
     """Save `state` as the checkpoint of `step` in the folder `root`; all ranks must call it.
 
-    The checkpoint can be seen when all ranks have written all of it, or not at all. A second save of a step replaces
-    the first at the end. Call `save` again only after it has returned.
+    The checkpoint becomes visible when all ranks have written all of it, or never. A second save of a step replaces
+    the first. Do not call `save` again before it has returned.
 
     Args:
         state: models and their optimizers, sharded or not: each rank writes what it stores, under original names and
-            shapes. Objects with `state_dict()`. Tensors and whatever can be pickled, these also nested in dicts and
-            lists: one rank writes what all have under one name.
+            shapes. Objects with `state_dict()`. Tensors and values that can be pickled, also in nested dicts and
+            lists; of those that all ranks have under one name, one rank writes its own.
         root: a folder that all ranks share; made if it does not exist.
         step: names the checkpoint; 0 or more.
         keep: how many checkpoints stay, this one included; None: all.
@@ -47,9 +47,9 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not give its state or write its part.
-        RuntimeError: a rank is gone, or did not come within the timeout of the group. Earlier checkpoints stay.
+        RuntimeError: a rank died or exceeded the group's timeout. Earlier checkpoints stay.
         ValueError: `step` is below 0 or `keep` below 1; or the parameters of an optimizer are in no model of `state`;
-            or something with a `state_dict()` lies deeper than in `state` itself.
+            or an object with a `state_dict()` is nested within a dict, list or tuple.
     """
     stateful, doing = _as_stateful(state), f"saving step {step} in {root}"
     writer = DirectoryWriter(root, step, keep)
@@ -68,18 +68,17 @@ def load(
     trust: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Load into `state`, in place, what a checkpoint in the folder `root` has under the same names.
+    """Load a checkpoint of the folder `root` into `state`, in place, by name; all ranks must call it.
 
-    All ranks must call it. Tensors are filled in place, models, optimizers and other objects load their state by
-    `load_state_dict`, and all other values are replaced. What else the checkpoint has is not read. Any number of ranks
-    may have saved it.
+    Tensors are filled in place, models, optimizers and other objects load by `load_state_dict`, other values are
+    replaced. Entries of the checkpoint that `state` does not have are not read. Any number of ranks may have saved it.
 
     Args:
         state: nested as the one that was saved.
         root: the folder that was given to `save`; or one checkpoint, such as `fsdp-compile checkpoint convert` writes.
         step: which checkpoint; None: the newest whose files are all there.
-        trust: whether values that are no tensors may be of any type. Loading such a value can run any code that its
-            author chose. Without, plain types are loaded, and those of `torch.serialization.safe_globals`.
+        trust: load values of any type, which can run code that their author chose. Otherwise only tensors, plain types
+            and those of `torch.serialization.safe_globals` are loaded.
         process_group: the ranks that call it; default: all.
 
     Returns:
@@ -87,10 +86,10 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointError: on all ranks, if a file is missing or was truncated or altered; the message names the file and
-            the tensor. Or if `state` asks for what the checkpoint does not have, or what needs `trust`. What was read
-            before it stays.
-        RuntimeError: a rank is gone, or did not come within the timeout of the group.
+        CheckpointError: on all ranks, if on one of them a file is missing, truncated or altered (the message names the
+            file and the tensor), `state` has a name that the checkpoint does not have, a value needs `trust`, or a
+            `load_state_dict` raised. What was read before stays.
+        RuntimeError: a rank died or exceeded the group's timeout.
     """
 
     def find() -> Any:
@@ -100,6 +99,13 @@ def load(
             what = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
             raise FileNotFoundError(f"{root}: expected {what}, found steps: {steps}; pass one of them")
         return checkpoint
+
+    def put() -> None:
+        for key, value in stateful.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(loaded[key])
+            else:
+                state[key] = loaded[key]
 
     stateful = _as_stateful(state)
     while True:
@@ -111,19 +117,14 @@ def load(
                 loaded = _collect(stateful, doing, process_group)
                 reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
                 dcp.load(loaded, storage_reader=reader, planner=planner, process_group=process_group)
-                for key, value in stateful.items():
-                    if isinstance(value, Stateful):
-                        value.load_state_dict(loaded[key])
-                    else:
-                        state[key] = loaded[key]
+                all_succeed(put, doing, process_group)
             return manifest.step or 0
         except CheckpointError:  # on all ranks
             if on_first_rank(path.is_dir, process_group):
-                raise  # else another job has removed the checkpoint to make room: load the next one
+                raise  # otherwise another job has removed the checkpoint to make room: load the next one
 
 
 def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The state of each model, optimizer and other object, and all other values; CheckpointError on all ranks."""
     state = dict(stateful)
 
     def collect() -> None:
@@ -138,10 +139,7 @@ def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | No
 
 @dataclass
 class _InModel:
-    """A model, or an optimizer over its parameters, as DCP takes it: original names, sharded values.
-
-    An optimizer that has no state yet gets some before it is loaded.
-    """
+    """A model, or an optimizer over its parameters: original names, sharded values."""
 
     model: nn.Module
     optimizer: Optimizer | None = None
@@ -159,10 +157,10 @@ class _InModel:
 
 
 def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with objects that DCP takes in place of models and optimizers.
+    """Replace models and optimizers by objects that DCP takes.
 
-    ValueError for an optimizer whose parameters are in none of the models, and for anything with a `state_dict()` that
-    lies deeper: DCP would pickle it as it is, and loading would replace the object.
+    Raises ValueError for an optimizer without its model, and for nested objects with a `state_dict()`: DCP would pickle
+    them as they are, and loading would replace the object.
     """
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     stateful = dict(state)
@@ -191,7 +189,7 @@ def _refuse_stateful(value: Any, where: str) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module in our wrapper and in the compiler's, so that optimizer state gets the same names as parameters."""
+    """Take off our wrapper and the compiler's, so that optimizer state gets the same names as parameters."""
     model = getattr(model, "_orig_mod", model)
     return model._modules.get(WRAPPED) or model
 
@@ -201,10 +199,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _errors_of_ranks(doing: str) -> Iterator[None]:
-    """Turn what DCP raises on all ranks, no `Exception`, into a short error that says which rank failed and why.
-
-    If communication fails, the error says what the ranks were doing.
-    """
+    """Turn DCP's error, a BaseException on all ranks, into a short one; tell errors of communication what was done."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -222,18 +217,15 @@ def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup |
     Raises:
         CheckpointError: on all ranks, if `work` raised on any.
     """
-    own: list[Exception] = []
-
-    def work_and_keep_error() -> None:
-        try:
-            work()
-        except Exception as error:
-            own.append(error)
-            raise
-
-    if said := errors_on_ranks(work_and_keep_error, group):
-        raise _failed(doing, said) from (own[0] if own else None)
+    said, cause = None, None
+    try:
+        work()
+    except Exception as error:
+        said, cause = str(error) or repr(error), error  # some errors, such as MemoryError, have no text
+    of_ranks = gather_objects(said, group)
+    if failed := {rank: each for rank, each in enumerate(of_ranks) if each is not None}:
+        raise _failed(doing, failed) from cause
 
 
-def _failed(doing: str, said: Mapping[int, str]) -> CheckpointError:
+def _failed(doing: str, said: dict[int, str]) -> CheckpointError:
     return CheckpointError(f"{doing}: " + "; ".join(f"rank {rank}: {what}" for rank, what in said.items()))

@@ -266,16 +266,6 @@ def on_first_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> A
     return result
 
 
-def errors_on_ranks(work: Callable[[], object], group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Call `work` on every rank of `group`. When all have returned: what it raised, by rank; empty if nothing."""
-    said = None
-    try:
-        work()
-    except Exception as error:
-        said = str(error) or repr(error)  # some errors, such as a MemoryError, say nothing
-    return {rank: each for rank, each in enumerate(gather_objects(said, group)) if each is not None}
-
-
 def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
     """Whether `holds` is true on every rank: an all-reduce of one number, before a rank leaves out a collective."""
     return start_asking_ranks(holds, group, device)()

@@ -190,9 +190,35 @@ def _fails_on_one(rank: int, root: Path) -> None:
         checkpoint.load({"model": model}, root, 9)
 
 
+class _Counter:
+    """Refuses on rank 1 what it has saved."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.rank == 1:
+            raise KeyError("total")
+
+
+def _refuses_on_one(rank: int, root: Path) -> None:
+    state = {"counter": _Counter(rank), "note": "here"}
+    checkpoint.save(state, root, 1)
+    with pytest.raises(checkpoint.CheckpointError, match=r"loading .*step-00000001: rank 1: 'total'$"):
+        checkpoint.load(state, root)
+
+
 def test_an_error_of_one_rank_is_an_error_of_all(two: Ranks, tmp_path: Path) -> None:
     """Saving: nothing is left of it. Loading: all know the file and the tensor, also where the file was not read."""
     two.run(_fails_on_one, tmp_path)
+
+
+def test_a_state_that_one_rank_refuses(two: Ranks, tmp_path: Path) -> None:
+    """Where `load_state_dict` raises on one rank, at the end of loading, all ranks raise at once and name it."""
+    two.run(_refuses_on_one, tmp_path)
 
 
 def _dies(rank: int, root: Path) -> None:
