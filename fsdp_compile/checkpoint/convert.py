@@ -1,18 +1,18 @@
-"""`fsdp-compile checkpoint`: from any format to any other, with one tensor in memory at a time.
+"""`fsdp-compile checkpoint`: convert any format to any other, with one tensor in memory at a time.
 
     format          read                                    written
-    dcp             a folder that DCP wrote                 a folder as that many ranks would write it
-    safetensors     a file or a Hugging Face folder         a Hugging Face folder, without what is not a tensor
+    dcp             a folder that DCP wrote                 a folder, as N ranks would write it
+    safetensors     a file or a Hugging Face folder         a Hugging Face folder, tensors only
     torch           a file of torch.save, mapped            a file of torch.save
 
-A name is the path of keys that lead to a tensor or value, joined by dots, as DCP has it.
+A name is the keys that lead to a tensor or value, joined by dots, as in DCP.
 """
 
 # Note [Why not torch's converters]
 # `dcp_to_torch_save` and `torch_save_to_dcp` of torch.distributed.checkpoint.format_utils (torch 2.13) load the whole
-# state into memory, unpickle whatever they find, know no checksums, and leave half of a file behind when they fail.
-# Here a source reads one tensor at a time, a target has room for every tensor before the first is written, and what was
-# written gets its name by one rename at the end. All else is DCP's and torch.save's: metadata, files and pickles.
+# state into memory, unpickle whatever they find, know no checksums, and leave half a file behind when they fail. Here a
+# source reads one tensor at a time, a target reserves space for every tensor before it writes the first, and the result
+# gets its name by one rename at the end. Metadata, files and pickles are DCP's and torch.save's.
 
 import io
 import math
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_compile.checkpoint import directory, hugging_face
-from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item, load_value
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, load_item
 from fsdp_compile.state_dict import _torch
 
 Keys = tuple[str | int, ...]
@@ -43,16 +43,16 @@ Keys = tuple[str | int, ...]
 class Source:
     """Tensors and other values of a checkpoint, by name."""
 
-    format: str  # in words
+    format: str  # for people to read
     files: list[Path]
-    tensors: dict[str, Tensor]  # without their values, on the meta device
-    keys: dict[str, Keys]  # for each tensor and each other value the keys that lead there
-    read: Callable[[str], Any]  # a tensor, contiguous and on the CPU, or another value
-    step: int | None = None  # at which it was saved, if something says so
+    tensors: dict[str, Tensor]  # without values, on the meta device
+    keys: dict[str, Keys]  # of each tensor and each other value
+    read: Callable[[str], Any]  # returns a tensor, contiguous and on the CPU, or another value
+    step: int | None = None  # at which it was saved, if known
 
     @property
     def values(self) -> list[str]:
-        """Names of what is not a tensor."""
+        """Names of entries that are not tensors."""
         return [name for name in self.keys if name not in self.tensors]
 
     @property
@@ -61,7 +61,7 @@ class Source:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def below(self, part: str) -> "Source":
-        """What lies under the first key `part`, without that key. ValueError if there is no such key."""
+        """The entries under the first key `part`, without that key. ValueError if there is no such key."""
         old = {
             ".".join(map(str, keys[1:])): name for name, keys in self.keys.items() if keys[0] == part and len(keys) > 1
         }
@@ -79,13 +79,13 @@ class Source:
 def convert(
     source: Source, path: Path, to: str, files: int = 1, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Write what `source` has as a checkpoint at `path`, which is seen when it is complete.
+    """Write `source` as a checkpoint at `path`, which becomes visible when it is complete.
 
     Args:
         source: what to read.
         path: a folder, or for "torch" a file, that does not exist yet.
-        to: "dcp", "safetensors", which leaves out what is not a tensor, or "torch".
-        files: over how many files to spread the tensors; "torch" writes one.
+        to: "dcp", "torch", or "safetensors", which drops entries that are not tensors.
+        files: how many files to spread the tensors over; "torch" writes one.
         progress: called with the bytes of each tensor that was written.
 
     Raises:
@@ -104,17 +104,17 @@ def convert(
         os.rename(staged / path.name, path)
         directory.sync_folder(path.parent)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)  # what failed before is the error to be seen
+        shutil.rmtree(staged, ignore_errors=True)  # or this would hide an earlier error
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def open_source(path: Path, trust: bool = False) -> Source:
-    """Find out what `path`, a folder or a file, is. With `trust` values may be of any type, and loading can run code.
+    """Open a checkpoint of any format. With `trust` values may be of any type, and loading can run code.
 
     Raises:
-        FileNotFoundError: there is nothing that is a checkpoint.
+        FileNotFoundError: there is no checkpoint at `path`.
         CheckpointError: a file is damaged.
     """
     if path.is_file() and zipfile.is_zipfile(path):
@@ -133,24 +133,24 @@ def open_source(path: Path, trust: bool = False) -> Source:
 
 
 def _dcp_source(path: Path, trust: bool) -> Source:
-    """A folder that DCP wrote. Checksums are compared where there is a manifest.
+    """A folder that DCP wrote, with checksums compared if there is a manifest.
 
-    A tensor that was saved as one chunk is read as it is; else the tensor and one of its chunks are in memory.
+    A tensor of several chunks is put together: the tensor and one chunk are in memory.
     """
     checked = directory.DirectoryReader(path) if (path / directory.MANIFEST).is_file() else None
     reader = checked or SafeReader(path)
     metadata = reader.read_metadata()
     described, locations = metadata.state_dict_metadata, metadata.storage_data
 
-    def load(index: MetadataIndex, load_as: Callable[..., Any] = load_item, **options: bool) -> Any:
+    def load(index: MetadataIndex, **options: bool) -> Any:
         location = locations[index]
         with open(path / location.relative_path, "rb") as file:  # which `read_metadata` has checked
-            return load_as(reader._slice_file(file, location), index.fqn, **options)
+            return load_item(reader._slice_file(file, location), index.fqn, **options)
 
     def read(name: str) -> Any:
         stored = described[name]
         if not isinstance(stored, dcp.TensorStorageMetadata):
-            return load(MetadataIndex(name), load_value, trust=trust)
+            return load(MetadataIndex(name), is_value=True, trust=trust)
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise CheckpointError(f"{path}, with {name}: expected chunks of all of the tensor, found some missing; "
                                   f"the tensor was not saved completely")  # fmt: skip
@@ -174,7 +174,6 @@ def _dcp_source(path: Path, trust: bool) -> Source:
 
 
 def _safetensors_source(path: Path) -> Source:
-    """A file of safetensors, or a folder in Hugging Face's layout."""
     stored = hugging_face.stored_tensors(path)
 
     def read(name: str) -> Tensor:
@@ -188,7 +187,7 @@ def _safetensors_source(path: Path) -> Source:
 
 
 def _torch_source(path: Path) -> Source:
-    """A file of torch.save, with dicts and lists of tensors; its tensors are mapped, not read, until they are used."""
+    """A file of torch.save with dicts and lists of tensors, which are mapped and not read before they are used."""
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -204,14 +203,14 @@ def _torch_source(path: Path) -> Source:
     return Source("torch.save", [path], tensors, keys, read)
 
 
-# --- targets: contexts that give a function which writes each tensor of a source, contiguous and on the CPU, once -----
+# --- targets: context managers that yield a function, called once for each tensor, contiguous and on the CPU ----------
 
 WriteTensor = Callable[[str, Tensor], None]
 
 
 @contextmanager
 def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
-    """A folder of DCP; each tensor is split along its first dimension into as many chunks as there are files."""
+    """A folder of DCP; each tensor is split along its first dimension into one chunk per file."""
     path.mkdir()
     metadata = dcp.Metadata({}, planner_data=source.keys)
     results: list[list[WriteResult]] = [[] for _ in range(files)]
@@ -240,7 +239,6 @@ def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]
 
 @contextmanager
 def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
-    """A folder in Hugging Face's layout, without what is not a tensor."""
     export = hugging_face.Export(hugging_face.spread(source.tensors, files), path, {})
     export.stage()
     with export.writing() as write:
@@ -250,9 +248,9 @@ def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[Writ
 
 @contextmanager
 def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
-    """One file of torch.save, nested as the keys say: first with holes for the values, which are filled one by one.
+    """A file of torch.save with the nesting of the keys: saved without values, which are then filled in one by one.
 
-    The zip file's own checksums are those of the holes; torch does not look at them.
+    The zip file's own checksums do not cover the values; torch ignores them.
     """
     with _torch.no_memory():
         holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}

@@ -1,23 +1,22 @@
-"""A folder of checkpoints: the names in it, the manifest of each, and the writer and reader that DCP uses for one.
+"""A folder of checkpoints: the names in it, the manifest of each checkpoint, and its writer and reader for DCP.
 
 checkpoints/
-    step-00000010/           committed: it gets this name after all its files have reached the disk
-        manifest.json        which files there are, with sizes and checksums
+    step-00000010/           committed: it gets this name when all its files are on the disk
+        manifest.json        the files, with sizes and checksums
         .metadata            DCP's list of what was saved
         __0_0.distcp ...     what each rank has written
-    step-00000010.1/         the same step saved once more; it replaces the one above, which is removed afterwards
+    step-00000010.1/         the same step saved again; it replaces the one above, which is removed afterwards
     .step-00000020.k3x9/     staged: being written, or left over from a killed save; then the next save removes it
 """
 
 # Note [A checkpoint is complete or invisible]
-# A save writes all files of a checkpoint into a staged folder, whose name is hidden, and waits until they are on the
-# disk (fsync of each file, then of the folder). Only then does it commit the checkpoint: one rename within the folder
-# of checkpoints, which happens or does not happen, whenever the machine stops. The manifest is written last, carries
-# its own checksum, and lists the bytes of every other file, so a reader recognizes a file that was truncated, altered
-# or lost by any other means. A staged folder is locked by the process that writes it, so that the leftovers of killed
-# saves can be told from saves under way; making and locking it happens under a lock on the folder of checkpoints.
-# Nothing in a committed folder is ever changed: to remove it, it is first renamed to a hidden name, under the same lock
-# that is held while the newest checkpoint is looked for, so that two jobs in one folder leave each other one to load.
+# A save writes all files into a staged folder, whose name is hidden, and fsyncs each file, then the folder. Only then
+# does it commit: one rename within the folder of checkpoints, which happens or does not happen, whenever the machine
+# stops. The manifest is written last, carries its own checksum, and lists the bytes of every other file, so a reader
+# recognizes a file that was truncated, altered or lost by any other means. The process that writes a staged folder
+# holds a lock in it, which tells saves under way from leftovers of killed ones; making and locking it happens under a
+# lock on the folder of checkpoints. Nothing in a committed folder ever changes: removing it begins with a rename to a
+# hidden name, under the same lock that a search for the newest holds, so two jobs in one folder leave each other one.
 #
 # On several ranks the first one stages and commits; DCP's exchange of plans and results are the barriers:
 #
@@ -54,10 +53,11 @@ from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeRea
 from fsdp_compile.config import read_json
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.state_dict._torch import StorageInfo
+from fsdp_compile.state_dict.sharded_value import with_own_storage
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest
-BLOCK = 1 << 20  # bytes of a file that are in memory while it is checked
+BLOCK = 1 << 20  # bytes that are read at a time to check a file
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _HIDDEN = re.compile(r"\.step-\d{8,}\..+")
 _LOCK = ".lock"
@@ -66,55 +66,55 @@ _LOCK = ".lock"
 # --- committed checkpoints --------------------------------------------------------------------------------------------
 
 
+def _numbers(path: Path) -> tuple[int, int]:
+    """The step in the name of a checkpoint, and how often it had been saved before; (-1, 0) for any other name."""
+    match = _COMMITTED.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
 def committed(root: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in `root`, oldest step first; empty if there is no such folder."""
-    steps = []
-    for path in Path(root).iterdir() if Path(root).is_dir() else ():
-        if (match := _COMMITTED.fullmatch(path.name)) and path.is_dir():
-            steps.append((int(match[1]), int(match[2] or 0), path))
-    return [path for *_, path in sorted(steps)]
+    return sorted((path for path in Path(root).glob("*") if step_of(path) >= 0 and path.is_dir()), key=_numbers)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a committed checkpoint; -1 for any other name."""
+    return _numbers(path)[0]
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint in `root` whose files are all there with their sizes; None if there is none.
+    """The newest checkpoint in `root` whose files all exist with the right sizes; None if there is none.
 
-    Warns of newer ones that it passes over. What the files hold is compared with checksums when it is loaded.
+    Warns about newer ones that it passes over. Checksums are compared when the checkpoint is loaded.
     """
     newest = open_checkpoint(root)
     return newest[0] if newest else None
 
 
 def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path, "Manifest"] | None:
-    """The checkpoint of `step`, or what `latest` returns, with its manifest; None if there is none.
+    """The checkpoint of `step`, or `latest(root)`, with its manifest; None if there is none.
 
-    If `root` is a checkpoint itself, that is the newest.
+    `root` may also be a checkpoint itself.
 
     Raises:
         CheckpointError: the checkpoint of `step`, or the one that `root` is, is not complete.
     """
     if (Path(root) / MANIFEST).is_file() and step is None:
         return Path(root), Manifest.read(Path(root))
-    with _one_at_a_time(Path(root)):  # nobody removes the newest while it is looked for
-        same = [path for path in committed(root) if step in (None, step_of(path))]
-        if step is not None:
-            return (same[-1], Manifest.read(same[-1])) if same else None
-        for path in reversed(same):
-            try:
+    with _one_at_a_time(Path(root)):  # nobody removes the newest meanwhile
+        for path in reversed(committed(root)):
+            if step is None:
+                try:
+                    return path, Manifest.read(path)
+                except CheckpointError as error:
+                    warn_caller(f"passed over a damaged checkpoint: {error}")
+            elif step_of(path) == step:
                 return path, Manifest.read(path)
-            except CheckpointError as error:
-                warn_caller(f"passed over a damaged checkpoint: {error}")
     return None
 
 
-def step_of(path: Path) -> int:
-    """The step in the name of a committed checkpoint. ValueError for another name."""
-    if (match := _COMMITTED.fullmatch(path.name)) is None:
-        raise ValueError(f"{path}: not a committed checkpoint, whose name is such as step-00000010")
-    return int(match[1])
-
-
 def prune(root: Path, keep: int, last: Path) -> None:
-    """Remove all but `keep` checkpoints: `last`, whatever its step is, if it exists, and the newest of the others."""
+    """Remove all but `keep` checkpoints: `last`, whatever its step, if it exists, and the newest of the others."""
     with _one_at_a_time(root):  # or two jobs might each remove the last one of the other
         existing = committed(root)
         others = [path for path in existing if path != last]
@@ -126,7 +126,7 @@ def _remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.removed")
     try:
         path.rename(hidden)
-    except OSError as error:  # nothing is lost, and the save that this ends is complete
+    except OSError as error:  # the new checkpoint is complete all the same
         warn_caller(f"could not remove an old checkpoint: {error}")
         return
     shutil.rmtree(hidden, ignore_errors=True)
@@ -139,15 +139,15 @@ class StagedCheckpoint(NamedTuple):
     """A checkpoint that is being written."""
 
     path: Path
-    lock: IO[bytes]  # held until this is closed, or the process dies
+    lock: IO[bytes]  # held until this is closed or the process dies
 
 
 def stage(root: Path, step: int) -> StagedCheckpoint:
     """Make a hidden folder for a checkpoint, after removing the leftovers of killed saves."""
     for folder in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)  # the name is on the disk, too
-    with _one_at_a_time(root):  # another save would take the folder, before it is locked, for a leftover
+        sync_folder(folder.parent)
+    with _one_at_a_time(root):  # to another save the folder, before it is locked, would be a leftover
         for path in root.iterdir():
             if _HIDDEN.fullmatch(path.name) and not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
@@ -159,10 +159,19 @@ def stage(root: Path, step: int) -> StagedCheckpoint:
 
 
 def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
-    """Let a checkpoint whose files are on the disk be seen, and return its path."""
+    """Make a checkpoint whose files are on the disk visible, and return its path."""
     sync_folder(staged.path)
     same = [path for path in committed(root) if step_of(path) == step]
-    path = _take_name(staged.path, root, step)
+    take = 1 + max((_numbers(path)[1] for path in root.iterdir() if step_of(path) == step), default=-1)
+    while True:
+        path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
+        try:
+            staged.path.rename(path)
+            break
+        except OSError:
+            if not path.exists():
+                raise
+            take += 1  # another job has committed the same step meanwhile
     sync_folder(root)
     (path / _LOCK).unlink(missing_ok=True)  # another job may have removed the checkpoint already
     staged.lock.close()
@@ -170,20 +179,6 @@ def commit(staged: StagedCheckpoint, root: Path, step: int) -> Path:
         for old in same if path.is_dir() else ():  # unless another job has removed this one to make room
             _remove(old)
     return path
-
-
-def _take_name(folder: Path, root: Path, step: int) -> Path:
-    """Rename `folder` to the first free name for a checkpoint of `step`, and return it."""
-    names = filter(None, (_COMMITTED.fullmatch(path.name) for path in root.iterdir()))  # of other files too
-    take = 1 + max((int(match[2] or 0) for match in names if int(match[1]) == step), default=-1)
-    while True:
-        path = root / (f"step-{step:08d}.{take}" if take else f"step-{step:08d}")
-        try:
-            return folder.rename(path)
-        except OSError:
-            if not path.exists():
-                raise
-            take += 1  # another job has committed the same step meanwhile
 
 
 def discard(staged: StagedCheckpoint) -> None:
@@ -194,7 +189,7 @@ def discard(staged: StagedCheckpoint) -> None:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here with this folder, if it exists."""
+    """Lock a folder, if it exists, against other processes."""
     with ExitStack() as stack:
         with suppress(OSError):  # no such folder, or a file system without locks
             file = os.open(folder, os.O_RDONLY)
@@ -206,7 +201,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def _try_lock(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process holds it; or the file system has no locks, and nobody can tell
+    except OSError:  # another process holds it, or the file system has no locks
         return False
     return True
 
@@ -227,7 +222,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync(file: IO[bytes]) -> None:
-    """Wait until what was written to an open file is on the disk."""
+    """Wait until an open file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -247,10 +242,10 @@ def sync_folder(path: Path) -> None:
 class FileSegment(NamedTuple):
     """A range of bytes of a file: a chunk of a tensor, a pickled object, or all of `.metadata`.
 
-    A checksum belongs to a segment, so that an error can name the tensor, and loading few tensors checks these alone.
+    Each has its checksum, so that an error can name the tensor, and loading a few tensors checks only these.
     """
 
-    name: str  # of the tensor or object that it belongs to
+    name: str  # of the tensor or object
     start: int
     bytes: int
     crc32: int
@@ -258,10 +253,10 @@ class FileSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint with the segments that fill them, and the step at which it was saved, if any."""
+    """The files of a checkpoint, the segments that fill each, and the step at which it was saved, if known."""
 
     step: int | None
-    files: dict[str, list[FileSegment]]  # those of each file in the order of its bytes
+    files: dict[str, list[FileSegment]]  # sorted by `start`
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; it carries its own checksum."""
@@ -270,11 +265,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of a checkpoint, after a look at the size of each file and at DCP's metadata.
+        """Read the manifest of a checkpoint, and check the size of each file and the bytes of `.metadata`.
 
         Raises:
-            CheckpointError: the manifest or the metadata is missing or damaged; or a file is missing or has another
-                size.
+            CheckpointError: the manifest or `.metadata` is missing or damaged, or a file is missing or of another size.
         """
         manifest = cls._parse(folder / MANIFEST)
         for name, segments in manifest.files.items():
@@ -308,10 +302,10 @@ class Manifest:
         return cls(body["step"], files)
 
     def check(self, folder: Path, file: str, stream: IO[bytes], start: int) -> None:
-        """Compare the segment of `file` that begins at byte `start` of the open `stream` with its checksum.
+        """Compare the segment at byte `start` of `file`, open as `stream`, with its checksum.
 
         Raises:
-            CheckpointError: they differ, or the manifest knows no such segment.
+            CheckpointError: they differ, or the manifest has no such segment.
         """
         segments = self.files.get(file, [])
         at = bisect_left(segments, start, key=lambda segment: segment.start)
@@ -345,12 +339,12 @@ def _crc_of_json(body: Any) -> int:
 
 
 class DirectoryWriter(FileSystemWriter):
-    """Writes one checkpoint into the folder `root`, which all ranks share; use a new one for each.
+    """Writes one checkpoint into the folder `root`; make a new writer for each.
 
         dcp.save(state_dict, storage_writer=DirectoryWriter("checkpoints", step=10))
 
     Args:
-        root: the folder of checkpoints.
+        root: the folder of checkpoints, which all ranks share.
         step: names the checkpoint; 0 or more.
         keep: how many checkpoints stay, this one included; None: all.
 
@@ -366,11 +360,11 @@ class DirectoryWriter(FileSystemWriter):
         self._staged: StagedCheckpoint | None = None
 
     def storage_meta(self) -> StorageMeta:
-        """An id of the save, without a path: the folder will be renamed."""
+        """The id of the save, without a path: the folder will be renamed."""
         return StorageMeta(save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is: rank 0 makes the folder."""
+        """Return the plan unchanged: rank 0 makes the folder."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -394,7 +388,7 @@ class DirectoryWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written: metadata, manifest, then the name under which it is seen."""
+        """On rank 0, when all have written: write metadata and manifest, then commit."""
         assert self._staged is not None, "finish: expected prepare_global_plan before"
         self.path = self._staged.path
         describe(self.path, self.step, metadata, results, super().finish)
@@ -404,18 +398,18 @@ class DirectoryWriter(FileSystemWriter):
             prune(self.root, self.keep, self.path)
 
     def discard(self) -> None:
-        """Remove what a failed save has written; after success nothing is left to remove."""
+        """Remove what a failed save has written; does nothing after success."""
         if self._staged is not None:
             discard(self._staged)
             self._staged = None
 
 
 class DirectoryReader(SafeReader):
-    """Reads a checkpoint that `DirectoryWriter` wrote, and compares each item with its checksum before it is loaded.
+    """Reads a checkpoint that `DirectoryWriter` wrote; compares the checksum of each item before loading it.
 
     Args:
         path: the checkpoint, as `latest` returns it.
-        manifest: what was read of it; None: read it.
+        manifest: its manifest, if already read.
 
     Raises:
         CheckpointError: a file is missing or has another size. When loading, on all ranks: an item was altered.
@@ -435,7 +429,7 @@ class DirectoryReader(SafeReader):
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file that a rank writes, as DCP calls it."""
+    """The name that DCP gives to a rank's file."""
     return f"__{rank}_0.distcp"
 
 
@@ -446,7 +440,7 @@ def describe(
     results: list[list[WriteResult]],
     finish: Callable[[Metadata, list[list[WriteResult]]], None],
 ) -> None:
-    """Add metadata, by `finish` of a `FileSystemWriter`, and a manifest to files that are on the disk."""
+    """Write `.metadata`, by `finish` of a `FileSystemWriter`, and the manifest of files that are on the disk."""
     finish(metadata, [[replace(each, storage_data=each.storage_data[0]) for each in rank] for rank in results])
     files: dict[str, list[FileSegment]] = {}
     for result in (each for rank in results for each in rank):
@@ -461,14 +455,14 @@ def describe(
 
 
 class ItemFile(io.RawIOBase):
-    """A new file that items are written into one after the other; at the end of `with` it is on the disk."""
+    """A new file of items; at the end of `with` it is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb")  # noqa: SIM115  (closed at the end of `with`)
         self._name, self._crc32 = path.name, 0
 
     def write_item(self, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
-        """Write a tensor or pickled bytes. The result has the place and the checksum."""
+        """Write a tensor or pickled bytes; the result has place and checksum."""
         start, self._crc32 = self._file.tell(), 0
         if isinstance(data, io.BytesIO):
             self.write(data.getbuffer())
@@ -478,7 +472,7 @@ class ItemFile(io.RawIOBase):
         return WriteResult(index, size, (StorageInfo(self._name, start, size), self._crc32))
 
     def write(self, data: Any) -> int:
-        """Write bytes, or anything that has a buffer of them."""
+        """Write anything with a buffer of bytes."""
         self._crc32 = zlib.crc32(data, self._crc32)
         return self._file.write(data)
 
@@ -489,18 +483,14 @@ class ItemFile(io.RawIOBase):
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """The tensor such that its memory is its values in order: no transposed, conjugate or negative view."""
+    """`tensor` with its values in order in memory: not transposed, no lazy conjugate or negative."""
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU whose storage holds nothing else: torch.save writes complete storages.
+    """A CPU tensor whose storage holds nothing else, as torch.save writes whole storages; copied only if not in order.
 
-    It is the same memory if it is contiguous and no lazy conjugate or negative; a subclass is returned as it is.
+    Subclasses are returned as they are.
     """
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return tensor
-    tensor = in_order(tensor)
-    start = tensor.storage_offset() * tensor.element_size()
-    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return with_own_storage(in_order(tensor)) if is_plain else tensor

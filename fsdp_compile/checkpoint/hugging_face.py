@@ -1,4 +1,4 @@
-"""Models to and from files of safetensors, as Hugging Face lays them out. Every rank writes and reads only its shard.
+"""Models to and from safetensors files in Hugging Face's layout. Every rank writes and reads only its shard.
 
 model.safetensors                      8 bytes: n; n bytes of JSON: dtype, shape and bytes of each tensor; the values
 model-00001-of-00002.safetensors ...   several files, and model.safetensors.index.json says which tensor is where
@@ -6,14 +6,14 @@ model-00001-of-00002.safetensors ...   several files, and model.safetensors.inde
 
 # Note [Why not torch's writer and reader of safetensors]
 # A sharded parameter is one range of bytes in its file, and so is what a rank stores of it. So every rank writes its
-# bytes once, to where they belong, and reads only its bytes; no rank gathers anything. torch's HuggingFaceStorageWriter
-# (torch 2.13) cannot do this. A rank's file holds one chunk per name, but a range of a flattened tensor is up to
-# 2 * dims - 1 chunks: the last one replaces the others. Merging the ranks' files raises TypeError for integers (the
-# counters of BatchNorm) and writes zeros for tensors of shape (); it copies every byte once more on one rank, into the
-# final names, so that an export which stops leaves neither the old files nor the new ones. Its reader takes all
-# *.safetensors of a folder whatever the index says: files outside of the folder, files of an interrupted export, the
-# same model in a second set of files. The format is small enough to read and write here, without a further dependency;
-# tests compare with the safetensors package in both directions.
+# bytes once, in place, and reads only its bytes; no rank gathers anything. torch's HuggingFaceStorageWriter (torch
+# 2.13) cannot do this. A rank's file holds one chunk per name, but a range of a flattened tensor is up to 2 * dims - 1
+# chunks: the last one replaces the others. Merging the ranks' files raises TypeError for integers (the counters of
+# BatchNorm) and writes zeros for tensors of shape (). It copies every byte once more on one rank, into the final names,
+# so that an interrupted export leaves neither the old files nor the new ones. Its reader takes all *.safetensors of a
+# folder whatever the index says: links to other folders, leftovers of an interrupted export, a second copy of the same
+# model. The format is small enough to read and write here without a further dependency; tests compare with the
+# safetensors package in both directions.
 
 import ctypes
 import json
@@ -62,20 +62,19 @@ def save_safetensors(
     max_shard_size: int = 5_000_000_000,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the parameters and persistent buffers of `model`, sharded or not, in Hugging Face's layout.
+    """Write the parameters and persistent buffers of `model`, sharded or not; all ranks must call it.
 
-    All ranks must call it; each writes what it stores, under original names and in stored dtypes. A tied parameter is
-    written once, under its first name; the files' metadata have its other names. Files of an earlier export are
-    replaced at the end; other files in the folder stay.
+    Names are the original ones, dtypes the stored ones. A tied parameter is written once, under its first name; the
+    files' metadata have its other names. The files replace those of an earlier export at the end; other files stay.
 
     Args:
-        model: the model, while no forward or backward is under way.
+        model: the model, while no forward or backward is running.
         folder: shared by all ranks; made if it does not exist.
         max_shard_size: the most bytes of a file. A larger tensor gets a file of its own.
         process_group: the ranks that call it; default: all.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write its part. What was in the folder stays.
+        CheckpointError: on all ranks, if one of them could not write its part. Earlier files stay.
         OSError: on all ranks, if the first one could not make the files or rename them.
         ValueError: parameters are summoned; or safetensors does not have a dtype.
     """
@@ -107,20 +106,18 @@ def load_safetensors(
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill the parameters and persistent buffers of `model`, sharded or not, from safetensors.
-
-    All ranks must call it; each reads only what it stores. Values are converted to the dtypes of the model.
+    """Fill the parameters and persistent buffers of `model`, sharded or not, in its dtypes; all ranks must call it.
 
     Args:
-        model: the model, while no forward or backward is under way.
+        model: the model, while no forward or backward is running.
         folder: a file `*.safetensors`, or a folder with one such file, or with several and an index.
-        strict: whether the files and the model must have the same names. Of tied parameters one name is enough.
+        strict: whether the files and the model must have the same names. One name of a tied parameter is enough.
         process_group: the ranks that call it; default: all.
 
     Raises:
         FileNotFoundError: there are no such files.
-        CheckpointError: on all ranks, if a file is damaged or truncated; or if names or shapes differ, and then nothing
-            was changed.
+        CheckpointError: on all ranks, if a file is damaged or truncated, or names or shapes differ; the latter before
+            anything is changed.
         ValueError: parameters are summoned.
     """
     units = _sharded_units(model, "load_safetensors")
@@ -139,11 +136,10 @@ class _LocalTensor(NamedTuple):
     tensor: Tensor
     local: Tensor  # its elements, 1-D; memory of `tensor` where that is contiguous
     first: int  # index of the first of them in the flattened full tensor
-    is_written: bool  # by this rank, and not by another one that stores the same elements
+    is_written: bool  # by this rank: others may store the same elements
 
 
 def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[_LocalTensor]:
-    """What this rank stores of each parameter and persistent buffer; tied ones once."""
     names: dict[Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own: dict[str, Tensor | None] = {**module._parameters}
@@ -167,7 +163,6 @@ def _local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> Iterato
 
 
 def _check(stored: dict[str, "StoredTensor"], tensors: list[_LocalTensor], strict: bool) -> None:
-    """Raise ValueError if the files do not have what the model needs."""
     wrong, shapes = [], []
     for each in tensors:
         found = [name for name in each.names if name in stored]
@@ -208,7 +203,7 @@ def _sharded_units(model: nn.Module, caller: str) -> list[Unit]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a file; no values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -248,26 +243,15 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file. CheckpointError if the header cannot be read, or names bytes that are not there."""
     if not path.is_file():
         raise CheckpointError(f"{path}: expected a regular file, found another kind, or none")
-    size, tensors = path.stat().st_size, {}
+    size = path.stat().st_size
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > MOST_HEADER:
                 raise ValueError(f"a header of {length} bytes, and {MOST_HEADER} are the most that is read")
-            header = json.loads(file.read(min(length, size)))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} of dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
-            if not all(isinstance(count, int) and count >= 0 for count in (begin, end, *shape)):
-                raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end}")
-            tensor = tensors[name] = StoredTensor(DTYPES[entry["dtype"]], shape, path, 8 + length + begin)
-            if end - begin != tensor.nbytes:
-                raise ValueError(f"{name} at bytes {begin} to {end}, but its shape and dtype say {tensor.nbytes} bytes")
+            tensors = _listed(json.loads(file.read(min(length, size))), path, 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{path}: expected a header of safetensors, found {error!r}") from None
     for name, tensor in tensors.items():
@@ -277,10 +261,27 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_range(name: str, source: StoredTensor, target: Tensor, first: int = 0) -> None:
-    """Fill `target`, 1-D and contiguous, with the elements from `first` on of a tensor; no other bytes are read.
+def _listed(entries: dict[str, Any], path: Path, values: int) -> dict[str, StoredTensor]:
+    """The tensors of a header, whose values begin at byte `values`; raises if the numbers make no sense."""
+    tensors = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} of dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
+        if not all(isinstance(count, int) and count >= 0 for count in (begin, end, *shape)):
+            raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end}")
+        tensor = tensors[name] = StoredTensor(DTYPES[entry["dtype"]], shape, path, values + begin)
+        if end - begin != tensor.nbytes:
+            raise ValueError(f"{name} at bytes {begin} to {end}, but its shape and dtype say {tensor.nbytes} bytes")
+    return tensors
 
-    Values are converted to the dtype of `target`. CheckpointError if the file ends before.
+
+def read_range(name: str, source: StoredTensor, target: Tensor, first: int = 0) -> None:
+    """Fill `target`, 1-D, contiguous, of any dtype, with elements of a stored tensor from `first` on; read no others.
+
+    Raises CheckpointError if the file is too short.
     """
     is_lazy = target.is_conj() or target.is_neg()  # then its memory is not its values
     is_direct = target.device.type == "cpu" and target.dtype == source.dtype and not is_lazy
@@ -300,7 +301,7 @@ def read_range(name: str, source: StoredTensor, target: Tensor, first: int = 0) 
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read and write, without numpy."""
+    """The bytes of a contiguous CPU tensor, readable and writable, without numpy."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 0)).cast("B")
 
 
@@ -310,12 +311,12 @@ WriteRange = Callable[[str, Tensor, int], None]  # name, 1-D values, index of th
 
 
 class Export:
-    """A folder that is going to be written. One process stages it, any number write to it, and one commits it.
+    """A folder of safetensors that is being written: one process stages and commits it, any number write values.
 
     Args:
         groups: the tensors, without their values, of each file: `model.safetensors`, or numbered files if several.
         folder: where the files are.
-        metadata: what the header of each file says beside.
+        metadata: further entries of each file's metadata.
 
     Raises:
         ValueError: safetensors does not have a dtype.
@@ -330,22 +331,21 @@ class Export:
             number = "" if len(groups) == 1 else f"-{index:05d}-of-{len(groups):05d}"
             file = folder / f"model{number}.safetensors"
             entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-            end, starts = 0, {}
+            end = 0
             for name, tensor in group.items():
                 if tensor.dtype not in _NAMES:
                     raise ValueError(f"{name}: safetensors has no {tensor.dtype}; convert it first")
-                starts[name], end = end, end + tensor.nbytes
-                offsets = [starts[name], end]
+                offsets = [end, end + tensor.nbytes]
                 entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+                end = offsets[1]
             text = json.dumps(entries, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
             header = self.headers[file] = struct.pack("<Q", len(text)) + text
             self._sizes[file] = len(header) + end
-            for name, tensor in group.items():
-                self.tensors[name] = StoredTensor(tensor.dtype, tuple(tensor.shape), file, len(header) + starts[name])
+            self.tensors |= _listed(entries, file, len(header))
 
     def stage(self) -> None:
-        """Make the files under hidden names, with their headers and room for the values."""
+        """Make the files under hidden names, with headers and space for the values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, header in self.headers.items():
             with open(_hidden(file), "wb") as stream:
@@ -355,7 +355,7 @@ class Export:
 
     @contextmanager
     def writing(self) -> Iterator[WriteRange]:
-        """A function that writes values, in the stored dtype; at the end of `with` they are on the disk."""
+        """Yield a function that writes values of the stored dtype; at the end of `with` they are on the disk."""
         files: dict[Path, int] = {}
 
         def write(name: str, values: Tensor, first: int) -> None:
@@ -377,10 +377,10 @@ class Export:
                 os.close(file)
 
     def commit(self) -> None:
-        """Give the files, whose values are on the disk, their names, and remove those of an earlier export.
+        """Rename the files to their final names and remove those of an earlier export.
 
-        Whenever this stops, the folder has all of one export, or several files without an index, which
-        `stored_tensors` refuses. So an earlier index goes first and the new one comes last.
+        Interrupted anywhere, the folder has all of one export, or several files without an index, which
+        `stored_tensors` refuses: an earlier index is removed first and the new one is written last.
         """
         index = self.folder / INDEX
         index.unlink(missing_ok=True)
@@ -406,12 +406,11 @@ class Export:
 
 
 def _hidden(file: Path) -> Path:
-    """The name of a file that is being written."""
     return file.with_name(f".{file.name}.partial")
 
 
 def fill_up(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Put tensors, in order, into groups of at most `limit` bytes each; one that is larger is alone."""
+    """Split tensors, in order, into groups of at most `limit` bytes; a larger tensor is a group of its own."""
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -424,7 +423,7 @@ def fill_up(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
 
 
 def spread(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Put tensors, in order, into `count` groups of about equal size; fewer where there are fewer tensors."""
+    """Split tensors, in order, into `count` groups of about equal bytes; fewer if there are fewer tensors."""
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
     groups: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():

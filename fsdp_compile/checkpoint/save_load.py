@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -141,19 +142,8 @@ def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | No
 class _InModel:
     """A model, or an optimizer over its parameters: original names, sharded values."""
 
-    model: nn.Module
-    optimizer: Optimizer | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.optimizer is None:
-            return dcp_state.get_model_state_dict(self.model)
-        return dcp_state.get_optimizer_state_dict(self.model, self.optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.optimizer is None:
-            dcp_state.set_model_state_dict(self.model, state)
-        else:
-            dcp_state.set_optimizer_state_dict(self.model, self.optimizer, state)
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], Any]
 
 
 def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
@@ -166,14 +156,21 @@ def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
     stateful = dict(state)
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            stateful[key] = _InModel(_unwrapped(value))
+            model = _unwrapped(value)
+            stateful[key] = _InModel(
+                partial(dcp_state.get_model_state_dict, model), partial(dcp_state.set_model_state_dict, model)
+            )
         elif isinstance(value, Optimizer):
             params = {param for group in value.param_groups for param in group["params"]}
             owner = next((model for model in models if params <= set(model.parameters())), None)
             if owner is None:
                 raise ValueError(f"state[{key!r}]: no model in state has all of the optimizer's parameters; save and "
                                  f"load the two together")  # fmt: skip
-            stateful[key] = _InModel(_unwrapped(owner), value)
+            model = _unwrapped(owner)
+            stateful[key] = _InModel(
+                partial(dcp_state.get_optimizer_state_dict, model, value),
+                partial(dcp_state.set_optimizer_state_dict, model, value),
+            )
         elif not isinstance(value, Stateful):
             _refuse_stateful(value, f"state[{key!r}]")
     return stateful

@@ -1,11 +1,11 @@
-"""Reading folders that may come from anybody: nothing in them runs, and nothing outside of them is read.
+"""Read checkpoints of unknown origin: no code in them runs, no file outside of their folder is read.
 
-file_in              names of files, which lie in the folder
-SafeReader           DCP's reader: `.metadata`, a pickle, goes through an unpickler that knows only DCP's own classes
+file_in              resolve a file name, refuse one outside of the folder
+SafeReader           DCP's reader, with an unpickler for `.metadata` that knows only DCP's own classes
 ValuePlanner         DCP's planner, which loads only plain values
-printable            a name from a file, for a terminal
+printable            escape a name from a file for a terminal
 
-Pickled values are another matter: see `trust` of `checkpoint.load` and `fsdp-compile checkpoint convert`.
+Pickled values of other types are loaded only with `trust` (`checkpoint.load`, `fsdp-compile checkpoint convert`).
 """
 
 import io
@@ -23,31 +23,31 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fsdp_compile.state_dict._torch import MemoryFormatEncoding, StorageInfo, layout_named
 
 METADATA = ".metadata"  # DCP's list of what was saved
-MOST_BYTES = 1 << 30  # of it: it has about 200 bytes per chunk of a tensor
+MOST_BYTES = 1 << 30  # of that file, which has about 200 bytes per chunk of a tensor
 
 _CLASSES: tuple[Any, ...] = (
     dcp.Metadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.TensorStorageMetadata, MetadataIndex,
     StorageMeta, TensorProperties, MemoryFormatEncoding, StorageInfo, torch.Size, OrderedDict, layout_named,
 )  # fmt: skip
 _ALLOWED: dict[tuple[str, str], Any] = {(each.__module__, each.__name__): each for each in _CLASSES}
-for _module in ("pathlib", "pathlib._local"):  # where the checkpoint was; the latter in Python 3.13
+for _module in ("pathlib", "pathlib._local"):  # paths of the saving machine; `_local` in Python 3.13
     _ALLOWED |= {(_module, "PosixPath"): PurePosixPath, (_module, "WindowsPath"): PureWindowsPath}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or what was read is not what was written."""
+    """A checkpoint could not be written, or is damaged."""
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def file_in(folder: Path, name: str, listed_in: str) -> Path:
-    """The file `name` of `folder`, as the file `listed_in` calls it. It need not exist.
+    """The path of file `name`, which `listed_in` lists, in `folder`; it need not exist.
 
-    Links within the folder are followed, and those that a cache of Hugging Face has to its `blobs`.
+    Links within the folder are followed, and those of a Hugging Face cache to its `blobs`.
 
     Raises:
-        CheckpointError: it lies outside of the folder, or is no regular file.
+        CheckpointError: it lies outside of the folder, or is not a regular file.
     """
     path, inside = folder / name, folder.resolve()
     target = path.resolve()
@@ -76,13 +76,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, whose list of tensors is unpickled without calling anything, and checked."""
+    """DCP's reader; unpickles `.metadata` without calling anything, and checks it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """DCP's list of what was saved.
+        """Read `.metadata`.
 
         Raises:
-            CheckpointError: it is no such list, names files outside of the folder, or has numbers that make no sense.
+            CheckpointError: it is something else, names files outside of the folder, or has impossible numbers.
         """
         folder = Path(self.path)
         path = file_in(folder, METADATA, METADATA)
@@ -142,46 +142,38 @@ def _check(metadata: Any) -> None:
 # --- tensors and values -----------------------------------------------------------------------------------------------
 
 
-def load_item(file: IO[bytes], name: str, weights_only: bool = True) -> Any:
-    """What torch.save wrote: a tensor, or a value of a plain type; of any type without `weights_only`.
+def load_item(file: IO[bytes], name: str, is_value: bool = False, trust: bool = False) -> Any:
+    """Load what torch.save wrote: a tensor or a value of a plain type; with `trust`, a value of any type.
 
     Raises:
-        CheckpointError: the file has something else. Nothing of it was run, but without `weights_only`.
+        CheckpointError: the file has something else. Without `trust` no code of it ran.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=weights_only)
-    except Exception as error:  # of a damaged file
+        return torch.load(file, map_location="cpu", weights_only=not trust)
+    except Exception as error:  # a damaged file raises nearly anything
+        if is_value and not trust and isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(f"{name}: expected tensors and plain values, found a value that may run code when it "
+                                  f"is loaded; pass trust=True, or --trust to the command, if you know who wrote it"
+                                  ) from None  # fmt: skip
         raise CheckpointError(f"{name}: expected what torch.save writes, found {error!r}") from error
 
 
-def load_value(file: IO[bytes], name: str, trust: bool) -> Any:
-    """As `load_item`, of any type with `trust`; the error says where that is missing."""
-    try:
-        return load_item(file, name, weights_only=not trust)
-    except CheckpointError as error:
-        if trust or not isinstance(error.__cause__, pickle.UnpicklingError):
-            raise
-        raise CheckpointError(f"{name}: expected tensors and plain values, found a value that may run code when it is "
-                              f"loaded; pass trust=True, or --trust to the command, if you know who wrote it"
-                              ) from None  # fmt: skip
-
-
 class ValuePlanner(dcp.DefaultLoadPlanner):
-    """DCP's planner, which unpickles values that are no tensors by `load_value`."""
+    """DCP's planner; loads values that are not tensors with `load_item`."""
 
     def __init__(self, trust: bool) -> None:
         super().__init__()
         self.trust = trust
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value into the state that is loaded. Raises CheckpointError as `load_value` does."""
-        if not self.trust:  # DCP itself loads any type: it gets what has plain types
-            loaded, value = load_value(value, read_item.dest_index.fqn, trust=False), io.BytesIO()
+        """Put a value into the state that is loaded. Raises CheckpointError as `load_item` does."""
+        if not self.trust:  # DCP itself loads any type: hand it what has plain types
+            loaded, value = load_item(value, read_item.dest_index.fqn, is_value=True), io.BytesIO()
             torch.save(loaded, value)
             value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for what is no printable character, so that no terminal takes it for a command."""
+    """Escape the characters of `text` that are not printable, which a terminal might take for commands."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,14 +1,14 @@
 """`state_dict` and `load_state_dict` of sharded modules: original names, shapes and dtypes, and one of three kinds.
 
 FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
-SHARDED    a `ShardedValue`, which is a DTensor, for each parameter, over memory of the shard: nothing is gathered
-LOCAL      a `ShardedTensor`, which is none, for each parameter, over the same memory
+SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory of the shard: nothing is gathered
+LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, over the same memory
 
-FULL has tensor subclasses as they were; the other kinds have their inner tensors (Note [Inner tensors]).
+In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
-Every kind can be loaded whatever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores,
-and only the same rank of equally many can load them. Until a kind is set, `fully_shard` means SHARDED and
-`FullyShardedDataParallel` means FULL, as with torch's functions of these names.
+Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
+only the same rank of equally many can load them. The default is SHARDED after `fully_shard` and FULL after
+`FullyShardedDataParallel`, as in torch.
 """
 
 import sys
@@ -40,7 +40,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def default_settings(kind: StateDictType) -> StateDictSettings:
-    """The settings of `kind` with default configs."""
+    """The settings of `kind`, with default configs."""
     config, optim_config = _CONFIGS[kind]
     return StateDictSettings(kind, config(), optim_config())
 
@@ -49,12 +49,12 @@ DEFAULT = default_settings(SHARDED)
 
 
 def settings_of(unit: Unit | None) -> StateDictSettings:
-    """What is set for a unit; the default without one."""
+    """What is set for a unit; the default for None."""
     return DEFAULT if unit is None or unit.state_settings is None else unit.state_settings
 
 
 def is_first_rank(unit: Unit) -> bool:
-    """Whether this is the first of all ranks that share the unit: the rank that `rank0_only` is about."""
+    """Whether this is the first of all ranks that share the unit: the one that `rank0_only` means."""
     return all(is_first(group) for group in (unit.group, unit.replicas) if group is not None)
 
 
@@ -64,46 +64,37 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose the kind of state dict that all units with a parameter in `module`, sharded itself or not, give.
+    """Choose the kind of state dict for all units with a parameter in `module`.
 
     Args:
-        module: any module.
+        module: any module, sharded itself or not.
         state_dict_type: the kind.
         state_dict_config: of the class that belongs to the kind; None: its defaults.
         optim_state_dict_config: the same for the optimizer's state.
 
     Returns:
-        What was set before; its fields are None if there are no units.
+        The settings before; their fields are None if there are no units.
 
     Raises:
         RuntimeError: a config is of another class.
-        AssertionError: units differ in the kind, or in the class of a config, that was set before.
+        AssertionError: the settings before differ between units in the kind or in the class of a config.
     """
     config_class, optim_config_class = _CONFIGS[state_dict_type]
     config = _checked("state_dict_config", state_dict_config, config_class)
     optim_config = _checked("optim_state_dict_config", optim_state_dict_config, optim_config_class)
-    units = units_used_below(module)
-    before = [settings_of(unit) for unit in units]
-    for unit, settings in zip(units, before, strict=True):
-        if _classes(settings) != _classes(before[0]):
-            raise AssertionError(_difference(unit, settings, before[0]))
-    for unit in units:
+    before = _common_settings(module, _classes)
+    for unit in units_used_below(module):
         unit.state_settings = StateDictSettings(state_dict_type, config, optim_config)  # type: ignore[arg-type]  # checked
-    return before[0] if before else StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's function
+    return before or StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's function
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """What is set for all units with a parameter in `module`; None if there are none.
+    """The settings of all units with a parameter in `module`; None if there are none.
 
     Raises:
         AssertionError: the units differ.
     """
-    first = None
-    for unit in units_used_below(module):
-        first = first or settings_of(unit)
-        if settings_of(unit) != first:
-            raise AssertionError(_difference(unit, settings_of(unit), first))
-    return first
+    return _common_settings(module, lambda settings: settings)
 
 
 @contextmanager
@@ -113,7 +104,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """As `set_state_dict_type`, until the context is left, also by an exception."""
+    """As `set_state_dict_type`, within the context."""
     before = {unit: unit.state_settings for unit in units_used_below(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -134,8 +125,15 @@ def _classes(settings: StateDictSettings) -> tuple[object, ...]:
     return settings.state_dict_type, type(settings.state_dict_config), type(settings.optim_state_dict_config)
 
 
-def _difference(unit: Unit, settings: StateDictSettings, first: StateDictSettings) -> str:
-    return f"state_dict_type: expected {first}, as of the first unit, found {settings} of {unit}; set it on the root"
+def _common_settings(module: nn.Module, compared: Callable[[StateDictSettings], Any]) -> StateDictSettings | None:
+    first: StateDictSettings | None = None
+    for unit in units_used_below(module):
+        settings = settings_of(unit)
+        first = first or settings
+        if compared(settings) != compared(first):
+            raise AssertionError(f"state_dict_type: expected {first}, as of the first unit, found {settings} of "
+                                 f"{unit}; set it on the root")  # fmt: skip
+    return first
 
 
 # --- values, module by module -----------------------------------------------------------------------------------------
@@ -145,17 +143,16 @@ def _difference(unit: Unit, settings: StateDictSettings, first: StateDictSetting
 
 
 class _Saving:
-    """One call of `state_dict` with all the calls that it makes in turn."""
+    """One call of `state_dict`, with its calls for submodules."""
 
     def __init__(self) -> None:
-        self.sharded = called_by_dcp()  # then values are sharded, whatever is set
+        self.for_dcp = called_by_dcp()  # then values are sharded, whatever is set
         self._copies: dict[Unit, list[Tensor | None]] = {}  # of each unit's parameters in full shape
 
     def settings_of(self, unit: Unit | None) -> StateDictSettings:
-        return DEFAULT if self.sharded else settings_of(unit)
+        return DEFAULT if self.for_dcp else settings_of(unit)
 
     def value(self, parameter: ManagedParameter) -> Tensor | None:
-        """What the state dict has for a parameter."""
         unit = parameter.unit
         settings = self.settings_of(unit)
         if settings.state_dict_type is FULL:
@@ -172,7 +169,7 @@ _running: ContextVar[_Saving | None] = ContextVar("saving", default=None)  # the
 
 
 def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What `state_dict`, that of the original class of `module`, returns, with values of the kind that is set."""
+    """Call `state_dict`, the method of the original class of `module`, for values of the kind that is set."""
     saving = _running.get() or _Saving()
     token = _running.set(saving)
     try:
@@ -186,7 +183,7 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
             state[prefix + name] = state[prefix + name].to(dtype)
     unit = next(iter(units_used_below(module)), None)
     settings = saving.settings_of(unit)
-    if unit is not None and settings.state_dict_type is FULL:  # holds for buffers and ignored parameters as well
+    if unit is not None and settings.state_dict_type is FULL:  # its config holds for buffers and ignored parameters too
         for name in [name for name in state if name.startswith(prefix)]:
             if not _has_values(unit):
                 del state[name]
@@ -196,7 +193,7 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
 
 
 def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-    """Replace, in what `_save_to_state_dict` stored, the values of the sharded parameters of `module` itself."""
+    """Replace the values that `_save_to_state_dict` stored for the sharded parameters of `module` itself."""
     saving = _running.get() or _Saving()
     for name, parameter in _own_parameters(module, destination, prefix):
         destination[prefix + name] = saving.value(parameter)
@@ -209,9 +206,9 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
 
 
 def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Copy values into the sharded parameters of `module` itself, and add what does not fit to `errors`.
+    """Copy values into the sharded parameters of `module` itself; add those that do not fit to `errors`.
 
-    In `state` the parameters then take the place of their values: `_load_from_state_dict` copies them onto themselves.
+    Then `state` has the parameters in place of the values, so that `_load_from_state_dict` copies them onto themselves.
     """
     for name in recipes_of(module):
         _flatten(module, name, state, prefix, errors)
@@ -222,7 +219,7 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str
 
 
 def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Replace the tensor subclass that `state` has for the parameter `name`, if any, by its inner tensors."""
+    """Replace a tensor subclass in `state` by its inner tensors."""
     recipe, value = recipes_of(module)[name], state.get(prefix + name)
     if type(value) is not recipe.kind:
         return
@@ -239,7 +236,7 @@ def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, e
 
 
 def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> list[tuple[str, ManagedParameter]]:
-    """The sharded parameters that `module` itself owns, by name, as far as `state` has a value for them."""
+    """The sharded parameters, by name, that `module` itself owns and `state` has a value for."""
     own = [(name, param) for name, param in module._parameters.items() if param is not None and prefix + name in state]
     return [(name, parameter) for name, param in own if (parameter := managed(param))]
 
@@ -247,7 +244,7 @@ def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> li
 @torch.inference_mode(False)
 @torch.no_grad()
 def _full_copies(unit: Unit) -> list[Tensor | None]:
-    """Copies of the unit's parameters in full shape; None on ranks that are not to have them."""
+    """Copies of the unit's parameters in full shape; None on ranks that get none under `rank0_only`."""
     config, has_values = settings_of(unit).state_dict_config, _has_values(unit)
     device = torch.device("cpu") if config.offload_to_cpu else unit.device
     copies: list[Tensor | None] = []
@@ -258,15 +255,14 @@ def _full_copies(unit: Unit) -> list[Tensor | None]:
 
 
 def _has_values(unit: Unit) -> bool:
-    """Whether the full state dict of this rank has values."""
     return is_first_rank(unit) or not settings_of(unit).state_dict_config.rank0_only  # type: ignore[attr-defined]  # of FULL
 
 
 def called_by_dcp() -> bool:
-    """Whether `torch.distributed.checkpoint.state_dict` calls, which wants sharded values under original names.
+    """Whether the caller is `torch.distributed.checkpoint.state_dict`, which needs sharded values, original names.
 
-    That module asks torch's own wrapper for them; of other modules it takes what `state_dict` and `named_parameters`
-    return, and calls nothing before or after that would tell. So this is the one place that looks at the caller.
+    It sets the kind through `isinstance(module, torch's FSDP)`; on other modules it calls `state_dict()` and
+    `named_modules()` as anybody does, without an argument, attribute or context of its own, so only the stack can tell.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -279,14 +275,14 @@ def called_by_dcp() -> bool:
 
 @torch.no_grad()
 def _load(parameter: ManagedParameter, name: str, value: Any) -> str | None:
-    """Copy this rank's elements of `value` into the shard; what is wrong with the value, if it does not fit."""
+    """Copy this rank's elements of `value` into the shard; return what is wrong if the value does not fit."""
     local = parameter.local_of(value, f"parameter {name}") if isinstance(value, Tensor) else None
     if local is None:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        return f"expected shape {parameter.shape}, found {what}"
+        return f"expected shape {tuple(parameter.spec.shape)}, found {what}"
     stored = parameter.local
     if local.data_ptr() != stored.data_ptr():
         stored.copy_(local)
-    # On all ranks: what was gathered before is out of date everywhere.
+    # On all ranks, whatever they store: what was gathered before is out of date everywhere.
     torch.autograd.graph.increment_version([parameter.param, stored])
     return None

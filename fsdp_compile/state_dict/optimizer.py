@@ -2,14 +2,14 @@
 
     what the optimizer has                             what its state dict has, unless LOCAL is set
     exp_avg   ShardedTensor of the parameter's shape   ShardedValue of that shape
-    others    0-d and other plain tensors, numbers     as they are: equal on all ranks
+    others    0-d and other plain tensors, numbers     the same: equal on all ranks
 
     optimizer.state_dict()      {0: {"exp_avg": original shape, "step": ()}, ...}, groups of integers
     optim_state_dict            {"blocks.0.weight": {"exp_avg": original shape, "step": ()}, ...}, groups of names
 
-Sharded tensors share memory with the optimizer in both directions: a checkpoint is read into its state, and nothing is
-communicated. For full state the ranks first tell each other what state they have, which must agree; then one parameter
-after the other is gathered. torch's older functions set the kind by their name and do the same.
+Sharded tensors share memory with the optimizer in both directions, so a checkpoint is read into its state, without
+communication. For full state the ranks first check that they have the same state, then gather one parameter after the
+other.
 """
 
 import functools
@@ -42,22 +42,19 @@ StateDict = dict[str, Any]
 State = dict[str, Any]  # of one parameter
 Params = list[dict[str, Any]] | Iterable[nn.Parameter]
 
-# Of a parameter of shape () all state has that shape. These are what torch's optimizers have one of for each parameter.
+# State of a parameter of shape () has that shape too. These are not sharded: one per parameter in torch's optimizers.
 _SCALARS = ("step", "mu_product", "eta", "mu")
 
 # torch's hook on steps belongs to the process, and so do these two sets.
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # they had no sharded parameter when they were looked at
+_unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # had no sharded parameter when last looked at
 
 
 # --- what enters and leaves `optimizer.state_dict()` ------------------------------------------------------------------
 
 
 def watch_optimizers() -> None:
-    """Look at every optimizer before it steps, also at those that had no sharded parameter before; see `watch_state`.
-
-    Called each time that parameters have been sharded.
-    """
+    """Call `watch_state` on each optimizer before its next step. Called whenever parameters have been sharded."""
     _register_hook()
     _unrelated.clear()
 
@@ -68,10 +65,10 @@ def _register_hook() -> None:
 
 
 def watch_state(optimizer: Optimizer, *_: Any) -> None:
-    """From now on convert what enters and leaves the state dict of `optimizer`, if it has sharded parameters.
+    """Convert what enters and leaves the state dict of `optimizer` from now on, if it has sharded parameters.
 
-    Optimizers are noticed when they first step; what was loaded into one before that is converted then. Those with an
-    attribute `shards_own_state` that is true are left alone: optim/owners.py shards state in another way.
+    State that was loaded before is converted now. An optimizer with a true attribute `shards_own_state` is left alone:
+    optim/owners.py shards state in another way.
     """
     if optimizer not in _watched and optimizer not in _unrelated:
         _watch(optimizer)
@@ -84,30 +81,37 @@ def _watch(optimizer: Optimizer) -> None:
         _unrelated.add(optimizer)
         return
     _watched.add(optimizer)
-    optimizer.register_state_dict_post_hook(lambda optim, state: {**state, "state": _sharded_states(optim, state)})
-    optimizer.register_load_state_dict_pre_hook(lambda optim, state: {**state, "state": _local_states(optim, state)})
+    optimizer.register_state_dict_post_hook(lambda optim, state: {**state, "state": _converted(optim, state, _saved)})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda optim, state: {**state, "state": _converted(optim, state, local_state)}
+    )
     for param in params:
         if param in optimizer.state:
             optimizer.state[param] = local_state(param, optimizer.state[param])
 
 
 def _params_by_key(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[tuple[Any, nn.Parameter]]:
-    """The optimizer's parameters, each with what stands for it in the parameter groups of a state dict."""
+    """The optimizer's parameters, each with its key in the parameter groups of a state dict."""
     for own, saved in zip(optimizer.param_groups, groups, strict=False):
         yield from zip(saved["params"], own["params"], strict=False)
 
 
-def _sharded_states(optimizer: Optimizer, state_dict: StateDict, kind: StateDictType | None = None) -> dict[Any, State]:
-    """The states of a state dict with a `ShardedValue` for each sharded tensor; all else is as it is.
-
-    In LOCAL, which `kind` says or, if it is None, what is set for the parameter's unit, sharded tensors stay too.
-    """
+def _converted(
+    optimizer: Optimizer, state_dict: StateDict, convert: Callable[[nn.Parameter, State], State]
+) -> dict[Any, State]:
     states = dict(state_dict["state"])
     for key, param in _params_by_key(optimizer, state_dict["param_groups"]):
-        parameter = managed(param)
-        if key in states and parameter and (kind or settings_of(parameter.unit).state_dict_type) is not LOCAL:
-            states[key] = {name: _value(parameter, value) for name, value in states[key].items()}
+        if key in states:
+            states[key] = convert(param, states[key])
     return states
+
+
+def _saved(param: nn.Parameter, state: State, kind: StateDictType | None = None) -> State:
+    """One parameter's state as state dicts of `kind` have it; None: the kind that is set for the parameter's unit."""
+    parameter = managed(param)
+    if parameter is None or (kind or settings_of(parameter.unit).state_dict_type) is LOCAL:
+        return state
+    return {name: _value(parameter, value) for name, value in state.items()}
 
 
 def _value(parameter: ManagedParameter, value: Any) -> Any:
@@ -117,18 +121,10 @@ def _value(parameter: ManagedParameter, value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
-def _local_states(optimizer: Optimizer, state_dict: StateDict) -> dict[Any, State]:
-    states = dict(state_dict["state"])
-    for key, param in _params_by_key(optimizer, state_dict["param_groups"]):
-        if key in states:
-            states[key] = local_state(param, states[key])
-    return states
-
-
 def local_state(param: nn.Parameter, state: State) -> State:
-    """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded as it is.
+    """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded like it.
 
-    Sharded tensors share memory with the given ones where these are sharded in the same way.
+    They share memory with the given ones where these are sharded in the same way.
 
     Raises:
         RuntimeError: a tensor is another rank's part.
@@ -142,8 +138,8 @@ def local_state(param: nn.Parameter, state: State) -> State:
 def _local(parameter: ManagedParameter, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    is_scalar = value.dim() == 0 and (parameter.shape or name in _SCALARS)
-    what = f"optimizer state {name} of parameter {parameter.name}"
+    is_scalar = value.dim() == 0 and (parameter.spec.shape or name in _SCALARS)
+    what = f"optimizer state {name} of parameter {parameter.unit.names[parameter.index]}"
     local = None if is_scalar else parameter.local_of(value, what)
     if local is None:
         return full_tensor(value)
@@ -159,11 +155,11 @@ def optim_state_dict(
     optim_state_dict: StateDict | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """The optimizer's state under parameter names and in original shapes, of the kind that is set for `model`.
+    """The optimizer's state by parameter names, in original shapes, of the kind that is set for `model`.
 
     FULL: plain tensors, gathered; all ranks must call it, and with `rank0_only` all but the first get {}. SHARDED: a
-    `ShardedValue` for each tensor, nothing is gathered. LOCAL: what this rank has, by name. Scalars, such as step
-    counts, stay 0-d in FULL. By default values are copied to the CPU, except for LOCAL.
+    `ShardedValue` for each tensor; nothing is gathered. LOCAL: what this rank has. Scalars, such as step counts, stay
+    0-d. By default values are copied to the CPU, except for LOCAL.
 
     Args:
         model: the module that was sharded, or one around it.
@@ -190,13 +186,12 @@ def _by_name(
     config: OptimStateDictConfig,
     group: dist.ProcessGroup | None,
 ) -> StateDict:
-    """`optim_state_dict` of the given kind."""
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
     names = clean_names(model)
     params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given["param_groups"])}
     groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given["param_groups"]]
-    sharded = _sharded_states(optim, given, kind)
+    sharded = _converted(optim, given, functools.partial(_saved, kind=kind))
     states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
     if kind is FULL:
         unit = units_used_below(model)[0]
@@ -216,9 +211,9 @@ def _gathered(
     wanted: bool,
     group: dist.ProcessGroup,
 ) -> dict[str, State]:
-    """All state in full, gathered parameter by parameter in the first rank's order; empty where it is not wanted.
+    """Gather all state, parameter by parameter in the first rank's order; empty where it is not wanted.
 
-    RuntimeError on all ranks if they have different parameters or different state for one.
+    RuntimeError on all ranks if their parameters or the kinds of state of one differ.
     """
     mine = {
         name: {k: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for k, v in states.get(name, {}).items()}
@@ -266,7 +261,7 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """What `optim.load_state_dict` takes, from a state dict by names: full, sharded, local, of any number of ranks.
+    """Turn a state dict by names, full, sharded or local, of any number of ranks, into one for `optim.load_state_dict`.
 
     If FULL with `rank0_only` is set for `model`, the first rank has the state and sends it parameter by parameter.
 
@@ -274,8 +269,8 @@ def optim_state_dict_to_load(
         model: the module that was sharded, or one around it.
         optim: an optimizer over parameters of `model`.
         optim_state_dict: by names, as `optim_state_dict` or an unsharded model's optimizer gives it after re-keying.
-        is_named_optimizer: whether the optimizer itself speaks of names.
-        load_directly: call `optim.load_state_dict` with it at once.
+        is_named_optimizer: whether the optimizer's own state dict has names.
+        load_directly: call `optim.load_state_dict` as well.
         group: ignored; the ranks are those of the units.
 
     Raises:
@@ -298,7 +293,6 @@ def _to_load(
     optim_input: Params | None = None,
     named: bool = False,
 ) -> StateDict:
-    """What `optim.load_state_dict` takes, from a state dict that every rank has."""
     names, saved = clean_names(model), state_dict["param_groups"]
     if optim is None and optim_input is None:
         groups = [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
@@ -307,7 +301,7 @@ def _to_load(
     params = [param for group in groups for param in group["params"]]
     keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
     states = {}
-    for param, name in names.items():  # in an order that all ranks have: what is distributed otherwise is gathered
+    for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
         state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
         if state:
             states[keys[param]] = state
@@ -315,7 +309,7 @@ def _to_load(
 
 
 def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict[str, Any]]:
-    """The groups of an optimizer, or of one made from `optim_input`: parameters, or groups of them."""
+    """The groups of an optimizer, or those of `optim_input`, parameters or groups of them."""
     listed: list[Any] = list(optim.param_groups if optim is not None else optim_input or ())
     return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
 
@@ -326,7 +320,7 @@ def _matched_groups(
     keys: dict[nn.Parameter, Any],
     saved: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The saved groups' settings for the optimizer's groups, which must consist of the same parameters."""
+    """The optimizer's groups, which must have the same parameters as the saved ones, with the saved settings."""
     saved_group = {name: group for group in saved for name in group["params"]}
     expected = {_name_of(param, names) for param in keys}
     if expected != saved_group.keys():
@@ -349,37 +343,33 @@ def _matched_groups(
 
 
 def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
-    """The first rank's state dict, of which each rank retains the elements that it stores."""
+    """Send the first rank's state dict to all; each rank keeps the elements that it stores."""
+    from_first = [unit.group]  # groups through which the first of all ranks that share the unit reaches the others
+    if unit.replicas is not None and dist.get_rank(unit.group) == 0:
+        from_first.insert(0, unit.replicas)
     mine = state_dict or {"state": {}, "param_groups": []}
     outlines = {  # tensors without values
         name: {k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) else v
                for k, v in state.items()}
         for name, state in mine["state"].items()
     }  # fmt: skip
-    outlines, groups = _from_first(unit, collectives.broadcast_object, (outlines, mine["param_groups"]))
+    sent = (outlines, mine["param_groups"])
+    for group in from_first:
+        sent = collectives.broadcast_object(sent, group)
     params = {name: param for param, name in clean_names(model).items()}
     states: dict[str, State] = {}
-    for name, state in outlines.items():
+    for name, state in sent[0].items():
         own = mine["state"].get(name, {}) if is_first_rank(unit) else {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                message = own[key].to(unit.device).contiguous() if own else torch.empty_like(value, device=unit.device)
-                state[key] = _from_first(unit, _broadcast, message)
+                state[key] = (
+                    own[key].to(unit.device).contiguous() if own else torch.empty_like(value, device=unit.device)
+                )
+                for group in from_first:
+                    collectives.broadcast(state[key], group)
         if name in params:
             states[name] = local_state(params[name], state)
-    return {"state": states, "param_groups": groups}
-
-
-def _from_first(unit: Unit, broadcast: Callable[[Any, dist.ProcessGroup], Any], message: Any) -> Any:
-    """What the first of all ranks that share the unit has for `message`."""
-    if unit.replicas is not None and dist.get_rank(unit.group) == 0:
-        message = broadcast(message, unit.replicas)
-    return broadcast(message, unit.group)
-
-
-def _broadcast(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    collectives.broadcast(message, group)
-    return message
+    return {"state": states, "param_groups": sent[1]}
 
 
 # --- between names and integers ---------------------------------------------------------------------------------------
@@ -392,14 +382,14 @@ def rekey_optim_state_dict(
     optim_input: Params | None = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """The same state dict by names or by integers: from and to the optimizer of an unsharded model.
+    """Re-key an optimizer's state dict by names or by integers: to and from the optimizer of an unsharded model.
 
     Args:
-        optim_state_dict: by integers if names are wanted, or by names if integers are.
-        optim_state_key_type: what is wanted.
+        optim_state_dict: by integers or by names.
+        optim_state_key_type: the keys that are wanted.
         model: where names come from; sharded or not.
         optim_input: what the optimizer was made from: parameters, or groups of them.
-        optim: the optimizer; None, and no `optim_input` either: one over `model.parameters()`.
+        optim: the optimizer; if None, and no `optim_input` either, one over `model.parameters()`.
 
     Raises:
         ValueError: a key does not belong to a parameter.
@@ -423,7 +413,7 @@ def rekey_optim_state_dict(
     return {"state": {new[key]: state for key, state in states.items()}, "param_groups": new_groups}
 
 
-# --- older functions of torch's FullyShardedDataParallel: the kind is in their name, not set --------------------------
+# --- older functions of torch's FullyShardedDataParallel: their names say the kind ------------------------------------
 
 
 def full_optim_state_dict(
@@ -433,12 +423,12 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """As `optim_state_dict` in FULL, whatever is set."""
+    """As `optim_state_dict` in FULL, whichever kind is set."""
     return _by_name(model, optim, None, FULL, FullOptimStateDictConfig(rank0_only=rank0_only), group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
-    """As `optim_state_dict` in SHARDED, whatever is set; values share memory with the optimizer."""
+    """As `optim_state_dict` in SHARDED, whichever kind is set; values share memory with the optimizer."""
     return _by_name(model, optim, None, SHARDED, ShardedOptimStateDictConfig(offload_to_cpu=False), group)
 
 
@@ -448,9 +438,9 @@ def shard_full_optim_state_dict(
     optim_input: Params | None = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """What `load_state_dict` takes, from a full state dict that every rank has; nothing is communicated.
+    """Turn a full state dict, which every rank has, into one for `load_state_dict`, without communication.
 
-    Without `optim` the optimizer is one over `optim_input`; without both, over `model.parameters()` in the groups of
+    Without `optim` it is for an optimizer over `optim_input`; without both, over `model.parameters()` in the groups of
     the state dict.
     """
     return _to_load(model, optim, full_optim_state_dict, optim_input)
@@ -463,12 +453,12 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """As `shard_full_optim_state_dict`, from a full state dict that the first rank has and sends."""
+    """As `shard_full_optim_state_dict`, of a full state dict that only the first rank has."""
     return _to_load(model, optim, _received(units_used_below(model)[0], model, full_optim_state_dict), optim_input)
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
-    """What `load_state_dict` takes, from what `sharded_optim_state_dict` gave."""
+    """Turn what `sharded_optim_state_dict` returned into a state dict for `load_state_dict`."""
     return _to_load(model, optim, sharded_optim_state_dict)

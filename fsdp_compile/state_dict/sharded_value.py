@@ -1,4 +1,4 @@
-"""`ShardedValue`: a tensor of the original shape of which this rank stores some elements, as state dicts hold it.
+"""`ShardedValue`: the value in a state dict of a tensor of the original shape of which this rank stores some elements.
 
 state = model.state_dict()                       {"blocks.0.weight": ShardedValue of shape (64, 96), ...}
 torch.distributed.checkpoint.save(state, ...)    every rank writes its chunks, under original names and shapes
@@ -6,17 +6,18 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 """
 
 # Note [Values in sharded state dicts]
-# A `ShardedValue` is a DTensor to torch, so that code which stages, offloads or gathers DTensors does so here too. No
-# placement of DTensor describes a range of the flattened tensor. The value claims to be replicated, which is the
-# placement with the fewest consequences, and overrides every operation that would act on that claim. Queries (shape,
-# dtype, device) run as on any tensor; what checkpoints need (copy_, to, clone, detach) acts on the local elements; all
-# else computes with the value as a `ShardedTensor`, on all ranks together.
-# Code that makes another DTensor "like this one" gets a replicated DTensor with all elements, which can be loaded too.
+# To torch a `ShardedValue` is a DTensor, so that code which stages, offloads or gathers DTensors does so here too. No
+# placement of DTensor describes a range of the flattened tensor. The value claims to be replicated, the placement with
+# the fewest consequences, and overrides every operation that would act on that claim. Queries (shape, dtype, device)
+# run as on any tensor; what checkpoints need (copy_, to, clone, detach) acts on the local elements; everything else
+# computes with the value as a `ShardedTensor`, on all ranks together. Code that makes another DTensor "like this one"
+# gets a replicated DTensor with all elements, which can be loaded too.
 # A value shares its memory with the shard: loading into it changes the parameter, and saving it copies nothing.
 
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -31,9 +32,14 @@ from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.state_dict._torch import ChunkedTensor, DTensorSpec, TensorMeta, call_plainly, tree_map_only
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory, of a contiguous CPU tensor, as a tensor whose storage has no other bytes.
+
+    Writers of files copy a tensor that is smaller than its storage, or write the whole storage.
+    """
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 # --- the value --------------------------------------------------------------------------------------------------------
@@ -42,13 +48,13 @@ _SHARDED: Any = ShardedTensor  # a value does some things as sharded tensors do
 
 
 class ShardedValue(DTensor):
-    """A tensor of which each rank of a mesh stores one range of the flattened elements, as `spec` says.
+    """A tensor of which each rank of a mesh stores one range of the flattened elements.
 
     See Note [Values in sharded state dicts].
 
     Args:
         local: what this rank stores, 1-D `[n]` with n >= 0; it is not copied.
-        spec: what that is of the tensor; one object for all values that are sharded alike.
+        spec: which elements these are; one object for all values that are sharded alike.
 
     Raises:
         ValueError: `local` does not have the shape that `spec` says.
@@ -57,7 +63,7 @@ class ShardedValue(DTensor):
     spec: ShardSpec
 
     def __new__(cls, local: Tensor, spec: ShardSpec) -> "ShardedValue":
-        """To torch this is a DTensor of the full shape, with the dtype of `local`."""
+        """To torch this is a DTensor of the full shape and the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
         described = _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)
@@ -74,16 +80,9 @@ class ShardedValue(DTensor):
         return self._local_tensor
 
     def view_of(self, chunk: Chunk) -> Tensor:
-        """One of `spec.chunks` in its n-D shape: memory of the shard, not a copy.
-
-        On the CPU its storage has exactly its size: writers copy a tensor that is smaller than its storage.
-        """
-        elements = self.local[chunk.start : chunk.start + chunk.numel]
-        if elements.device.type == "cpu":
-            start = elements.storage_offset() * elements.element_size()
-            storage = elements.untyped_storage()[start : start + elements.nbytes]
-            return torch.empty(0, dtype=elements.dtype).set_(storage, 0, chunk.sizes, _strides(chunk.sizes))
-        return elements.view(chunk.sizes)
+        """One of `spec.chunks` in its n-D shape: memory of the shard, on the CPU with a storage of its own size."""
+        view: Tensor = _SHARDED.view_of(self, chunk)
+        return with_own_storage(view) if view.is_cpu else view
 
     # What torch.distributed.checkpoint asks for, on `view_of`:
     __create_write_items__ = _SHARDED.__create_write_items__
@@ -93,7 +92,7 @@ class ShardedValue(DTensor):
     # What DTensor has beside tensor functions:
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The tensor in its original shape, on every rank of the mesh: one all-gather, in which all take part."""
+        """The tensor in its original shape on every rank of the mesh: one all-gather, which all ranks must call."""
         device = torch.device(self.device_mesh.device_type)
         local = self.local if self.local.device.type == device.type else self.local.to(device)
         return self.spec.gather(local)
@@ -102,7 +101,7 @@ class ShardedValue(DTensor):
     numpy, tolist, __array__ = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__  # refused
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """Itself: what this rank stores has no n-D shape. `local` is the same as a 1-D tensor."""
+        """Return itself: what this rank stores has no n-D shape. See `local`."""
         return self
 
     @classmethod
@@ -128,8 +127,8 @@ class ShardedValue(DTensor):
 
 @functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
 def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """A DTensor that claims to be replicated over `mesh`, which is 1-D."""
-    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, _strides(shape), dtype))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, strides, dtype))
 
 
 def _tensor_of(value: ShardedValue) -> ShardedTensor:
@@ -177,72 +176,61 @@ torch.serialization.add_safe_globals([ShardedValue])
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class ManagedParameter:
-    """A sharded parameter: turns tensors that are sharded as it is, such as optimizer state, into values and back.
+    """A sharded parameter: turns tensors that are sharded as it is, such as optimizer state, into values and back."""
 
-    Cheap to make: everything is looked up when it is asked for.
-    """
-
-    def __init__(self, unit: Unit, index: int) -> None:
-        self.unit, self.index = unit, index
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in its unit."""
-        return self.unit.names[self.index]
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter itself."""
-        return self.unit.params[self.index]
-
-    @property
-    def spec(self) -> ShardSpec:
-        """How it is sharded."""
-        return self.unit.specs[self.index]
+    param: nn.Parameter
+    unit: Unit
+    index: int  # in the unit
+    spec: ShardSpec
 
     @property
     def local(self) -> Tensor:
         """What this rank stores of it, 1-D: memory of the shard."""
         return self.param.to_local().detach()  # type: ignore[attr-defined]  # a ShardedTensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.spec.shape)
-
     def value(self, local: Tensor) -> Tensor:
         """A value of the parameter's shape over `local`, the elements `[n]` that this rank stores; not a copy.
 
         It is a plain tensor if the parameter has no elements: no rank stores any, yet a checkpoint must have its name.
         """
-        if not math.prod(self.shape):
-            return local.view(self.shape)
-        return ShardedValue(local, self.spec)
+        return ShardedValue(local, self.spec) if math.prod(self.spec.shape) else local.view(self.spec.shape)
 
     def is_alike(self, value: Any) -> TypeGuard[ShardedValue]:
         """Whether `value` is sharded as the parameter is, so that no rank needs what other ranks store of it."""
         return isinstance(value, (ShardedValue, ShardedTensor)) and self.spec.same_ranges(value.spec)
 
     def local_of(self, value: Tensor, what: str) -> Tensor | None:
-        """What this rank stores, 1-D `[n]`, of a value of the parameter's shape; None if it has another shape.
+        """The elements that this rank stores, 1-D `[n]`, of a value of the parameter's shape; None for another shape.
 
-        It shares memory with the value if it can. All ranks gather a value that is distributed in another way. `what`
-        names the value in errors.
+        Shares memory with the value if possible. All ranks gather a value that is distributed in another way.
+
+        Args:
+            value: any tensor.
+            what: names the value in errors.
 
         Raises:
             RuntimeError: the value is what another rank has stored of this parameter.
         """
         if self.is_alike(value):
             return value.local
-        if tuple(value.shape) != self.shape:
+        if value.shape != self.spec.shape:
             return None
         check_own_part(what, value, self.spec)
         return self.spec.local_of(full_tensor(value))
 
 
+def managed(param: nn.Parameter) -> ManagedParameter | None:
+    """`param` as a sharded parameter; None if every rank has all of its elements, or while it is summoned."""
+    unit, index = unit_of(param) or (None, 0)
+    if unit is None or not unit.is_sharded or unit.summoned is not None:
+        return None
+    return ManagedParameter(param, unit, index, param.spec)  # type: ignore[attr-defined]  # a ShardedTensor
+
+
 def check_own_part(what: str, value: Any, spec: ShardSpec) -> None:
-    """Raise RuntimeError if `value` has another rank's elements of what `spec` says, as one from that rank's file."""
+    """Raise RuntimeError if `value` has the elements of another rank, as one from that rank's file."""
     if isinstance(value, (ShardedValue, ShardedTensor)):
         mine, its = spec.ranks, value.spec.ranks
         if (mine.size, mine.rank) != (its.size, its.rank):
@@ -269,9 +257,3 @@ def _gather_chunks(value: ChunkedTensor) -> Tensor:
     collectives.start_all_reduce(full, value._process_group.group_name, "sum")
     collectives.wait(full)
     return full
-
-
-def managed(param: nn.Parameter) -> ManagedParameter | None:
-    """`param` as a sharded parameter; None if all ranks have all of its elements, or while it is summoned."""
-    member = unit_of(param)
-    return ManagedParameter(*member) if member and member[0].is_sharded and member[0].summoned is None else None
