@@ -77,12 +77,12 @@ def set_state_dict_type(
 
     Raises:
         RuntimeError: a config is of another class.
-        AssertionError: the settings before differ between units in the kind or in the class of a config.
+        AssertionError: units have different kinds before.
     """
     config_class, optim_config_class = _CONFIGS[state_dict_type]
     config = _checked("state_dict_config", state_dict_config, config_class)
     optim_config = _checked("optim_state_dict_config", optim_state_dict_config, optim_config_class)
-    before = _common_settings(module, _classes)
+    before = _common_settings(module, lambda settings: settings.state_dict_type)  # which has one class of each config
     for unit in units_used_below(module):
         unit.state_settings = StateDictSettings(state_dict_type, config, optim_config)  # type: ignore[arg-type]  # checked
     return before or StateDictSettings(None, None, None)  # type: ignore[arg-type]  # as torch's function
@@ -119,10 +119,6 @@ def _checked(name: str, config: object, expected: type) -> object:
         raise RuntimeError(f"{name}: expected a {expected.__name__}, found a {type(config).__name__}; pass the class "
                            f"that belongs to the state_dict_type")  # fmt: skip
     return expected() if config is None else config
-
-
-def _classes(settings: StateDictSettings) -> tuple[object, ...]:
-    return settings.state_dict_type, type(settings.state_dict_config), type(settings.optim_state_dict_config)
 
 
 def _common_settings(module: nn.Module, compared: Callable[[StateDictSettings], Any]) -> StateDictSettings | None:

@@ -81,10 +81,8 @@ def _watch(optimizer: Optimizer) -> None:
         _unrelated.add(optimizer)
         return
     _watched.add(optimizer)
-    optimizer.register_state_dict_post_hook(lambda optim, state: {**state, "state": _converted(optim, state, _saved)})
-    optimizer.register_load_state_dict_pre_hook(
-        lambda optim, state: {**state, "state": _converted(optim, state, local_state)}
-    )
+    optimizer.register_state_dict_post_hook(functools.partial(_converted, convert=_saved))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_converted, convert=local_state))
     for param in params:
         if param in optimizer.state:
             optimizer.state[param] = local_state(param, optimizer.state[param])
@@ -96,14 +94,12 @@ def _params_by_key(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterat
         yield from zip(saved["params"], own["params"], strict=False)
 
 
-def _converted(
-    optimizer: Optimizer, state_dict: StateDict, convert: Callable[[nn.Parameter, State], State]
-) -> dict[Any, State]:
+def _converted(optim: Optimizer, state_dict: StateDict, convert: Callable[[nn.Parameter, State], State]) -> StateDict:
     states = dict(state_dict["state"])
-    for key, param in _params_by_key(optimizer, state_dict["param_groups"]):
+    for key, param in _params_by_key(optim, state_dict["param_groups"]):
         if key in states:
             states[key] = convert(param, states[key])
-    return states
+    return {**state_dict, "state": states}
 
 
 def _saved(param: nn.Parameter, state: State, kind: StateDictType | None = None) -> State:
@@ -191,7 +187,7 @@ def _by_name(
     names = clean_names(model)
     params = {key: (_name_of(param, names), param) for key, param in _params_by_key(optim, given["param_groups"])}
     groups = [{**each, "params": [params[key][0] for key in each["params"]]} for each in given["param_groups"]]
-    sharded = _converted(optim, given, functools.partial(_saved, kind=kind))
+    sharded = _converted(optim, given, functools.partial(_saved, kind=kind))["state"]
     states = {name: sharded[key] for key, (name, _) in params.items() if key in sharded}
     if kind is FULL:
         unit = units_used_below(model)[0]

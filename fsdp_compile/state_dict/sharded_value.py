@@ -111,8 +111,8 @@ class ShardedValue(DTensor):
             return _HANDLERS[name](*args, **(kwargs or {}))
         if name in _QUERIES or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
             return call_plainly(func, types, args, kwargs)
-        args, kwargs = tree_map_only(ShardedValue, _tensor_of, (args, kwargs or {}))
-        return tree_map_only(ShardedTensor, _value_of, func(*args, **kwargs))
+        args, kwargs = tree_map_only(ShardedValue, lambda v: ShardedTensor(v.local, v.spec), (args, kwargs or {}))
+        return tree_map_only(ShardedTensor, lambda t: ShardedValue(t.local, t.spec), func(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedValue":
         copied = memo[id(self)] = ShardedValue(self.local.clone(), self.spec)
@@ -129,14 +129,6 @@ class ShardedValue(DTensor):
 def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     strides = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, strides, dtype))
-
-
-def _tensor_of(value: ShardedValue) -> ShardedTensor:
-    return ShardedTensor(value.local, value.spec)
-
-
-def _value_of(tensor: ShardedTensor) -> ShardedValue:
-    return ShardedValue(tensor.local, tensor.spec)
 
 
 def _to(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
