@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
-from workloads import blocks
+from workloads import blocks, no_prefetch
 
 from fsdp_compile.cli import main
 from fsdp_compile.explain.sharded import report
 from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.plan.schedule import no_prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import search_plan
 
 
 def test_printed():

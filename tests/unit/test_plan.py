@@ -2,10 +2,10 @@ import random
 
 import pytest
 from expecttest import assert_expected_inline
-from workloads import blocks, random_workload
+from workloads import blocks, no_prefetch, random_workload
 
 from fsdp_compile.passes.plan.plan import Plan, PlanError, Step, simulate, verify
-from fsdp_compile.passes.plan.schedule import no_prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import search_plan
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import MODELS, mlp
 from torch import Tensor, fx, nn
-from workloads import blocks, random_workload
+from workloads import blocks, no_prefetch, random_workload
 
 from bench.link import FREE, start
 from bench.memory import curve
@@ -24,7 +24,7 @@ from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.passes.graph.nodes import Tag, set_tag
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, verify
-from fsdp_compile.passes.plan.schedule import alternating, no_prefetch, prefetch, search_plan
+from fsdp_compile.passes.plan.schedule import alternating, prefetch, search_plan
 from fsdp_compile.passes.plan.workload import UpdateCost, Workload, updating_in_backward, with_update
 from fsdp_compile.passes.post_grad.order import place_updates
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from fsdp_compile.passes.plan.plan import Plan, Step
 from fsdp_compile.passes.plan.workload import Task, UnitCost, UpdateCost, Workload, with_update
 
 
@@ -53,3 +54,19 @@ def updated(
     units = tuple(replace(unit, may_prefetch=True) for unit in step.units)
     cost = UpdateCost((seconds,) * len(units), (1,) * len(units), 0.1, 0.1, 0.2 if clips else None, prefetch, compare)
     return with_update(replace(step, units=units), cost)
+
+
+def no_prefetch(workload: Workload) -> Plan:
+    """The plan that needs the least memory: gather when a unit is read, reduce when it is ready, wait at once."""
+    steps = []  # before which task; frees, reduces, gathers; the order among these
+    for number, (unit, first, last) in enumerate(workload.gathers(workload.must_keep)):
+        name = (workload.units[unit].name,)
+        steps += [
+            ((first, 2, 0, number), Step("gather", name, first)),
+            ((first, 2, 1, number), Step("wait", name, first)),
+        ]
+        steps.append(((last + 1, 0, 0, number), Step("free", name, last + 1)))
+    for number, (unit, _, ready) in enumerate(workload.reduces()):
+        both = (Step(kind, (workload.units[unit].name,), ready + 1) for kind in ("reduce", "wait_reduce"))
+        steps += [((ready + 1, 1, number, count), step) for count, step in enumerate(both)]
+    return Plan(tuple(step for _, step in sorted(steps)))

@@ -2,17 +2,15 @@
 
     search_plan       the shortest plan within a budget
       _by_rules       plans by fixed rules
-      _within         for a limit on memory: what to keep, and preferences, one after the other
+      _within         for a limit on memory: which units to keep, and preferences, one after the other
         _Scheduler    a plan for them: before each task launch what is ready, gathers as early as memory allows
-      _improved       single launches moved, merged or split as long as the step gets shorter
 
 This is list scheduling of one computing stream and one link. Tasks compute in a fixed order, gathers are launched in
 the order of their first readers and reduces in the order in which they get ready. The scheduler runs the machine of
-`simulate` while it decides, so what it knows of a plan is what the simulator says.
+`simulate` while it decides, so it knows the time and memory of every choice exactly.
 
-Other systems follow fixed rules, and so do graphs for which no link is named:
+Graphs for which no link is named, and other systems, follow fixed rules:
 
-    no_prefetch    gather when a unit is read, reduce when its gradients are ready, wait at once: the least memory
     prefetch       gather so many units before they are read; FSDP2's plan is one of these
     alternating    one unit before; in backward the link carries either a gather or a reduce, never both
 
@@ -24,9 +22,9 @@ the plans of a smaller one.
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, groupby, islice, pairwise, product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, groupby, pairwise, product
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -36,16 +34,12 @@ from fsdp_compile.passes.plan.plan import Kind, Machine, Plan, PlanError, Step, 
 from fsdp_compile.passes.plan.workload import Workload
 
 TOLERANCE = 1e-4  # of the shortest step known: a plan this near to it, within less memory, is as good
-SMALL = 8  # units; of so few any number is tried to keep, and single launches are moved
 _RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see `prefetch`: one unit, FSDP2's, two units
-# Room beside the smallest budget, in buffers; a little below whole ones, since activations differ by task.
-_ROOMS = (0, 0.9, 1.9, 3.9)
-_FINE_ROOMS = (0, 0.45, 0.9, 1.4, 1.9, 2.4, 2.9, 3.9)  # of few units
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan and what is known about it.
+    """A plan, which units it keeps unsharded, and the time and memory that it takes.
 
     Attributes:
         plan: the plan.
@@ -68,7 +62,7 @@ class PlannedStep:
 
 
 def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int = 8) -> PlannedStep:
-    """The best plan that is found for `workload`: the shortest, of equal ones that with the least memory.
+    """Return the shortest plan that is found for `workload`; of equally short ones that with the least memory.
 
     Args:
         workload: what the step computes.
@@ -78,87 +72,78 @@ def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int 
     Raises:
         PlanError: the budget is below the smallest one that has a plan; the message says which that is.
     """
-    coalesce = coalesce if workload.can_coalesce and workload.latency else 1
     least = smallest_budget(workload)
     if budget is not None and budget < least:
         raise PlanError(f"budget: expected at least {least} bytes, which this step needs even if each unit is gathered "
                         f"when it is read and reduced when it is ready, found {budget}")  # fmt: skip
-    best = _shortest(workload, budget, coalesce)
+    coalesce = coalesce if workload.can_coalesce and workload.latency else 1
+    bound = lower_bound(workload, coalesce)
+    best = _shortest(workload, budget, coalesce, bound)
     names = tuple(workload.units[unit].name for unit in sorted(best.keep))
-    return PlannedStep(best.plan, names, best.seconds, best.peak, lower_bound(workload, coalesce))
+    return PlannedStep(best.plan, names, best.seconds, best.peak, bound)
 
 
 # --- what is tried ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Preference:
+class _Preference(NamedTuple):
     """What the scheduler prefers.
 
     Attributes:
         reduce_first: a reduce that is ready goes before a gather.
-        forward: how many gathers may be launched of which no task has been reached that reads them, in forward.
+        forward: how many gathers may be launched, in forward, whose first reader has not been reached.
         backward: the same in backward.
-        together: how many neighbors one launch may take.
         patient: a gather may wait for reduces to make room for it.
-        in_flight: how many launches of reduces may be under way when a further task begins.
-        eager: collectives are launched even if they only queue while the next task computes.
+        together: how many neighbors one launch may take.
+        full: a reduce waits for others until its launch is full.
     """
 
     reduce_first: bool = True
     forward: float = inf
     backward: float = inf
-    together: int = 1
     patient: bool = False
-    in_flight: float = inf
-    eager: bool = False
+    together: int = 1
+    full: bool = False
 
 
-class _Launch(NamedTuple):
-    """Gathers, or reduces, `start` to before `stop` of their order, launched as one before task `at`."""
-
-    kind: Kind
-    start: int
-    stop: int
-    at: int
-
-
-_Gather = tuple[int, int, int]  # unit, first and last task that read it
+_CHANGES: list[dict[str, Any]] = [
+    *({"reduce_first": a, "backward": b, "patient": c}
+      for a, b, c in product((True, False), (inf, 1, 2), (False, True))),
+    *({"together": count, "full": full} for count in (8, 4, 2) for full in (False, True)),
+    {"together": 1, "full": False},
+    *({"forward": ahead} for ahead in (inf, 1, 2)),
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     plan: Plan
     keep: frozenset[int]
     seconds: float
     peak: int
-    launches: tuple[_Launch, ...]
-    preference: _Preference | None = None  # that led to it
-    is_improved: bool = False
+    preference: _Preference | None  # that led to it; None: a rule did
 
     @property
     def cost(self) -> tuple[float, int]:
-        """What is to be small."""
         return self.seconds, self.peak
 
 
-def _shortest(workload: Workload, budget: int | None, coalesce: int) -> _Candidate:
+def _shortest(workload: Workload, budget: int | None, coalesce: int, bound: float) -> _Candidate:
     """The shortest plan within the budget, see Note [Why more memory is never slower].
 
     Limits are tried from the smallest on, up to the first within which a plan is as short as within the last.
     """
     rules = list(_by_rules(workload))
     limits = _limits(workload, {each.peak for each in rules})
-    near = 1 + (1e-9 if len(workload.units) <= SMALL else TOLERANCE)
-    enough = lower_bound(workload, coalesce) * near
-    last = _within(workload, limits[-1], coalesce, None, enough)
-    target = min(each.seconds for each in (last, *rules)) * near
+    most = _keeps(workload, limits[-1])[-1]
+    last = _within(workload, limits[-1], [most], coalesce, None, bound * (1 + TOLERANCE))
+    target = min(each.seconds for each in (last, *rules)) * (1 + TOLERANCE)
     best: _Candidate | None = None
     for limit in limits:
         if best is not None and ((budget is not None and limit > budget) or best.seconds <= target):
             break
         known = [each for each in (best, *rules) if each is not None and each.peak <= limit]
-        best = _within(workload, limit, coalesce, min(known, key=lambda each: each.cost, default=None), target)
+        start = min(known, key=lambda each: each.cost, default=None)
+        best = _within(workload, limit, _keeps(workload, limit), coalesce, start, target)
     assert best is not None
     return best
 
@@ -167,11 +152,8 @@ def _by_rules(workload: Workload) -> Iterator[_Candidate]:
     """Plans by fixed rules, which know of no updates."""
     plans = [alternating(workload), *(prefetch(workload, *rule) for rule in _RULES)] if not workload.forward else []
     for plan in plans:
-        timeline, launches = simulate(workload, plan), list[_Launch]()
-        for kind in ("gather", "reduce"):
-            launches += [_Launch(kind, at, at + 1, step.at) for at, step in enumerate(plan.of(kind))]
-        launches.sort(key=lambda each: each.at)
-        yield _Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, tuple(launches))
+        timeline = simulate(workload, plan)
+        yield _Candidate(plan, _keep_by_rule(workload), timeline.makespan, timeline.peak, None)
 
 
 def _limits(workload: Workload, peaks: set[int]) -> list[int]:
@@ -181,49 +163,44 @@ def _limits(workload: Workload, peaks: set[int]) -> list[int]:
     typical = max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes))) if sizes else 1
     least, most = smallest_budget(workload), max((task.memory for task in workload.tasks), default=0)
     most += sum(2 * unit.gathered + unit.packed for unit in workload.units)
-    is_small = len(workload.units) <= SMALL
-    rooms = list(_FINE_ROOMS if is_small else _ROOMS)
+    is_small = len(sizes) <= 8
+    rooms = [0.0, 0.25 if is_small else 0.9]  # a little below whole buffers, since activations differ by task
     while least + rooms[-1] * typical < most:
-        rooms.append(rooms[-2 if is_small else -1] * 2)
+        rooms.append(rooms[-1] + 0.25 if is_small else rooms[-1] * 2)
     limits = [least + int(room * typical) for room in rooms]
-    far = (limit for limit in limits if all(abs(limit - peak) * (8 if is_small else 2) > typical for peak in peaks))
+    far = (limit for limit in limits if all(abs(limit - peak) * 8 > typical for peak in peaks))
     return sorted({least, *peaks, *far})
 
 
-def _within(workload: Workload, limit: int, coalesce: int, best: _Candidate | None, enough: float) -> _Candidate:
+def _within(
+    workload: Workload,
+    limit: int,
+    keeps: list[frozenset[int]],
+    coalesce: int,
+    best: _Candidate | None,
+    enough: float,
+) -> _Candidate:
     """A plan within `limit` bytes that is shorter than `best`, or that one; `enough` seconds are short enough.
 
     Preferences are changed one after the other.
     """
-    for keep in _keeps(workload, limit):
+    preference = (best and best.preference) or _Preference(together=coalesce)
+    for keep in keeps:
         scheduler, tried = _Scheduler(workload, keep, limit), set[_Preference]()
-        preference = (best.preference if best is not None else None) or _Preference(together=coalesce)
-        for names, options in _OPTIONS:
-            for values in options:
-                each = replace(preference, **dict(zip(names, values, strict=True)))
-                if each in tried or each.together > coalesce or (best is not None and best.seconds <= enough):
-                    continue
-                tried.add(each)
-                found = scheduler.run(_by_preference(each), best.seconds if best else inf, each.in_flight)
-                if found is not None and (best is None or found.cost < best.cost):
-                    preference = each
-                    best = replace(found, preference=each)
+        for change in _CHANGES:
+            each = preference._replace(**change)
+            if each in tried or each.together > coalesce or (best is not None and best.seconds <= enough):
+                continue
+            tried.add(each)
+            found = scheduler.run(each, best.seconds if best is not None else inf)
+            if found is not None and (best is None or found.cost < best.cost):
+                best, preference = found, each
     assert best is not None
-    if len(workload.units) > SMALL or best.seconds <= enough or best.is_improved:
-        return best
-    return _improved(_Scheduler(workload, best.keep, limit), best, coalesce)
-
-
-_OPTIONS: tuple[tuple[tuple[str, ...], list[tuple[Any, ...]]], ...] = (
-    (("reduce_first", "backward", "patient"), [*product((True, False), (inf, 1, 2), (False, True))]),
-    (("together",), [(8,), (4,), (2,), (1,)]),
-    (("forward",), [(inf,), (1,), (2,)]),
-    (("eager", "in_flight"), [(False, inf), (True, inf), (False, 0)]),
-)
+    return best
 
 
 def _keeps(workload: Workload, limit: int) -> list[frozenset[int]]:
-    """What to keep, the units that backward reads first: all that fit, half of them, or one; of a few any number."""
+    """What to keep, the units that backward reads first: all that fit, or one; of a few any number."""
     units = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
     if len(units) <= 4:
         subsets = (set(each) for count in range(len(units) + 1) for each in combinations(units, count))
@@ -231,18 +208,20 @@ def _keeps(workload: Workload, limit: int) -> list[frozenset[int]]:
         return [keep for keep in keeps if smallest_budget(workload, keep) <= limit]
     firsts = [workload.must_keep | set(units[:count]) for count in range(len(units) + 1)]
     most = max(0, bisect_right(firsts, limit, key=lambda keep: smallest_budget(workload, keep)) - 1)
-    counts = range(most + 1) if len(workload.units) <= SMALL else {most, most // 2, min(most, 1)}
-    return [firsts[count] for count in sorted(counts)]
+    return [firsts[count] for count in sorted({most, min(most, 1)})]
 
 
 # --- the scheduler ----------------------------------------------------------------------------------------------------
 
 
+_Gather = tuple[int, int, int]  # unit, first and last task that read it
+
+
 class _Scheduler:
     """Makes plans that keep `keep` unsharded, within `limit` bytes.
 
-    `run` asks `choose` before each task for one launch after the other: a kind and a number of units, or None. What a
-    task needs and `choose` has not launched is launched then, and as many reduces are waited for as make room for it.
+    What a task needs and no preference has launched before is launched right before it, and as many reduces are waited
+    for as make room for it.
     """
 
     def __init__(self, workload: Workload, keep: frozenset[int], limit: float) -> None:
@@ -270,6 +249,7 @@ class _Scheduler:
         place = {unit: count for count, (unit, _, _) in enumerate(reduces, 1)}
         needed = (max((place.get(unit, 0) for unit in task.reduced), default=0) for task in workload.tasks)
         self.needed = [*accumulate(needed, max), len(place)]  # how many reduces have to be done before each task
+        self.reads = [bisect_right(self.first, at) for at in range(self.count + 1)]  # likewise, gathers
         self.arrived = sum(units[unit].arrives is not None for unit, _, _ in gathers)  # launched before the step
         self.opens, self.alone = self._openings(gathers)
 
@@ -278,19 +258,14 @@ class _Scheduler:
 
         Beside each task there has to be room for what it needs and for the gathers that are launched early.
         """
-        least, sums = least_memory(self.workload, self.keep), [0, *accumulate(self.sizes)]
-        opens, alone, latest, task = list[int](), list[int](), 0, 0
-        rooms, places = list[float](), list[int]()  # of the tasks that have less room than all that follow
+        opens, alone, latest, sums = list[int](), list[int](), 0, [0, *accumulate(self.sizes)]
+        rooms = [
+            self.limit - size + sums[read]
+            for size, read in zip(least_memory(self.workload, self.keep), self.reads, strict=False)
+        ]
+        lowest = list(accumulate(reversed(rooms), min))[::-1]  # from each task on
         for index, (unit, first, _) in enumerate(gathers):
-            for place in range(task, first):
-                room = self.limit - least[place] + sums[bisect_right(self.first, place)]
-                while rooms and rooms[-1] >= room:
-                    rooms.pop(), places.pop()
-                rooms.append(room)
-                places.append(place)
-            task = max(task, first)
-            lacking = bisect_left(rooms, sums[index + 1])
-            fits = places[lacking - 1] + 1 if lacking else 0
+            fits = bisect_left(lowest, sums[index + 1])
             early, free = self.workload.first_issue(unit, first)
             if self.workload.forward and free:  # behind updates each goes after those before it, or none does
                 latest = early = max(early, latest) if min(early, latest) >= 0 else -1
@@ -298,33 +273,26 @@ class _Scheduler:
             opens.append(max(fits, free))
         return opens, alone
 
-    def run(self, choose: "_Choose", most: float = inf, in_flight: float = inf) -> _Candidate | None:
-        """The plan that follows from the choices; None if it takes more than `most` seconds.
-
-        Before each task reduces are waited for until no more than `in_flight` launches of them are under way.
-        """
-        self.machine = Machine(self.workload, self.held)
-        self.steps, self.launches = list[Step](), list[_Launch]()
+    def run(self, preference: _Preference, most: float = inf) -> _Candidate | None:
+        """The plan that follows from a preference; None if it takes more than `most` seconds."""
+        self.machine, self.steps = Machine(self.workload, self.held), list[Step]()
         self.waits = deque[tuple[int, tuple[str, ...]]]()  # of gathers: before which task, what
         self.pending = deque[tuple[float, tuple[str, ...]]]()  # reduces: when they are done, what
         self.ends = list[float]()  # of gathers
         self.gathered = self.reduced = self.waited = 0
         for at in range(self.count + 1):
             self.at = at
-            while len(self.pending) > in_flight:
-                self._wait_reduce()
-            self._before_task(choose)
+            self._before_task(preference)
             unsent = self.unsent_gathers[self.gathered] + self.unsent_reduces[self.reduced]
             if max(self.machine.now + self.left[at], self.machine.link + unsent) > most:
                 return None
-            if self.at < self.count:
-                self.machine.task(self.at)
+            if at < self.count:
+                self.machine.task(at)
         timeline = self.machine.end()
-        plan, launches = Plan(tuple(self.steps)), tuple(self.launches)
-        return _Candidate(plan, self.keep, timeline.makespan, timeline.peak, launches)
+        return _Candidate(Plan(tuple(self.steps)), self.keep, timeline.makespan, timeline.peak, preference)
 
-    def _before_task(self, choose: "_Choose") -> None:
-        self.read = bisect_right(self.first, self.at)  # how many gathers are needed by now
+    def _before_task(self, preference: _Preference) -> None:
+        self.read = self.reads[self.at]
         if self.frees[self.at]:
             self._issue("free", tuple(self.frees[self.at]))
         while self.pending and self.pending[0][0] <= self.machine.now:
@@ -332,7 +300,7 @@ class _Scheduler:
         if self.at == 0:
             for _ in range(self.arrived):
                 self._launch("gather", 1)
-        while (launch := choose(self)) is not None:
+        while (launch := self._preferred(preference)) is not None:
             self._launch(*launch)
         while self.gathered < self.read:
             self._launch("gather", 1)
@@ -345,51 +313,31 @@ class _Scheduler:
         if self.at < self.count:
             self._make_room(self.need[self.at])
 
-    def _issue(self, kind: Kind, names: tuple[str, ...]) -> None:
-        step = Step(kind, names, self.at)
-        self.steps.append(step)
-        self.machine.step(step)
+    def _preferred(self, preference: _Preference) -> tuple[Kind, int] | None:
+        """The next launch: what there is room for, unless the link is busy anyway."""
+        lacks, idle = self.gathered < self.read, not self._is_busy()
+        reduces = gathers = 0
+        if idle:
+            reduces = min(preference.together, bisect_left(self.ready, self.at) - self.reduced)
+            if preference.full and reduces < min(preference.together, len(self.ready) - self.reduced):
+                reduces = 0
+        if self.gathered < len(self.first) and (lacks or idle or self.alone[self.gathered] == self.at):
+            in_forward = self.workload.is_forward(self.first[self.gathered])
+            ahead = preference.forward if in_forward else preference.backward
+            most = max(int(lacks), min(preference.together, self.read + ahead - self.gathered))
+            gathers = self._may_gather(most, preference.patient)
+        if reduces and (preference.reduce_first or not gathers):
+            return "reduce", reduces
+        return ("gather", gathers) if gathers else None
 
-    def _launch(self, kind: Kind, count: int) -> None:
-        start = self.gathered if kind == "gather" else self.reduced
-        names = tuple(self.names[kind][start : start + count])
-        if kind == "gather" and start >= self.arrived:
-            self._make_room(sum(self.sizes[start : start + count]) + self.workload.between[self.at])
-        self._issue(kind, names)
-        self.launches.append(_Launch(kind, start, start + count, self.at))
-        if kind == "gather":
-            self.waits.append((self.first[start], names))
-            self.ends += [self.machine.link] * count
-            self.gathered += count
-        else:
-            self.pending.append((self.machine.link, names))
-            self.reduced += count
-
-    def _wait_reduce(self) -> None:
-        _, names = self.pending.popleft()
-        self._issue("wait_reduce", names)
-        self.waited += len(names)
-
-    def _make_room(self, size: int) -> None:
-        """Wait for reduces, the oldest first, until there is room for `size` bytes."""
-        while self.machine.live + size > self.limit and (self.pending or self.may_reduce(1)):
-            if self.pending:
-                self._wait_reduce()
-            else:
-                self._launch("reduce", 1)
-
-    def is_busy(self) -> bool:
-        """Whether the link is beyond the next task: what is launched now may as well be launched after it."""
+    def _is_busy(self) -> bool:
+        """Whether the link is busy beyond the next task: what is launched now may as well be launched after it."""
         if self.at == self.count:
             return False
         start = max(self.machine.now, self.ends[self.read - 1] if 0 < self.read <= self.gathered else 0.0)
         return self.machine.link > start + self.workload.tasks[self.at].seconds
 
-    def may_reduce(self, most: int) -> int:
-        """How many ready reduces the next launch may take."""
-        return min(most, bisect_left(self.ready, self.at) - self.reduced)
-
-    def may_gather(self, most: float, patient: bool) -> int:
+    def _may_gather(self, most: float, patient: bool) -> int:
         """How many gathers the next launch may take, in the room that there is, or that waits for reduces can make."""
         count = size = 0
         beneath = max(self.workload.between[self.at], self.need[self.at] if self.at < self.count else 0)
@@ -406,81 +354,43 @@ class _Scheduler:
                 break
         return count
 
+    def _issue(self, kind: Kind, names: tuple[str, ...]) -> None:
+        step = Step(kind, names, self.at)
+        self.steps.append(step)
+        self.machine.step(step)
+
+    def _launch(self, kind: Kind, count: int) -> None:
+        start = self.gathered if kind == "gather" else self.reduced
+        names = tuple(self.names[kind][start : start + count])
+        if kind == "gather" and start >= self.arrived:
+            self._make_room(sum(self.sizes[start : start + count]) + self.workload.between[self.at])
+        self._issue(kind, names)
+        if kind == "gather":
+            self.waits.append((self.first[start], names))
+            self.ends += [self.machine.link] * count
+            self.gathered += count
+        else:
+            self.pending.append((self.machine.link, names))
+            self.reduced += count
+
+    def _wait_reduce(self) -> None:
+        _, names = self.pending.popleft()
+        self._issue("wait_reduce", names)
+        self.waited += len(names)
+
+    def _make_room(self, size: int) -> None:
+        """Wait for reduces, the oldest first, until there is room for `size` bytes."""
+        while self.machine.live + size > self.limit:
+            if self.pending:
+                self._wait_reduce()
+            elif bisect_left(self.ready, self.at) > self.reduced:
+                self._launch("reduce", 1)
+            else:
+                break
+
 
 def _sums_from_each(numbers: list[float]) -> list[float]:
     return list(accumulate(reversed(numbers), initial=0.0))[::-1]
-
-
-_Choose = Callable[[_Scheduler], tuple[Kind, int] | None]
-
-
-def _by_preference(preference: _Preference) -> _Choose:
-    """Launches what there is room for, unless the link is busy anyway; of gathers not more than so many ahead."""
-
-    def choose(run: _Scheduler) -> tuple[Kind, int] | None:
-        lacks, idle = run.gathered < run.read, preference.eager or not run.is_busy()
-        reduces = run.may_reduce(preference.together) if idle else 0
-        gathers = 0
-        if run.gathered < len(run.first) and (lacks or idle or run.alone[run.gathered] == run.at):
-            in_forward = run.workload.is_forward(run.first[run.gathered])
-            ahead = preference.forward if in_forward else preference.backward
-            most = max(int(lacks), min(preference.together, run.read + ahead - run.gathered))
-            gathers = run.may_gather(most, preference.patient)
-        if reduces and (preference.reduce_first or not gathers):
-            return "reduce", reduces
-        return ("gather", gathers) if gathers else None
-
-    return choose
-
-
-def _by_launches(launches: Sequence[_Launch]) -> _Choose:
-    """Launches what is listed as far as it may be, or else as soon as it may be."""
-    queue = list(launches)
-
-    def choose(run: _Scheduler) -> tuple[Kind, int] | None:
-        done = {"gather": run.gathered, "reduce": run.reduced}
-        queue[:] = [each for each in queue if each.stop > done[each.kind]]
-        for kind, start, stop, at in queue:
-            if at > run.at:
-                return None
-            most = stop - max(start, done[kind])
-            count = run.may_gather(most, True) if kind == "gather" else run.may_reduce(most)
-            if count:
-                return kind, count
-        return None
-
-    return choose
-
-
-def _moves(launches: Sequence[_Launch], coalesce: int) -> Iterator[list[_Launch]]:
-    """`launches` with one of them a task earlier or later, before its neighbor, as one with the next, or split."""
-    for number, one in enumerate(launches):
-        before, after = launches[:number], launches[number + 1 :]
-        yield sorted([*before, one._replace(at=one.at + 1), *after], key=lambda each: each.at)
-        earlier = [each for each in before if each.at < one.at]
-        yield [*earlier, one._replace(at=one.at - 1), *before[len(earlier) :], *after]
-        if before and before[-1].at == one.at:
-            yield [*before[:-1], one, before[-1], *after]
-        following = next((each for each in after if each.kind == one.kind), None)
-        if following is not None and following.stop - one.start <= coalesce:
-            others = [each for each in after if each is not following]
-            yield [*before, one._replace(stop=following.stop), *others]
-            whole = one._replace(stop=following.stop, at=following.at)
-            yield [*before, *(whole if each is following else each for each in after)]
-        for cut in range(one.start + 1, one.stop):
-            yield [*before, one._replace(stop=cut), one._replace(start=cut), *after]
-
-
-def _improved(scheduler: _Scheduler, best: _Candidate, coalesce: int) -> _Candidate:
-    """`best` with single launches moved, merged or split as long as that makes it shorter."""
-    while True:
-        for launches in islice(_moves(best.launches, coalesce), 100):
-            found = scheduler.run(_by_launches(launches), best.seconds)
-            if found is not None and found.cost < best.cost:
-                best = found
-                break
-        else:
-            return replace(best, is_improved=True)
 
 
 # --- plans by rules ---------------------------------------------------------------------------------------------------
@@ -489,14 +399,6 @@ def _improved(scheduler: _Scheduler, best: _Candidate, coalesce: int) -> _Candid
 # one such unit ahead would reach the unit that is read next, and nothing would hide the module after that.
 
 _Position = tuple[int, int, int]  # before which task; 0: frees, 1: reduces, 2: gathers, 3: the end; order among these
-
-
-def no_prefetch(workload: Workload) -> Plan:
-    """The plan that needs the least memory: gather when a unit is read, reduce when it is ready, wait at once."""
-    gathers = workload.gathers(workload.must_keep)
-    issued: list[_Position] = [(first, 2, index - len(gathers)) for index, (_, first, _) in enumerate(gathers)]
-    waited: list[_Position] = [(ready + 1, 1, 2 * each + 2) for each, (_, _, ready) in enumerate(workload.reduces())]
-    return _plan(workload, gathers, issued, waited)
 
 
 def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool, in_flight: int) -> Plan:
@@ -511,7 +413,7 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
         before_wait: whether that gather is issued before the wait.
         in_flight: reduces that may be under way at once, the one that is issued included.
     """
-    gathers, reduces = workload.gathers(keep_by_rule(workload)), workload.reduces()
+    gathers, reduces = workload.gathers(_keep_by_rule(workload)), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
     issued = _ahead(workload, gathers[:split], 0, 0, forward, before_wait)
     issued += _ahead(workload, gathers[split:], split, workload.backward, backward, before_wait)
@@ -528,7 +430,7 @@ def alternating(workload: Workload) -> Plan:
     way, then the gather of the next one, each for a part of that time as large as its part of the bytes. If they take
     less time than computing does, no more is exposed than with both at once, and a buffer less is alive.
     """
-    gathers, reduces = workload.gathers(keep_by_rule(workload)), workload.reduces()
+    gathers, reduces = workload.gathers(_keep_by_rule(workload)), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
     back = gathers[split:]
     modules = _modules(workload, back)
@@ -556,7 +458,7 @@ def alternating(workload: Workload) -> Plan:
     return _plan(workload, gathers, issued, waited)
 
 
-def keep_by_rule(workload: Workload) -> frozenset[int]:
+def _keep_by_rule(workload: Workload) -> frozenset[int]:
     """What has to be kept unsharded, and the unit that forward reads last, if it may be."""
     forward = sorted(workload.reads_in_forward, key=lambda unit: workload.reads_in_forward[unit])
     return workload.must_keep | (set(forward[-1:]) & set(workload.may_keep))
