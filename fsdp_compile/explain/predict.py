@@ -83,31 +83,26 @@ class Priced:
         updates_first = setting.compile_step and setting.accumulation == 1 and setting.precision != "fp8"
         self._updates_first = self._in_graph and updates_first
 
-    # --- seconds ------------------------------------------------------------------------------------------------------
-
     @cached_property
-    def _collectives(self) -> Callable[[int], tuple[float, float, float]]:
-        """By number of parameters: seconds of a gather, a reduce, and an all-reduce over replicas, without launches."""
+    def _cost(self) -> Callable[[int], UnitCost]:
+        """By number of parameters, what a unit without a name takes."""
 
-        def seconds(parameters: int) -> tuple[float, float, float]:
-            packed = parameters * self._packed_width
-            gather = reduce = replicate = 0.0
-            if self.shards > 1:
-                gather = self._shard_group.transfer(parameters * self._gathered_width)
-                reduce = self._shard_group.transfer(packed)
-            if self._replica_group.size > 1:
-                replicate = self._replica_group.all_reduce(packed / self.shards)
-            return gather, reduce, replicate
+        def cost(parameters: int) -> UnitCost:
+            gathered, packed = parameters * self._gathered_width, parameters * self._packed_width
+            gather, reduce = map(self._shard_group.transfer, (gathered, packed))
+            is_copied = self.shards > 1 or self._gathered_width < 4
+            replicate = self._replica_group.all_reduce(packed / self.shards)
+            return UnitCost("", gather, reduce, gathered if is_copied else 0, packed, replicate)
 
-        return cache(seconds)
+        return cache(cost)
 
     def _seconds(self, unit: UnitWork, backward: bool) -> float:
         """What a unit computes in one direction; a block also beside collectives that slow it down."""
         computing = sum(each.seconds(self.hardware) for each in (unit.backward if backward else unit.forward))
         if unit is self.work.begin or unit is self.work.end:
             return computing
-        gather, reduce, _ = self._collectives(unit.parameters)
-        beside = (gather if self._reshards or not backward else 0.0) + (reduce if backward else 0.0)
+        cost = self._cost(unit.parameters)
+        beside = (cost.gather if self._reshards or not backward else 0.0) + (cost.reduce if backward else 0.0)
         packing = 0.0
         if backward and self.shards > 1 and not self._in_graph:  # gradients are copied into the buffer of the reduce
             moved = unit.parameters * (self._gathered_width + self._packed_width)
@@ -122,26 +117,22 @@ class Priced:
         moved = UPDATE_MOVES[self.setting.optimizer] * passes + (_CLIP_MOVES if self.setting.clip else 0)
         return update_seconds(self.work.parameters / self.shards * moved, self.hardware) + self.hardware.step_seconds
 
-    # --- the step -----------------------------------------------------------------------------------------------------
-
     @cached_property
-    def _planned(self) -> tuple[Workload, tuple[int, ...]]:
-        """One pass as the planner sees it, and bytes of shards of gradients while each task runs, and at the end.
-
-        Unit 0 is all that is outside of blocks.
-        """
+    def scheduled(self) -> Scheduled:
+        """The step by its rule: with FSDP2 the reduce of a unit runs beside the backward of the next one."""
         units, (parameters, optimizer) = [*self.work.units], self._stored
         begin, end, blocks = units[0], units[-1], units[1:-1]
         outside = self.work.parameters - sum(block.parameters for block in blocks)
         graph, accumulates = self._in_graph, self.setting.accumulation > 1
-        costs = [self._unit(begin.name if not blocks else "root", outside, keep=True)]
+        # Unit 0 is all that is outside of blocks.
+        costs = [replace(self._cost(outside), name="root" if blocks else begin.name, keep_unsharded=True)]
         # FSDP2 never frees the last block, where backward begins; graphs gather it again.
         stays = min(self.setting.keep, len(blocks)) + (0 if graph and not self.setting.keep else 1)
         for index, block in enumerate(blocks):
             keep = not self._reshards or index >= len(blocks) - stays
-            costs.append(self._unit(f"blocks.{index}", block.parameters, keep))
+            costs.append(replace(self._cost(block.parameters), name=f"blocks.{index}", keep_unsharded=keep))
         seconds: dict[tuple[int, bool], float] = {}  # equal blocks are one object
-        tasks, gradients, made = list[Task](), list[int](), 0
+        tasks, gradients, made = list[Task](), list[int](), 0  # bytes of shards of gradients, at each task and so far
 
         def add(name: str, unit: int, of: UnitWork, backward: bool, memory: int) -> None:
             nonlocal made
@@ -176,26 +167,14 @@ class Priced:
             tasks, split = [Task(UPDATE, self._update, 2 * parameters + optimizer), *tasks], split + 1
             gradients = [parameters, *gradients]
         launch = self._shard_group.launch if self.shards > 1 else 0.0
-        return Workload(tuple(tasks), split, tuple(costs), launch, can_coalesce=False), (*gradients, parameters)
-
-    def _unit(self, name: str, parameters: int, keep: bool) -> UnitCost:
-        gather, reduce, replicate = self._collectives(parameters)
-        gathered = parameters * self._gathered_width if self.shards > 1 or self._gathered_width < 4 else 0
-        packed = parameters * self._packed_width
-        return UnitCost(name, gather, reduce, gathered, packed, replicate, keep_unsharded=keep)
-
-    @cached_property
-    def scheduled(self) -> Scheduled:
-        """The step by its rule: with FSDP2 the reduce of a unit runs beside the backward of the next one."""
-        workload, gradients = self._planned
-        if self._in_graph:
+        workload = Workload(tuple(tasks), split, tuple(costs), launch, can_coalesce=False)
+        if graph:
             plan = alternating(workload)
         else:
             plan = prefetch(workload, forward=2, backward=1, before_wait=False, in_flight=1)
         if self._updates_first:  # the first gathers begin before all tasks
             first = plan.of("gather")[:_PREFETCHED]
             plan = Plan((*(step._replace(at=0) for step in first), *(step for step in plan.steps if step not in first)))
-        parameters, optimizer = self._stored
         return Scheduled(
             workload,
             plan,
@@ -205,7 +184,7 @@ class Priced:
             update=0.0 if self._updates_first else self._update,
             parameters=parameters,
             optimizer=optimizer,
-            gradients=gradients,
+            gradients=(*gradients, parameters),
             logits=self.work.end.logits_bytes,
             fragments=self.hardware.fragments,
         )

@@ -21,13 +21,14 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdp_compile.config import read_json
-from fsdp_compile.explain.prediction import FORMAT, Alternative, BlockChoice, Collective, Prediction, Scheduled, Setting
+from fsdp_compile.explain.prediction import FORMAT, BlockChoice, Collective, Prediction, Scheduled, Setting
 from fsdp_compile.passes.plan.plan import Plan, Timeline, prefetched
 from fsdp_compile.passes.plan.workload import Workload
 
 DERIVED = {"format", "fits"}  # what `to_dict` adds to the fields
 LANES = {"compute": "compute", "node": "links within nodes", "network": "links between nodes"}
 LEVELS = {"node": "within nodes", "network": "between nodes"}
+FITS = {True: "fits", False: "too much", None: "unknown"}
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "packed", "other")
 
 
@@ -185,12 +186,12 @@ def _detail(prediction: Prediction) -> Iterator[str]:
     if p.collectives:
         rows = [(str(each.kind), LEVELS[each.level], f"{each.count:,}", _gib(each.bytes), _ms(each.seconds),
                  _ms(each.exposed)) for each in p.collectives]  # fmt: skip
-        yield from ("", *_table(("collectives", "links", "number", "GiB", "ms", "exposed ms"), rows, left=2))
+        yield from ("", *_table(("~collectives", "~links", "number", "GiB", "ms", "exposed ms"), rows))
     exposed = [each for each in p.top if each.exposed > 0]
     if exposed:
         rows = [(each.name, LEVELS[each.level], _gib(each.bytes), _ms(each.seconds), _ms(each.exposed), each.limit)
                 for each in exposed]  # fmt: skip
-        yield from ("", *_table(("largest", "links", "GiB", "ms", "exposed ms", "~limited by"), rows, left=2))
+        yield from ("", *_table(("~largest", "~links", "GiB", "ms", "exposed ms", "~limited by"), rows))
     if p.alternatives:
         yield from ("", *_alternatives(p))
     origins = Counter(each.origin for each in p.constants)
@@ -201,43 +202,34 @@ def _detail(prediction: Prediction) -> Iterator[str]:
 
 
 def _settings(predictions: Sequence[Prediction]) -> Iterator[str]:
-    def differing(setting: Setting) -> str:
-        varied = [name for name in ("sequence", "strategy", "checkpointing", "precision", "hardware")
-                  if len({getattr(each.setting, name) for each in predictions}) > 1]  # fmt: skip
-        return ", ".join(str(getattr(setting, name)) for name in varied)
-
-    rows = [(f"{p.setting.world_size:,}", str(p.setting.batch), _ms(p.step), f"{p.tokens_per_second:,.0f}",
-             f"{p.mfu:.1%}", _ms(p.exposed), _gib(p.memory.peak), _fits(p.fits), differing(p.setting))
-            for p in predictions]  # fmt: skip
-    yield from _table(
-        ("GPUs", "batch", "step ms", "tokens/s/GPU", "MFU", "exposed ms", "peak GiB", "memory", "~"), rows, left=0
-    )
+    varied = [name for name in ("sequence", "strategy", "checkpointing", "precision", "hardware")
+              if len({getattr(each.setting, name) for each in predictions}) > 1]  # fmt: skip
+    heads = ("GPUs", "batch", "step ms", "tokens/s/GPU", "MFU", "exposed ms", "peak GiB", "memory", "~")
+    yield from _table(heads, [
+        (f"{p.setting.world_size:,}", str(p.setting.batch), _ms(p.step), f"{p.tokens_per_second:,.0f}",
+         f"{p.mfu:.1%}", _ms(p.exposed), _gib(p.memory.peak), FITS[p.fits],
+         ", ".join(str(getattr(p.setting, name)) for name in varied))
+        for p in predictions
+    ])  # fmt: skip
 
 
 def _alternatives(prediction: Prediction) -> Iterator[str]:
     best = prediction.best
     listed = [*prediction.alternatives, *([best] if best is not None and best not in prediction.alternatives else [])]
-
-    def row(each: Alternative) -> tuple[str, ...]:
-        change = ("best: " if each == best else "") + each.change
-        difference = 1e3 * (each.step - prediction.step)
-        return (change, _ms(each.step), f"{difference:+,.1f}", f"{each.tokens_per_second:,.0f}", _gib(each.peak),
-                _fits(each.fits))  # fmt: skip
-
-    heads = ("alternatives", "step ms", "difference", "tokens/s/GPU", "peak GiB", "memory")
-    yield from _table(heads, [row(each) for each in listed], left=1)
+    yield from _table(("~alternatives", "step ms", "difference", "tokens/s/GPU", "peak GiB", "memory"), [
+        ("best: " * (each == best) + each.change, _ms(each.step), f"{1e3 * (each.step - prediction.step):+,.1f}",
+         f"{each.tokens_per_second:,.0f}", _gib(each.peak), FITS[each.fits])
+        for each in listed
+    ])  # fmt: skip
 
 
-def _fits(fits: bool | None) -> str:
-    return {True: "fits", False: "too much", None: "unknown"}[fits]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """Lines of a table whose first `left` columns are text; so is a column whose head begins with "~"."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in ([head.removeprefix("~") for head in heads], *rows):
-        cells = [f"{cell:<{width}}" if at < left or heads[at].startswith("~") else f"{cell:>{width}}"
-                 for at, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table. A column is text if its head begins with "~", otherwise numbers."""
+    shown = [head.removeprefix("~") for head in heads]
+    widths = [max(map(len, column)) for column in zip(shown, *rows, strict=True)]
+    for row in (shown, *rows):
+        cells = [f"{cell:<{width}}" if head.startswith("~") else f"{cell:>{width}}"
+                 for head, cell, width in zip(heads, row, widths, strict=True)]  # fmt: skip
         yield "  ".join(cells).rstrip()
 
 
@@ -263,20 +255,22 @@ def _count(value: int) -> str:
 def _plan(step: Scheduled) -> Iterator[str]:
     """Each collective, what hides it and what limits the rest; updates, blocks, totals."""
     workload = step.workload
-    heads = ("collective", "bytes", "ms", "hidden", "exposed", "~limited by")
-    yield from _table(heads, [(each.name, f"{each.bytes:,}", *(f"{1e3 * seconds:.3f}" for seconds in (
-                      each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
-                      for each in step.collectives], left=1)  # fmt: skip
+    yield from _table(("~collective", "bytes", "ms", "hidden", "exposed", "~limited by"), [
+        (each.name, f"{each.bytes:,}", *(f"{1e3 * seconds:.3f}" for seconds in (
+            each.seconds, each.seconds - each.exposed, each.exposed)), each.limit)
+        for each in step.collectives
+    ])  # fmt: skip
     updates = [*enumerate(workload.tasks, 1)][workload.end_of_backward : workload.forward]
     if updates:
         begun = {after: " ".join(name for each in prefetched(workload, step.plan) if each.at == after
                                  for name in each.units) for after, _ in updates}  # fmt: skip
-        rows = [(task.name, f"{1e3 * task.seconds:.3f}", f"gather {begun[after]}" if begun[after] else "")
-                for after, task in updates]  # fmt: skip
-        yield from ("", *_table(("update", "ms", "~starts for the next forward"), rows, left=1))
+        yield from ("", *_table(("~update", "ms", "~starts for the next forward"), [
+            (task.name, f"{1e3 * task.seconds:.3f}", f"gather {begun[after]}" if begun[after] else "")
+            for after, task in updates
+        ]))  # fmt: skip
     if step.blocks:
         rows = [(each.name, each.activations, f"{each.unsharded} of {each.units}") for each in step.blocks]
-        yield from ("", *_table(("block", "activations", "units that stay unsharded"), rows, left=3))
+        yield from ("", *_table(("~block", "~activations", "~units that stay unsharded"), rows))
     seconds, computing = step.timeline.makespan, sum(task.seconds for task in workload.tasks)
     gap = max(0.0, seconds / step.bound - 1) if step.bound else 0.0
     repeats = ", backward, update and the next forward, which repeats" * bool(workload.forward)

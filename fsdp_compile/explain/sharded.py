@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from fsdp_compile.explain.prediction import BlockChoice, Scheduled, Setting
 from fsdp_compile.explain.report import Report
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import fake_store, reset_dynamo
-from fsdp_compile.passes.cost.hardware import Hardware, device
+from fsdp_compile.passes.cost.hardware import device
 from fsdp_compile.passes.graph.costs import costs_of, group_size, node_work
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.inductor import compile_with
@@ -47,38 +47,30 @@ def update_of(optimizer: str | None, clip: bool) -> StepUpdate | None:
     return StepUpdate(UPDATE_MOVES[optimizer] / 4, clip)  # that table is in bytes, of float32
 
 
-class Subject(NamedTuple):
-    """What a plan is of, where a workload does not say it: names and numbers as in `Prediction`.
-
-    `flops` are operations of products and attention in a forward and backward.
-    """
-
-    model: str = "model"
-    parameters: int = 0
-    setting: Setting = Setting(1)
-    hardware: Hardware | None = None
-    flops: int = 0
-
-
 def report(
     workload: Workload,
     plan: Plan,
     budget: int | None = None,
     blocks: tuple[BlockChoice, ...] = (),
-    subject: Subject | None = None,
+    *,
+    setting: Setting | None = None,
+    model: str = "model",
+    parameters: int = 0,
+    flops: int = 0,
 ) -> Report:
     """The report on `plan`, after a check. What lives beside gathered and packed buffers counts as activations.
+
+    `flops` are operations of products and attention in a forward and backward; all else is as in `Prediction`.
 
     Raises:
         PlanError: the plan breaks a rule, or needs more than `budget` bytes.
     """
     verify(workload, plan, budget)
-    subject = subject or Subject()
-    setting = subject.setting
+    hardware = device(setting.hardware) if setting else None
+    setting = setting or Setting(1)
     step = Scheduled(workload, plan, budget, blocks, shards=setting.shard_size or setting.world_size)
-    made = step.predict(subject.model, subject.parameters, setting, subject.hardware, setting.batch * setting.sequence,
-                        (subject.flops, subject.flops))  # fmt: skip
-    return Report((made,), step)
+    tokens = setting.batch * setting.sequence
+    return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
 
 def explain_sharded(
@@ -95,9 +87,9 @@ def explain_sharded(
         model: a model, or a function that makes one, whose tensors get no memory.
         shard: shards it, or a copy of it, if it is not sharded; called with a process group initialized.
         example_inputs: positional arguments of a forward.
-        config: names the link, and perhaps the device and the budget in bytes.
+        config: names the link, and perhaps the device, the budget and the update.
         world_size: the number of ranks, where no process group is initialized.
-        optimizer: name of the one whose update `config` has.
+        optimizer: whose update `config` has.
 
     Raises:
         PlanError: no plan fits into the budget.
@@ -107,19 +99,21 @@ def explain_sharded(
     with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, subject = choices_of(sharded, example_inputs, config)
+        choices, setting, flops = choices_of(sharded, example_inputs, config)
+        parameters = sum(each.numel() for each in sharded.parameters())
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
         choices = replace(choices, plain=plain, stored=stored)
     if optimizer is not None:
-        subject = subject._replace(setting=replace(subject.setting, optimizer=optimizer, compile_step=True))
+        setting = replace(setting, optimizer=optimizer, compile_step=True)
     chosen = choose_policies(choices, config)
     blocks = list[BlockChoice]()
     for block, policy in zip(choices.blocks, chosen.policies, strict=True) if config.activations != "keep" else ():
         units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
         unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
         blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
-    return report(chosen.workload, chosen.planned.plan, config.budget, tuple(blocks), subject)
+    return report(chosen.workload, chosen.planned.plan, config.budget, tuple(blocks), setting=setting,
+                  model=type(sharded).__name__, parameters=parameters, flops=flops)  # fmt: skip
 
 
 @contextmanager
@@ -127,9 +121,8 @@ def process_group(world_size: int | None) -> Iterator[None]:
     """A process group of `world_size` ranks: the one that is initialized, or else a fake one meanwhile."""
     if dist.is_initialized():
         if world_size not in (None, dist.get_world_size()):
-            raise ValueError(
-                f"world_size: expected {dist.get_world_size()}, as the process group has, found {world_size}"
-            )
+            raise ValueError(f"world_size: expected {dist.get_world_size()}, as the process group has, found "
+                             f"{world_size}")  # fmt: skip
         yield
         return
     if world_size is None:
@@ -145,13 +138,13 @@ class _GraphRead(Exception):
     """Ends a compilation whose joint graph has been read."""
 
 
-def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> tuple[Options, Subject]:
-    """What may be chosen in the joint graph of a sharded model, as numbers, and what the graph is of.
+def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> tuple[Options, Setting, int]:
+    """What may be chosen in the joint graph of a sharded model, as numbers; its setting; and its operations.
 
     Raises:
         ValueError: it has no sharded parameters.
     """
-    found: list[tuple[Options, Subject]] = []
+    found: list[tuple[Options, Setting, int]] = []
 
     def read_graph(context: GraphContext) -> None:
         choices = read_blocks(context.graph, costs_of(context.graph, config)).options(config)
@@ -172,9 +165,7 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
             hardware=config.device or "cpu",
             network=config.link,
         )
-        parameters = sum(each.numel() for each in model.parameters())
-        flops = sum(node_work(node).flops for node in context.graph.nodes)
-        found.append((choices, Subject(type(model).__name__, parameters, setting, device(setting.hardware), flops)))
+        found.append((choices, setting, sum(node_work(node).flops for node in context.graph.nodes)))
         raise _GraphRead
 
     insert = next(each for each in PASSES if each.name == "insert_collectives")

@@ -86,7 +86,8 @@ def _attention_flops(query: Any, key: Any, *_: Any, products: int = 2, **__: Any
     return products * 2 * batch * heads * queries * key[-2] * width
 
 
-register_flop_formula(torch.ops.fsdp_explain.attention)(_attention_flops)
+ATTENTION = torch.ops.fsdp_explain.attention
+register_flop_formula(ATTENTION)(_attention_flops)
 register_flop_formula(torch.ops.fsdp_explain.attention_backward)(
     lambda grad, query, key, *_, **__: _attention_flops(query, key, products=5)  # scores are computed again
 )
@@ -419,8 +420,7 @@ def save_by_operator(joint: fx.Graph) -> None:
         if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
         elif node.op == "call_function":
-            source = node.args[0] if node.args and packet_of(node) is not torch.ops.fsdp_explain.attention else node
-            is_attention = isinstance(source, fx.Node) and packet_of(source) is torch.ops.fsdp_explain.attention
+            is_attention = any(packet_of(each) is ATTENTION for each in (node, *node.all_input_nodes[:1]))
             is_other_product = is_product(node) and not is_attention
             products += is_other_product
             saved = is_attention or (is_other_product and products % 2 == 1)
@@ -437,17 +437,15 @@ def _around_blocks(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def kernels_of(nodes: Iterable[fx.Node], compiled: bool) -> Kernels:
     """The kernels of some nodes. Compiled, what lies between two products is one chain."""
-    found: list[Work] = []
-    read = written = 0
-    for node in nodes:
-        work = node_work(node, fused=compiled)
-        if compiled and not work.flops:
-            read, written = read + work.read_bytes, written + work.written_bytes
-        elif work.moved_bytes:
-            found += [Work(0, read, written)] if read or written else []
-            read = written = 0
-            found.append(work)
-    return (*found, Work(0, read, written)) if read or written else tuple(found)
+    works = (node_work(node, fused=compiled) for node in nodes)
+    kernels: list[Work] = []
+    for is_chain, group in groupby(
+        filter(lambda each: each.moved_bytes, works), lambda each: compiled and not each.flops
+    ):
+        parts = [*group]
+        chain = Work(0, sum(each.read_bytes for each in parts), sum(each.written_bytes for each in parts))
+        kernels += [chain] if is_chain else parts
+    return tuple(kernels)
 
 
 class Read:
@@ -515,13 +513,9 @@ class Read:
 def _peak(alive: Sequence[Lifetime], columns: int) -> tuple[int, int]:
     """The most bytes that are alive at once, and how many of these are of tensors with so many columns."""
     end = max((each.last for each in alive), default=-1) + 1
-
-    def is_wide(each: Lifetime) -> bool:
-        value = each.node.meta.get("val") if each.node else None
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == columns
-
-    total, wide = live_bytes(alive, end), live_bytes([each for each in alive if is_wide(each)], end)
-    return max(zip(total, wide, strict=True), default=(0, 0))
+    shapes = [getattr(each.node.meta.get("val"), "shape", ()) if each.node else () for each in alive]
+    wide = [each for each, shape in zip(alive, shapes, strict=True) if shape and shape[-1] == columns]
+    return max(zip(live_bytes(alive, end), live_bytes(wide, end), strict=True), default=(0, 0))
 
 
 def _outputs(graph: fx.Graph, begin: int = 0, end: int | None = None) -> list[fx.Node]:
