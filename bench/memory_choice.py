@@ -34,10 +34,10 @@ from bench.report import machine, today, versions
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.explain.sharded import choices_of, process_group
 from fsdp_compile.passes._torch import FakeTensorMode
-from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.memory import Options, Result, choices, choose, workload_of
 from fsdp_compile.passes.plan.plan import simulate, verify
 from fsdp_compile.passes.plan.schedule import TOLERANCE, search_plan
+from fsdp_compile.passes.plan.workload import smallest_budget
 
 WORLD = 8
 WIRE = "custom:2e-5,1e9"

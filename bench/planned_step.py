@@ -34,9 +34,8 @@ from bench.parts import link_for
 from bench.report import machine, today, versions
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.passes.cost.roofline import measured_update
-from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
-from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, with_update
+from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, lower_bound, with_update
 from fsdp_compile.passes.post_grad.plan_pass import TaskProfile, plan_log
 
 UNITS: dict[str, Any] = {"blocks": "auto", "layers": {nn.Linear}}  # by these policies

@@ -16,9 +16,8 @@ from typing import Any, Literal, get_args
 
 from fsdp_compile.passes.cost.hardware import Hardware, Origin
 from fsdp_compile.passes.cost.roofline import Level
-from fsdp_compile.passes.plan.bound import lower_bound
 from fsdp_compile.passes.plan.plan import Plan, Span, Step, Timeline, held_units, prefetched, simulate
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.plan.workload import Workload, lower_bound
 
 FORMAT = 1
 """Version of the JSON; a field that changes its meaning increases it."""

@@ -7,9 +7,9 @@ from workloads import blocks, no_prefetch
 
 from fsdp_compile.cli import main
 from fsdp_compile.explain.sharded import report
-from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.workload import smallest_budget
 
 
 def test_printed():

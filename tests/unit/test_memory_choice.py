@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 from workloads import blocks, random_workload
 
-from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, choices, choose, planned, workload_of
 from fsdp_compile.passes.plan.plan import PlanError, verify
 from fsdp_compile.passes.plan.schedule import TOLERANCE, search_plan
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.plan.workload import Workload, smallest_budget
 
 
 def options_of(rng: random.Random, step: Workload, most: int = 6) -> Options:

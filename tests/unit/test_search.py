@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import blocks, no_prefetch, random_workload, updated
 
-from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError, simulate, verify
 from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.workload import lower_bound, smallest_budget
 
 LATE = pytest.mark.nightly
 

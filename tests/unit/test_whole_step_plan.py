@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 from workloads import blocks, random_workload, updated
 
 from fsdp_compile.explain.sharded import report
-from fsdp_compile.passes.plan.bound import smallest_budget
 from fsdp_compile.passes.plan.plan import Plan, PlanError, prefetched, simulate, verify
 from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.workload import smallest_budget
 
 
 def test_ten_lines():

@@ -1,8 +1,7 @@
-"""What passes ask of a graph.
+"""What passes read in a graph.
 
-nodes.py       what a node is to us, by its tag, and of which kind it is: a view, a matrix product, a loop
-costs.py       operations, bytes and seconds of nodes, collectives and updates, on the hardware that is named
-lifetimes.py   what is alive when, and how many bytes that are
-analyze.py     a graph as tasks and units: what the planner sees, and the nodes that a plan moves
-choices.py     what an update costs, and how a choice is noted on nodes
+nodes.py       tags, and kinds of nodes: a view, a matrix product, a loop
+costs.py       operations, bytes and seconds of nodes, collectives and updates, on the named hardware
+lifetimes.py   when values are alive, and how many bytes that is
+analyze.py     a graph as tasks and units, as the planner sees it; what its update costs; choices noted on nodes
 """

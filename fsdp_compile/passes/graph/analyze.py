@@ -10,14 +10,17 @@ in the order in which they stand in the graph. That order is cut into tasks wher
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import COALESCED, GROUP_ARGUMENT, STARTS, WAIT, copies
+from fsdp_compile.config import CompileConfig
 from fsdp_compile.core.ops import PACK_GRADS
 from fsdp_compile.passes._torch import is_tangent
+from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.graph.costs import Costs, size_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import (
@@ -27,21 +30,23 @@ from fsdp_compile.passes.graph.nodes import (
     is_view,
     module_path,
     readers,
+    set_tag,
     source_of,
     tag_of,
     tagged,
 )
-from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
+from fsdp_compile.passes.plan.plan import Plan, arrivals_in_forward
+from fsdp_compile.passes.plan.workload import Task, UnitCost, UpdateCost, Workload
 
 Span = tuple[int, int]  # first and last position
 
 
 @dataclass(frozen=True)
 class Gather:
-    """What gathers a unit: the nodes that start it, those that wait for it and view it, and those that read it.
+    """The gather of a unit: the nodes that start it, wait for it and view it, and the nodes that read the views.
 
-    In two stages, `first` starts the first one, and `start` waits for it. Parameters that are gathered in another form
-    than the rest of the unit have an all-gather of their own, which is launched before that of the rest.
+    A gather in two stages has the first one in `first`; `start` then begins with the wait for it. Parameters that are
+    gathered in another form than the rest of the unit have an all-gather of their own before that of the rest.
     """
 
     first: list[fx.Node]
@@ -51,7 +56,7 @@ class Gather:
 
     @property
     def inputs(self) -> set[fx.Node]:
-        """What the nodes that start it read."""
+        """What the nodes that start the gather read."""
         return {each for node in (*self.first, *self.start) for each in node.all_input_nodes}
 
     @property
@@ -62,10 +67,10 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A reduce: the gradients, the nodes that pack and start it, that wait for it, and that follow at the end.
+    """The reduce of a unit: its gradients, and the nodes that pack and start it, wait for it, and finish it.
 
-    Hybrid sharding, or a second stage: the wait for the first one starts the further one, whose own wait is the end.
-    What is `reused` is packed into the unit's gathered buffer.
+    With hybrid sharding, or a second stage, `wait` also starts the next stage, and `end` waits for that. If the buffer
+    is `reused`, the gradients are packed into the unit's gathered buffer.
     """
 
     gradients: list[fx.Node]
@@ -87,16 +92,16 @@ class Reduce:
 
 @dataclass(frozen=True)
 class GraphInfo:
-    """A graph, read.
+    """A graph as `analyze` reads it.
 
     Attributes:
-        workload: the planner's input; its `backward` is 0 if the graph goes in one direction.
+        workload: the planner's input; its `backward` is 0 if the graph has one direction.
         tasks: the nodes of each task.
         gathers: by name of the unit.
         reduces: likewise.
-        prologue: nodes that come before all gathers that read them: maxima of parameters.
-        tail: nodes that read what was reduced, such as a sum of two; they come after all tasks.
-        alive: what has memory when, by positions of the nodes of all tasks; empty if no bytes are counted.
+        prologue: nodes that run before the gathers that read them: maxima of parameters.
+        tail: nodes that read reduced gradients, such as a sum of two; they run after all tasks.
+        alive: what occupies memory when, by positions of the nodes of all tasks; empty if no bytes are counted.
     """
 
     workload: Workload
@@ -115,9 +120,10 @@ def analyze(
 
     Args:
         graph: one direction of a step, or both.
-        costs: None: nothing takes time or memory, only the structure is read.
-        joint: whether it is forward and backward in one: backward begins where a gradient of an output is first read.
-        stored: nodes that have memory, whoever reads them.
+        costs: prices of nodes; None: only the structure is read, nothing takes time or memory.
+        joint: whether the graph is forward and backward in one: backward begins where a gradient of an output is first
+            read.
+        stored: nodes whose value is stored, whoever reads it.
     """
     names = _names(graph)
     prologue = with_ancestors(tagged(graph, "maximum"))
@@ -175,14 +181,19 @@ def stretches_of(tasks: Sequence[Sequence[fx.Node]]) -> list[int]:
 def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     """A name for each start of a gather or a reduce: the unit's path, with a suffix if several units have that path.
 
-    Those are counted as the joint graph does, so that forward and backward have the same names.
+    Suffixes count as in the joint graph, so that forward and backward use the same names. Of a gather in stages the
+    last one counts, of a reduce in stages the first one.
     """
     names: dict[object, str] = {}
     by_start: dict[fx.Node, str] = {}
     taken: Counter[str] = Counter()
     for start in sorted(tagged(graph, "gather", "reduce"), key=lambda each: tag_of(each).unit):
         tag = tag_of(start)
-        if _is_last_gather(start) if tag.kind == "gather" else not _is_further_reduce(start):
+        if tag.kind == "gather":
+            is_further = any(user.target in STARTS for wait in start.users for user in wait.users)
+        else:
+            is_further = start.all_input_nodes[0].target is WAIT
+        if not is_further:
             unit: object = tag.unit if tag.unit >= 0 else start
             path = tag.path or "root"
             if unit not in names:
@@ -190,17 +201,6 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
                 names[unit] = path if taken[path] == 1 else f"{path}:{taken[path]}"
             by_start[start] = names[unit]
     return by_start
-
-
-def _is_last_gather(start: fx.Node) -> bool:
-    """Whether a gather is not only the first of two stages."""
-    return not any(user.target in STARTS for wait in start.users for user in wait.users)
-
-
-def _is_further_reduce(start: fx.Node) -> bool:
-    """Whether a reduce is a second stage, or hybrid sharding's all-reduce, of the result of the first one."""
-    sent: fx.Node = start.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    return sent.target is WAIT
 
 
 # --- what a plan moves ------------------------------------------------------------------------------------------------
@@ -231,25 +231,20 @@ def with_ancestors(nodes: Sequence[fx.Node], without: Sequence[fx.Node] = ()) ->
 
 def _reduce(start: fx.Node) -> Reduce:
     chain = with_preparation(start)
-    (wait,) = (user for user in start.users if user.target is WAIT)
     packs = chain[0].target is PACK_GRADS
     gradients = gradients_of(chain[0]) if packs else chain[0].all_input_nodes
     reused = packs and len(chain[0].args) > 2  # the pack names the gathered buffer that it lies in
-    further = [user for user in wait.users if user.target in STARTS]
-    if not further:
-        return Reduce(gradients, reused, chain, [wait, *_finishing(wait)], [])
-    return Reduce(gradients, reused, chain, [wait, *further], _to_the_end(further[0]))
-
-
-def _to_the_end(start: fx.Node) -> list[fx.Node]:
-    """The wait for a further reduce, what may follow on it in turn, and what makes the result a gradient."""
-    (wait,) = (user for user in start.users if user.target is WAIT)
-    further = [user for user in wait.users if user.target in STARTS]
-    return [wait, *further, *_to_the_end(further[0])] if further else [wait, *_finishing(wait)]
+    stages: list[list[fx.Node]] = []  # of each the wait, which may start a further one
+    following: fx.Node | None = start
+    while following is not None:
+        (wait,) = (user for user in following.users if user.target is WAIT)
+        following = next((user for user in wait.users if user.target in STARTS), None)
+        stages.append([wait, following] if following is not None else [wait, *_finishing(wait)])
+    return Reduce(gradients, reused, chain, stages[0], [node for stage in stages[1:] for node in stage])
 
 
 def with_preparation(start: fx.Node) -> list[fx.Node]:
-    """What starts or defers a reduce, after the nodes that pack, add accumulated gradients, and scale."""
+    """`start`, which starts or defers a reduce, after the nodes that pack, add accumulated gradients, and scale."""
     nodes = [start]
     while isinstance(sent := nodes[0].args[0], fx.Node) and (tag := get_tag(sent)) is not None:
         if tag.kind not in ("pack", "add_accumulated", "scale"):
@@ -259,10 +254,7 @@ def with_preparation(start: fx.Node) -> list[fx.Node]:
 
 
 def _finishing(wait: fx.Node) -> list[fx.Node]:
-    """What makes a reduced tensor the gradient of the shard: the rest of a division, a cast to the shard's dtype.
-
-    And what updates the unit by that gradient.
-    """
+    """What follows a reduce: the rest of a division, a cast to the shard's dtype, an update of the unit."""
     scales = [user for user in wait.users if (tag := get_tag(user)) is not None and tag.kind == "scale"]
     casts = [user for each in (wait, *scales) for user in each.users if user.target is CAST]
     return [*scales, *casts, *(user for each in (wait, *scales, *casts) for user in each.users if _is_update(user))]
@@ -274,12 +266,12 @@ def _is_update(node: fx.Node) -> bool:
 
 
 def gradients_of(pack: fx.Node) -> list[fx.Node]:
-    """The gradients that are packed."""
+    """The gradients that `pack` packs."""
     return [grad for grad in pack.args[0] if isinstance(grad, fx.Node)]  # type: ignore[union-attr]  # fx arguments are untyped
 
 
 def can_coalesce(starts: Sequence[fx.Node]) -> bool:
-    """Whether one call can start all of `starts`: they are alike but for what they send.
+    """Whether one coalesced call can start all of `starts`: they differ only in what they send.
 
     Gloo has no such call: its own runs them one by one, and copies.
     """
@@ -298,12 +290,10 @@ def can_coalesce(starts: Sequence[fx.Node]) -> bool:
 def _computing(
     graph: fx.Graph, prologue: Sequence[fx.Node], gathers: Mapping[str, Gather], reduces: Mapping[str, Reduce]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes that no plan moves, in order; and those among them that read what was reduced."""
-    moved = set(prologue) | {
-        node for gather in gathers.values() for node in (*gather.first, *gather.start, *gather.wait)
-    }
-    reduced = {node for reduce in reduces.values() for node in (*reduce.wait, *reduce.end)}
-    moved |= {node for reduce in reduces.values() for node in reduce.start}
+    """The nodes that no plan moves, in order: those that compute, and those that read what was reduced."""
+    moved = set(prologue).union(*((*each.first, *each.start, *each.wait) for each in gathers.values()))
+    moved = moved.union(*(each.start for each in reduces.values()))
+    reduced = {node for each in reduces.values() for node in (*each.wait, *each.end)}
     computing: list[fx.Node] = []
     tail: list[fx.Node] = []
     for node in graph.nodes:
@@ -322,7 +312,7 @@ def _spans(nodes: Iterable[fx.Node], position: Mapping[fx.Node, int], split: int
 
 
 def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position: Mapping[fx.Node, int]) -> list[Span]:
-    """From the first to the last gradient. In the gathered buffer: from its last read on, as if it were a new one.
+    """From the first to the last gradient; packed into the gathered buffer, from the last read of that one on.
 
     The last gradient may read the buffer itself, as one factor of a product of two parameters does.
     """
@@ -334,7 +324,7 @@ def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position
 
 
 def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
-    """Where tasks begin."""
+    """Where tasks begin: see the module's docstring."""
     spans = [span for spans in touched for span in spans]
     cuts = {0, backward, *(first for first, _ in spans), *(last + 1 for _, last in spans)}
     cuts |= {index for index, node in enumerate(computing) if is_product(node)}
@@ -357,7 +347,7 @@ def _task_name(nodes: list[fx.Node]) -> str:
 def _unit(
     name: str, gather: Gather | None, reduce: Reduce | None, costs: Costs | None, prologue: Sequence[fx.Node]
 ) -> UnitCost:
-    """What a unit costs. The first gather that reads the `prologue` waits for it, and has its seconds too."""
+    """The first gather that reads the `prologue` waits for it, and has its seconds too."""
     before = [node for node in prologue if node.target in STARTS]
     further = [node for node in (*reduce.wait, *reduce.end) if node.target in STARTS] if reduce else []
     nodes = [*gather.first, *gather.start] if gather else []
@@ -377,7 +367,7 @@ def _unit(
 
 
 def stored_shard(gather: Gather) -> fx.Node | None:
-    """The input of the graph that a unit's only all-gather sends, cast or as it is; None if it sends anything else.
+    """The graph input that a unit's only all-gather sends, cast or as it is; None if it sends anything else.
 
     Such a gather may be started before the graph runs (eager/next_forward.py).
     """
@@ -400,24 +390,21 @@ def _alive_beside_plan(
     joint: bool,
     stored: Set[fx.Node],
 ) -> list[Lifetime]:
-    """What is alive at which positions, except gathered and packed buffers: those are part of the plan.
+    """What is alive when, except gathered and packed buffers, which are part of the plan.
 
-    A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard is alive then, and its full
-    buffer, of which only what backward reads is an input of the graph. In a joint graph, what views are packed of will
-    be packed itself, see `pack_in_place`.
+    A unit that is not `gathered` in this graph was kept unsharded by the forward. Its shard and its full buffer are
+    alive then, and of the buffer only what backward reads is an input of the graph. In a joint graph, a tensor whose
+    views are packed will be packed itself, see `pack_in_place`.
     """
     packed = {node: at for reduce, at in zip(reduces.values(), ready, strict=True) for node in reduce.gradients}
-    results = [size_of(reduce.result) for reduce in reduces.values()]
-    unsharded = [(name, size) for name, size in zip(reduces, results, strict=True) if name not in gathered]
-    unseen = [(0, size + _beside_matrices(reduces[name])) for name, size in unsharded]
+    sizes = {name: size_of(reduce.result) for name, reduce in reduces.items()}
+    added = [(0, sizes[name] + _beside_matrices(reduces[name])) for name in reduces if name not in gathered]
+    results = [(at, sizes[name], reduces[name].updates) for name, at in zip(reduces, ready, strict=True)]
+    added += [(at, size) for at, size, is_used in results if not is_used]
+    if used := [(at, size) for at, size, is_used in results if is_used]:  # by updates: no two of them live together
+        added.append((min(used)[0], max(size for _, size in used)))
     position = {node: index for index, node in enumerate(computing)}
     late = {source_of(node): at for node, at in packed.items()} if joint else {}
-    grown = [
-        (at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if not reduce.updates
-    ]
-    used = [(at, size) for at, size, reduce in zip(ready, results, reduces.values(), strict=True) if reduce.updates]
-    one_of_used = [(min(used)[0], max(size for _, size in used))] if used else []  # no two of them live together
-    added = [*unseen, *grown, *one_of_used]
     return lifetimes(graph, position, packed, added, joint, stored, late)
 
 
@@ -425,3 +412,73 @@ def _beside_matrices(reduce: Reduce) -> int:
     """Bytes of a unit's buffer that are padding or vectors, which backward need not read."""
     matrices = (each for each in reduce.gradients if each.meta["val"].dim() > 1)
     return max(0, size_of(reduce.start[-1].all_input_nodes[0]) - sum(map(size_of, matrices)))
+
+
+# --- updates and choices ----------------------------------------------------------------------------------------------
+
+
+def note_arrivals(info: GraphInfo, step: Workload, plan: Plan) -> None:
+    """Tag the gathers that `plan` launches behind updates with the time at which each ends."""
+    for name, seconds in arrivals_in_forward(step, plan).items():
+        for node in info.gathers[name].start:
+            set_tag(node, replace(tag_of(node), arrives=seconds))
+
+
+def keep_unsharded(graph: fx.Graph, info: GraphInfo, names: Iterable[str]) -> None:
+    """Tag the undecided units: those in `names` stay unsharded after forward, the others reshard."""
+    unsharded = {tag_of(info.gathers[name].start[-1]).unit for name in names}
+    for node in graph.nodes:
+        tag = get_tag(node)
+        if tag is not None and tag.reshard is None:
+            set_tag(node, replace(tag, reshard=tag.unit not in unsharded))
+
+
+def update_cost(info: GraphInfo, costs: Costs | None, config: CompileConfig) -> UpdateCost | None:
+    """Return the cost of the optimizer's update after the backward of a joint graph; None if it is unknown.
+
+    A graph that reduces nothing is that of a micro-batch whose gradients are accumulated; in the first of a step the
+    update comes right before it.
+
+    Raises:
+        PlanError: `config.profile` is no profile.
+    """
+    update, step = config.update, info.workload
+    if costs is None or update is None or step.backward == len(step.tasks):
+        return None
+    sizes = [_shard_bytes(info, unit.name) for unit in step.units]
+    seconds_of = costs.update_seconds
+    estimated = [seconds_of(sum(sizes)) if update.clips else 0.0, *(seconds_of(update.moves * n) for n in sizes)]
+    in_backward = units_updated_in_backward(info)
+    is_measured = config.profile is not None and not in_backward  # else tasks have been measured with updates in them
+    measured = measured_update(config.profile, sizes) if config.profile is not None and is_measured else None
+    before, *seconds, after = measured or [*estimated, costs.host_gap]
+    return UpdateCost(
+        tuple(each if size else 0.0 for each, size in zip(seconds, sizes, strict=True)),
+        tuple(sizes),
+        before,
+        after,
+        norm=costs.norm if update.clips else None,
+        prefetch=None if update.prefetch == "auto" else update.prefetch,
+        in_backward=in_backward,
+        compare=costs.rank_check_seconds if update.prefetch != 0 else 0.0,
+    )
+
+
+def units_updated_in_backward(info: GraphInfo) -> tuple[int, ...]:
+    """Indices of the units whose update is part of the backward graph."""
+    names = [unit.name for unit in info.workload.units]
+    return tuple(at for at, name in enumerate(names) if name in info.reduces and info.reduces[name].updates)
+
+
+def _shard_bytes(info: GraphInfo, name: str) -> int:
+    """Bytes of the unit's shard that the optimizer updates: those that get gradients."""
+    reduce = info.reduces.get(name)
+    updated = stored_shard(info.gathers[name]) if not info.reduces else reduce.result if reduce is not None else None
+    return size_of(updated) if updated is not None else 0
+
+
+def set_policy(nodes: Iterable[fx.Node], policy: CheckpointPolicy) -> None:
+    """Tell the partitioner whether to save or to recompute `nodes`."""
+    for node in nodes:
+        node.meta.pop("ac_graph_id", None)
+        node.meta["recompute"] = policy

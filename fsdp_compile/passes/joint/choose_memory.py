@@ -35,8 +35,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.passes.graph.analyze import GraphInfo, analyze
-from fsdp_compile.passes.graph.choices import keep_unsharded, note_arrivals, set_policy, update_cost
+from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, note_arrivals, set_policy, update_cost
 from fsdp_compile.passes.graph.costs import Costs, costs_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of

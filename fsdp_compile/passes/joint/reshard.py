@@ -12,8 +12,14 @@ from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes._torch import saved_for_backward, size_hint
 from fsdp_compile.passes.cost.roofline import step_with_profile
 from fsdp_compile.passes.graph import nodes
-from fsdp_compile.passes.graph.analyze import analyze, stretches_of
-from fsdp_compile.passes.graph.choices import keep_unsharded, note_arrivals, set_policy, update_cost
+from fsdp_compile.passes.graph.analyze import (
+    analyze,
+    keep_unsharded,
+    note_arrivals,
+    set_policy,
+    stretches_of,
+    update_cost,
+)
 from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.schedule import search_plan

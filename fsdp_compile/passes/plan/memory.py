@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from fsdp_compile.passes.plan.bound import lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
-from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, with_update
+from fsdp_compile.passes.plan.workload import Task, UpdateCost, Workload, lower_bound, smallest_budget, with_update
 
 KEEP = "keep"
 

@@ -29,9 +29,8 @@ from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
-from fsdp_compile.passes.plan.bound import least_memory, lower_bound, smallest_budget
 from fsdp_compile.passes.plan.plan import Kind, Machine, Plan, PlanError, Step, simulate
-from fsdp_compile.passes.plan.workload import Workload
+from fsdp_compile.passes.plan.workload import Workload, least_memory, lower_bound, smallest_budget
 
 TOLERANCE = 1e-4  # of the shortest step known: a plan this near to it, within less memory, is as good
 _RULES = ((1, 1, True, 2), (2, 1, False, 1), (2, 2, True, 2))  # see `prefetch`: one unit, FSDP2's, two units

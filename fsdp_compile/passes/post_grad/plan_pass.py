@@ -26,8 +26,7 @@ import torch
 from fsdp_compile.config import read_text
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.passes.cost.roofline import graph_name, with_profile
-from fsdp_compile.passes.graph.analyze import analyze, stretches_of
-from fsdp_compile.passes.graph.choices import units_updated_in_backward, update_cost
+from fsdp_compile.passes.graph.analyze import analyze, stretches_of, units_updated_in_backward, update_cost
 from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
