@@ -3,6 +3,8 @@
 torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is active, and frames that it leaves alone. When
                                                          torch moves: look for `skip_code` and the getter of the
                                                          eval-frame callback, which is None or False when off.
+torch._dynamo.comptime, symbolic_convert                 functions that Dynamo calls while it traces, and with the
+                                                         finished graph: `add_graph_finalizer` of its OutputGraph
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._foreach_norm                                      norms of many tensors in one kernel
@@ -27,7 +29,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
@@ -60,6 +64,7 @@ __all__ = [
     "local_shape_and_offset",
     "reduce_scatter_hook",
     "tree_map",
+    "while_tracing",
     "without_dispatch_modes",
 ]  # of torch, for others
 
@@ -107,6 +112,13 @@ def never_compile(function: FunctionT) -> FunctionT:
 def dynamo_is_active() -> bool:
     """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
     return get_eval_frame_callback() not in (None, False)
+
+
+def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
+    """Have Dynamo call `function` once with the graph that it traces now, before a backend gets it."""
+    output = InstructionTranslator.current_tx().output
+    if function not in output.register_finalizer_fns:
+        output.add_graph_finalizer(function)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import shared_name
 from fsdp_compile.core._torch import without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout, round_up
+from fsdp_compile.core.traced_writes import note_gathered
 
 # Note [Why markers are operators]
 # An `autograd.Function` would be traced through: its collectives would end up in the graph as Dynamo met them, and
@@ -151,6 +152,7 @@ def _unshard_fake(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor 
         function, _ = _before_tracing.popitem()
         with without_dispatch_modes():  # modules that are imported now may create tensors
             function()
+    note_gathered(shard)
     parsed = UnshardSpec.parse(spec)
     return shard.new_empty(parsed.layout.numel, dtype=parsed.compute_dtype or shard.dtype)
 

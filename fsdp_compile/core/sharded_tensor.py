@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
+    FakeTensor,
     change_wrapper,
     never_compile,
     new_wrapper,
@@ -55,11 +56,18 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.shard_spec import Chunk, FlatSharding, ShardRanks, ShardSpec
 from fsdp_compile.core.tensor_parallel import TensorParallel
+from fsdp_compile.core.traced_writes import note_written
 
 _SHAPE = operator.attrgetter("shape")
 
 
-bump_version = torch.autograd.graph.increment_version  # nobody counts versions below `__torch_dispatch__` (2.11, 2.13)
+def bump_version(written: Tensor | Sequence[Tensor]) -> None:
+    """Count a change of local data: nobody counts versions below `__torch_dispatch__` (2.11, 2.13)."""
+    torch.autograd.graph.increment_version(written)
+    tensors = [written] if isinstance(written, Tensor) else written
+    if tensors and isinstance(tensors[0], FakeTensor):
+        note_written(tensors)
+
 
 Rule = Callable[[Any, Any, Any], Any]  # func, args, kwargs -> what func returns
 

@@ -33,13 +33,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictSettings
 
 from fsdp_compile.comm.groups import mesh_of
-from fsdp_compile.core._torch import current_backward
+from fsdp_compile.core._torch import current_backward, while_tracing
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
 from fsdp_compile.core.layout import ShardRecord
 from fsdp_compile.core.ops import UNSHARD, UPDATES, VIEWS, NamedGroup, UnshardSpec, shard_order
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.shard_spec import ShardRanks, ShardSpec
+from fsdp_compile.core.traced_writes import check_finished_graph
 
 T = TypeVar("T")
 
@@ -470,6 +471,7 @@ class Unit:
 
     def traced_unshard(self, full_precision: bool = False) -> list[Tensor]:
         """Record the all-gather of all flat parameters; the unsharded parameters, differentiable."""
+        while_tracing(check_finished_graph)
         params: list[Tensor] = []
         constants = self._traced_in_full_precision if full_precision else self._traced
         for flat, (spec, layout) in zip(self.flats, constants, strict=True):
@@ -485,6 +487,7 @@ class Unit:
 
     def split_flats(self, unsharded_flats: Sequence[Tensor]) -> list[Tensor]:
         """The unsharded parameters in unsharded flat ones; traced, a marker lets the passes pack their gradients."""
+        while_tracing(check_finished_graph)
         params: list[Tensor] = []
         for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
             marked = UNSHARD(full, None, None, spec) if torch.compiler.is_compiling() else full

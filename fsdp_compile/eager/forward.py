@@ -191,8 +191,9 @@ def _unsharded(
         try:
             _pre_forward(module, opened, as_flats)
             output = run(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             _hide(module, opened)
+            _check_unwritten(opened, error)
             raise
         _post_forward(module, opened, (args, kwargs), output)
         return output
@@ -240,6 +241,9 @@ def _hide(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> 
     """The forward has ended, or failed: module code no longer reads the units."""
     runtime: Runtime = module._fsdp_runtime
     try:
+        if completed:
+            _check_unwritten(opened)
+            runtime.find_changed(opened)
         if completed and module._fsdp.is_root:
             runtime.complete_iteration(module)
     finally:
@@ -250,6 +254,12 @@ def _hide(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> 
             gathered.hide()
         if module._fsdp.is_root:
             runtime.end_iteration()
+
+
+@torch.compiler.disable
+def _check_unwritten(opened: list[UnshardedUnit], cause: BaseException | None = None) -> None:
+    for gathered in opened:
+        gathered.check_unwritten(cause)
 
 
 @torch.compiler.disable

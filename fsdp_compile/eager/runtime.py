@@ -25,7 +25,7 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import ReduceQueue, Unit
-from fsdp_compile.eager.checks import check_root, compare_order, compare_units
+from fsdp_compile.eager.checks import check_root, compare_order, compare_units, refuse_changed
 from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_prefetched, reshard
@@ -61,6 +61,7 @@ class Runtime:
         self.post_optim_event: Any = None
         self.converting = False
         self._order_is_known = self._is_checked = self._is_compared = False
+        self._changed_in_forward: list[str] = []  # parameters that the first forward has changed
         self._streams: dict[torch.device, Streams] = {}
         self._predicted: Unit | None = None  # what forward prefetch gathers
         self._prefetched_in_backward: weakref.ref[UnshardedUnit] | None = None
@@ -107,14 +108,25 @@ class Runtime:
         self._last_forward, self.iteration = None, object()
         if not self._order_is_known:
             self.order.clear()  # of an iteration that failed
+            self._changed_in_forward = []
         for streams in self._streams.values():
             streams.begin_iteration(self.post_optim_event)
         self.post_optim_event = None
 
+    def find_changed(self, opened: Sequence[UnshardedUnit]) -> None:
+        """In the first forward of the root, look for parameters that `opened`, units that end theirs, have changed."""
+        if not self._order_is_known and self.iteration is not None:
+            self._changed_in_forward += [name for gathered in opened for name in gathered.find_changed()]
+
     def complete_iteration(self, module: nn.Module) -> None:
-        """The forward of the root `module` has run to its end. RuntimeError if it was the first and ranks differ."""
+        """The forward of the root `module` has run to its end.
+
+        RuntimeError if it was the first, and ranks differ or it changed parameters.
+        """
         if not self._order_is_known:
+            changed, self._changed_in_forward = self._changed_in_forward, []
             compare_order(module, filter(None, (unit() for unit in self.order)))
+            refuse_changed(module, changed)
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
 
     def end_iteration(self) -> None:

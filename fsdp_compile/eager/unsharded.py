@@ -33,6 +33,7 @@ from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import alias, inner_tensors
 from fsdp_compile.core.unit import Phase, Unit
 from fsdp_compile.eager.accumulate import settle_after_backward
+from fsdp_compile.eager.checks import changed_in_forward
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
 from fsdp_compile.eager.writeback import refresh
@@ -198,6 +199,7 @@ class UnshardedUnit:
                     self.views += [alias(buffer.full)] if as_flats else buffer.views()
         if not as_flats:
             self.views = self.unit.distributed(self.views)
+        self.versions_when_opened = self._versions_of_views()
         self.unit.show_unsharded(self.views, as_flats)
 
     def wait(self) -> None:
@@ -208,6 +210,52 @@ class UnshardedUnit:
                 for buffer in filling:
                     buffer.finish()
             self.streams.await_unshard(*[buffer.full for buffer in filling])
+
+    def _versions_of_views(self) -> list[int]:
+        """Version counters that a change in place of `views` changes: views of one buffer share one counter."""
+        if self.as_flats or torch.is_inference_mode_enabled():  # which counts no versions
+            return []
+        if self.unit.tensor_parallel:
+            return [view._version for view in self.views]
+        return [views[0]._version for _, views in self.unit.by_flat(self.views)]
+
+    def check_unwritten(self, cause: BaseException | None = None) -> None:
+        """Raise RuntimeError if forward changed the unit's parameters in place, where the change would be lost.
+
+        `cause` is what forward raised, as autograd may have refused the change.
+        """
+        refused = cause is not None and UnshardParams.__name__ in str(cause)
+        unchanged = self._versions_of_views() == self.versions_when_opened
+        if not refused and (unchanged or all(buffer.is_shard for buffer in self.buffers)):
+            return
+        raise RuntimeError(changed_in_forward(self.find_changed() or self.unit.names)) from cause
+
+    def find_changed(self) -> list[str]:
+        """The names of parameters that no longer have the values that were gathered, as far as this rank stores them.
+
+        Version counters say nothing of writes through `.data`, nor of parameters that forward replaced. This reads the
+        unit's shard once and waits for the device once for each parameter.
+        """
+        if self.as_flats:
+            return []
+        changed: list[str] = []
+        views = iter(self.views)
+        for buffer in self.buffers:
+            flat = buffer.flat
+            stored = flat.split(flat.shard.detach())
+            for name, record, mine in zip(flat.layout.names, flat.records, stored, strict=True):
+                view = next(inner_tensors(next(views)))
+                if buffer.is_shard or record is None or mine is None:
+                    continue
+                same_size = view.numel() > record.last
+                here = view.detach().reshape(-1)[record.first : record.last + 1] if same_size else None
+                there = mine.reshape(-1).to(device=view.device, dtype=buffer.full.dtype)
+                if here is None or here.dtype != there.dtype or not torch.equal(_bits(here), _bits(there)):
+                    changed.append(name)
+        for name, param, places in zip(self.unit.names, self.unit.params, self.unit.locations.of, strict=True):
+            if any((held := parameters.get(key)) is not None and held is not param for parameters, key in places):
+                changed.append(name)
+        return list(dict.fromkeys(changed))
 
     def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
         """Arrange for backward; free the buffers unless `keep` or backward could not fill them again."""
@@ -426,6 +474,10 @@ def free_kept(unit: Unit) -> None:
     if unit.kept is not None:
         unit.kept.free()
         unit.kept = None
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)  # NaN equals itself
 
 
 def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:

@@ -1,0 +1,282 @@
+"""Parameters that code of a step changes: the values of one process, or an error, compiled as well as eager."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from fsdp_compile import fully_shard
+
+from .ranks import Ranks
+
+
+def _lerp(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.lerp_(model.student.weight, 0.1)
+
+
+def _multiply(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.mul_(0.9)
+
+
+def _write_data(model: Any) -> None:
+    model.teacher.weight.data.mul_(0.9)
+
+
+def _write_detached(model: Any) -> None:
+    model.teacher.weight.detach().mul_(0.9)
+
+
+def _copy(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.copy_(model.student.weight)
+
+
+def _foreach(model: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([model.teacher.weight, model.teacher.bias], 0.9)
+
+
+def _write_local(model: Any) -> None:
+    with torch.no_grad():
+        weight = model.teacher.weight
+        (weight.to_local() if hasattr(weight, "to_local") else weight).mul_(0.9)
+
+
+def _set_row(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight[0] = 0.5
+
+
+def _clamp(model: Any) -> None:
+    with torch.no_grad():
+        model.teacher.weight.clamp_(-0.1, 0.1)
+
+
+def _write_out(model: Any) -> None:
+    with torch.no_grad():
+        weight = model.teacher.weight
+        torch.mul(weight, 0.9, out=weight)
+
+
+def _average(model: Any) -> None:
+    with torch.no_grad():
+        for mine, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            mine.lerp_(other, 0.1)
+
+
+EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write_local, _set_row, _clamp, _write_out,
+         _average)  # fmt: skip
+LOST = "a copy that was gathered, where the change would be lost"
+
+
+class _Edited(nn.Module):
+    """Changes its teacher, then runs it; or the other way round."""
+
+    def __init__(self, edit: Callable[[Any], None], first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.teacher, self.student = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.edit, self.first = edit, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.edit(self)
+        y = self.teacher(x) + self.student(x)
+        if not self.first:
+            self.edit(self)
+        return y
+
+
+def _steps(run: Callable[[Tensor], Tensor], grad: bool) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    outputs = []
+    for _ in range(3):
+        with torch.set_grad_enabled(grad):
+            outputs.append(run(x))
+        if outputs[-1].requires_grad:
+            outputs[-1].sum().backward()
+    return [output.detach() for output in outputs]
+
+
+# What is called, whether with gradients, and whether the teacher is frozen.
+CALLS = (
+    ("module", True, False),
+    ("module", True, True),
+    ("module", False, False),
+    ("function", True, False),
+    ("function", False, False),
+)
+
+
+def _another_unit(
+    rank: int, how: str, edits: tuple[Callable[[Any], None], ...], strategy: ShardingStrategy, all_calls: bool
+) -> None:
+    cases = list(product(edits, (True, False), CALLS))
+    for edit, first, (caller, grad, frozen) in cases if all_calls else cases[::4]:  # each edit, order and call is met
+        what = f"{edit.__name__}, first {first}, {caller}, grad {grad}, frozen {frozen}"
+        whole, model = _Edited(edit, first), _Edited(edit, first)
+        for each in (whole, model):
+            each.teacher.requires_grad_(not frozen)
+        fully_shard(model.teacher, sharding_strategy=strategy)
+        fully_shard(model.student, sharding_strategy=strategy)
+        if caller == "module":
+            fully_shard(model, sharding_strategy=strategy)
+        run: Any = model if caller == "module" else partial(_Edited.forward, model)
+        torch._dynamo.reset()
+        try:
+            found = _steps(run if how == "eager" else torch.compile(run, backend=how), grad)
+        except Exception as error:
+            lost = LOST in str(error) and edit in (_write_data, _write_detached) and grad and not frozen
+            too_early = "found it changed in place" in str(error) and grad and not first
+            assert lost or too_early, f"{what}: {error}"
+            continue
+        for mine, expected in zip(found, _steps(whole, grad), strict=True):
+            torch.testing.assert_close(mine, expected, msg=what)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_of_another_unit(two: Ranks, how: str) -> None:
+    """A forward that changes parameters of another unit, before or after that one's forward, has one process's values,
+    whatever operator it uses; or says that backward needs the old values, or that a gathered copy would change."""
+    two.run(_another_unit, how, EDITS, ShardingStrategy.FULL_SHARD, False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_of_another_unit_in_each_call(two: Ranks, how: str, strategy: ShardingStrategy) -> None:
+    """The same with every edit in every call."""
+    two.run(_another_unit, how, EDITS, strategy, True)
+
+
+def test_of_another_unit_with_inductor(two: Ranks) -> None:
+    """The same where Inductor compiles."""
+    two.run(_another_unit, "inductor", (_lerp,), ShardingStrategy.FULL_SHARD, False)
+
+
+# --- a forward that changes its own unit's parameters -----------------------------------------------------------------
+
+
+def _own_multiply(model: Any) -> None:
+    with torch.no_grad():
+        model.code.mul_(0.9)
+
+
+def _own_data(model: Any) -> None:
+    model.code.data.mul_(0.9)
+
+
+def _own_copy(model: Any) -> None:
+    with torch.no_grad():
+        model.code.copy_(model.code * 0.9)
+
+
+def _own_row(model: Any) -> None:
+    with torch.no_grad():
+        model.code[0] = model.code[0] * 0.9
+
+
+def _own_foreach(model: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([model.code], 0.9)
+
+
+def _own_new_data(model: Any) -> None:
+    model.code.data = model.code.data * 0.9
+
+
+def _own_new_parameter(model: Any) -> None:
+    model.code = nn.Parameter(model.code.detach() * 0.9)
+
+
+OWN = (_own_multiply, _own_data, _own_copy, _own_row, _own_foreach, _own_new_data, _own_new_parameter)
+
+
+class _Coded(nn.Module):
+    def __init__(self, edit: Callable[[Any], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.code, self.edit = nn.Parameter(torch.randn(4, 4)), edit
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.edit(self)
+        return x @ self.code
+
+
+REFUSED = "|".join(
+    (
+        "forward changed parameter code of its own unit",
+        "parameters that forward changed: .*code",  # where another rank stores what was changed
+        LOST,
+        "view is the output of a function that returns multiple views",  # autograd's own, with the line of the model
+    )
+)
+
+
+def _own_unit(rank: int, how: str) -> None:
+    for edit, grad in product(OWN, (True, False)):
+        torch._dynamo.reset()
+        model = fully_shard(_Coded(edit))
+        run = model if how == "eager" else torch.compile(model, backend=how)
+        with torch.set_grad_enabled(grad), pytest.raises(Exception, match=REFUSED):
+            run(torch.ones(3, 4))
+        model.edit = lambda _: None  # the model is usable afterwards
+        code: Any = model.get_parameter("code").detach()
+        expected = code.full_tensor() if hasattr(code, "full_tensor") else code  # a new parameter is the unit's now
+        torch._dynamo.reset()
+        run = model if how == "eager" else torch.compile(model, backend=how)
+        torch.testing.assert_close(run(torch.ones(3, 4)), torch.ones(3, 4) @ expected, msg=edit.__name__)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_of_its_own_unit(two: Ranks, how: str) -> None:
+    """A forward that changes parameters of its own unit, which it reads as a gathered copy, raises on all ranks."""
+    two.run(_own_unit, how)
+
+
+def _unsharded(rank: int, how: str) -> None:
+    for edit, grad in product((_own_multiply, _own_data, _own_copy), (True, False)):
+        torch._dynamo.reset()
+        whole, model = _Coded(edit), fully_shard(_Coded(edit), sharding_strategy=ShardingStrategy.NO_SHARD)
+        run = model if how == "eager" else torch.compile(model, backend=how)
+        try:
+            found = _steps(run, grad)
+        except Exception as error:
+            assert re.search(REFUSED, str(error)), f"{edit.__name__}: {error}"
+            continue
+        for mine, expected in zip(found, _steps(whole, grad), strict=True):
+            torch.testing.assert_close(mine, expected, msg=edit.__name__)
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_under_no_shard(two: Ranks, how: str) -> None:
+    """Under NO_SHARD such a forward has one process's values, or raises."""
+    two.run(_unsharded, how)
+
+
+class _Renormalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, max_norm=0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
+def _renormalizes(rank: int) -> None:
+    model = fully_shard(_Renormalized())
+    with pytest.raises(RuntimeError, match=r"forward changed parameter .*weight of its own unit"):
+        model(torch.arange(8))
+
+
+def test_embedding_with_max_norm(two: Ranks) -> None:
+    """`nn.Embedding(max_norm=...)`, which changes its weight in forward, is refused by name."""
+    two.run(_renormalizes)
