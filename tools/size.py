@@ -30,7 +30,7 @@ BUDGET = {
     f"{PACKAGE}/passes": 7_370,
     f"{PACKAGE}/state_dict": 1_050,
     f"{PACKAGE}/checkpoint": 1_640,
-    f"{PACKAGE}/explain": 2_560,
+    f"{PACKAGE}/explain": 2_550,
     f"{PACKAGE}/integrations": 300,
     "bench": 5_090,
 }

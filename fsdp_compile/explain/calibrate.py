@@ -99,14 +99,12 @@ def calibrate(
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected cpu, as torch sees no GPU here, found cuda")
     at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+    where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    begin = device(base or "cpu")
     if kind == "cuda":
         torch.cuda.set_device(at)
         where = torch.cuda.get_device_name(at)
-        usual = reported_device(where, torch.cuda.get_device_properties(at).total_memory)
-    else:
-        where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-        usual = device("cpu")
-    begin = device(base) if base else usual
+        begin = device(base or reported_device(where, torch.cuda.get_device_properties(at).total_memory))
     source = Source("measured", f"fsdp-compile calibrate, torch {torch.__version__}, {where}")
     with process_group(STEP_RANKS) if kind == "cpu" and shard else nullcontext():
         cases = [*device_cases(at), *(step_cases(shard) if kind == "cpu" and shard else ())]

@@ -1,4 +1,4 @@
-"""From a model and settings to a report: it is traced a few times, and everything else is computed from that.
+"""Predict steps of an unsharded model in many settings: it is traced a few times, all else is arithmetic.
 
 explain_settings   options of one value or several -> settings -> predictions -> a report
 predict_step       predictions for some settings; alternatives have one thing changed, and the best setting is
@@ -50,7 +50,7 @@ _CLIP_MOVES = 12  # the norm reads gradients, scaling reads and writes them
 
 
 class Priced:
-    """A step on a cluster.
+    """Seconds and bytes of a step in one setting.
 
     Args:
         work: what one rank computes in one pass.
@@ -85,7 +85,7 @@ class Priced:
 
     @cached_property
     def _cost(self) -> Callable[[int], UnitCost]:
-        """By number of parameters, what a unit without a name takes."""
+        """The cost of a unit by its number of parameters; the name is left open."""
 
         def cost(parameters: int) -> UnitCost:
             gathered, packed = parameters * self._gathered_width, parameters * self._packed_width
@@ -97,7 +97,7 @@ class Priced:
         return cache(cost)
 
     def _seconds(self, unit: UnitWork, backward: bool) -> float:
-        """What a unit computes in one direction; a block also beside collectives that slow it down."""
+        """Seconds of a unit's forward or backward; a block is slowed down by collectives beside it."""
         computing = sum(each.seconds(self.hardware) for each in (unit.backward if backward else unit.forward))
         if unit is self.work.begin or unit is self.work.end:
             return computing
@@ -200,14 +200,14 @@ class Priced:
         return self.setting.accumulation * self.tokens / self.scheduled.step
 
     def alternative(self, change: str) -> Alternative:
-        """What this takes beside another setting."""
+        """This step as an alternative to that of another setting."""
         memory = self.scheduled.memory(self.hardware.memory)
         step, speed = self.scheduled.step, self.tokens_per_second
         return Alternative(change, self.setting, step, speed, memory.peak, memory.fits)
 
 
 def _divided(task: Task, unit: int, backward: bool) -> Iterator[Task]:
-    """`task` in equal tasks; those of backward only read the block's parameters, and the last one only writes."""
+    """Split a block's task; in backward the last part writes the gradients, and the others read the parameters."""
     for at in range(_TASKS):
         ends = backward and at == _TASKS - 1
         reads, writes = ((), (unit,)) if ends else ((unit,), ())
@@ -215,13 +215,13 @@ def _divided(task: Task, unit: int, backward: bool) -> Iterator[Task]:
 
 
 def _first_product(block: UnitWork) -> int:
-    """Bytes of what the first product of a checkpointed block's backward makes; 0 of another block."""
+    """Bytes that the first product of a checkpointed block's backward writes; 0 for other blocks."""
     products = (each for each in block.backward[len(block.forward) :] if each.kind.endswith("product"))
     return 0 if block.saved_bytes else next((each.written_bytes for each in products), 0)
 
 
 def price(work: StepWork, setting: Setting, hardware: Hardware) -> Prediction:
-    """What a step takes that does `work` in each of its passes.
+    """Predict a step that does `work` in each of its passes.
 
     Raises:
         ValueError: the hardware has no figure for a dtype that the work computes in.
@@ -279,7 +279,7 @@ def predict_step(
 
 @dataclass(frozen=True)
 class _Others:
-    """Other settings of a model on the same hardware."""
+    """Try other settings of a model on the same hardware."""
 
     model: Model
     setting: Setting
@@ -356,7 +356,7 @@ def explain_settings(
     name: str | None,
     alternatives: bool,
 ) -> Report:
-    """What `fsdp_compile.explain` does, with the fields of `Setting`, of one value or several, in one mapping."""
+    """Do what `fsdp_compile.explain` does; `chosen` has a value or several for each field of `Setting`."""
     names = [each.name for each in fields(Setting)]
     several = []
     for option, value in chosen.items():
@@ -372,7 +372,7 @@ def explain_settings(
 
 
 def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path | None) -> Hardware:
-    """Hardware by its name, with what was measured or fitted in a calibration in place of its own constants.
+    """Look up hardware; what a calibration has measured or fitted replaces its own constants.
 
     Raises:
         ValueError: hardware of that name is unknown, a file is no hardware file, or the calibration is of another one.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fsdp_compile.passes.cost.hardware import Hardware, Origin
 from fsdp_compile.passes.cost.roofline import Level
@@ -23,13 +23,9 @@ FORMAT = 1
 """Version of the JSON; a field that changes its meaning increases it."""
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce"]
-Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
-Precision = Literal["fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8"]
-Optimizer = Literal["adamw", "adam", "sgd", "momentum", "none"]
-
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
-PRECISIONS: tuple[str, ...] = get_args(Precision)
-OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+PRECISIONS = ("fp32", "bf16", "fp16", "amp_bf16", "amp_fp16", "fp8")
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
 RUNTIMES = ("fsdp_compile", "fsdp2")
 
 UPDATE = "update"

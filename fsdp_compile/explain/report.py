@@ -300,8 +300,16 @@ def read_report(path: Path) -> Report:
 def _decode(kind: Any, value: Any, where: str) -> Any:
     """`value`, from JSON, as the type `kind` of a field called `where`."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _decode_fields(kind, value, where)
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected an object, found {reprlib.repr(value)}")
+        types, known = get_type_hints(kind), {each.name for each in fields(kind)}
+        if unknown := sorted(set(value) - known - DERIVED):
+            raise ValueError(f"{where}.{reprlib.repr(unknown[0])}: expected no such field, found one")
+        for each in fields(kind):
+            if each.name not in value and each.default is MISSING:
+                raise ValueError(f"{where}.{each.name}: expected a value, found none")
+        return kind(**{name: _decode(types[name], value[name], f"{where}.{name}") for name in known & set(value)})
     if origin in (Union, UnionType):
         rest = next(each for each in arguments if each is not NoneType)
         return None if value is None else _decode(rest, value, where)
@@ -318,16 +326,3 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return value
     expected = " or ".join(map(repr, arguments)) if origin is Literal else getattr(kind, "__name__", str(kind))
     raise ValueError(f"{where}: expected {expected}, found {reprlib.repr(value)}")
-
-
-def _decode_fields(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, found {reprlib.repr(value)}")
-    inside, types = f"{where}." if where else "", get_type_hints(kind)
-    known = {each.name for each in fields(kind)}
-    if unknown := sorted(set(value) - known - DERIVED):
-        raise ValueError(f"{inside}{reprlib.repr(unknown[0])}: expected no such field, found one")
-    for each in fields(kind):
-        if each.name not in value and each.default is MISSING:
-            raise ValueError(f"{inside}{each.name}: expected a value, found none")
-    return kind(**{name: _decode(types[name], value[name], inside + name) for name in known & set(value)})

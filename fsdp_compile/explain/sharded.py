@@ -58,7 +58,7 @@ def report(
     parameters: int = 0,
     flops: int = 0,
 ) -> Report:
-    """The report on `plan`, after a check. What lives beside gathered and packed buffers counts as activations.
+    """Verify `plan` and report on it. What lives beside gathered and packed buffers counts as activations.
 
     `flops` are operations of products and attention in a forward and backward; all else is as in `Prediction`.
 
@@ -81,7 +81,7 @@ def explain_sharded(
     world_size: int | None,
     optimizer: str | None = None,
 ) -> Report:
-    """The plan of a step of `model`, and what the step takes.
+    """Plan a step of `model`, and report on it.
 
     Args:
         model: a model, or a function that makes one, whose tensors get no memory.
@@ -139,7 +139,7 @@ class _GraphRead(Exception):
 
 
 def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> tuple[Options, Setting, int]:
-    """What may be chosen in the joint graph of a sharded model, as numbers; its setting; and its operations.
+    """Read the joint graph of a sharded model: what may be chosen, the setting, and the number of operations.
 
     Raises:
         ValueError: it has no sharded parameters.

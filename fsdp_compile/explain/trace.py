@@ -1,4 +1,4 @@
-"""From a model to the work of its step: forward and backward are traced, partitioned, and read node by node.
+"""The work of a model's step: forward and backward are traced, partitioned, and read node by node.
 
     Model.work       of a setting: any batch follows from two that are traced (work.py)
     Model.traced     one block of each kind, and what is outside of blocks
@@ -45,7 +45,7 @@ Inputs = Callable[..., Sequence[Any]]
 
 @torch.library.custom_op("fsdp_explain::attention", mutates_args=())
 def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Fused attention: what it returns, and a number for each row that backward needs. It is traced and never runs."""
+    """Fused attention: its output, and a number for each row that backward needs. It is traced and never runs."""
     raise NotImplementedError
 
 
@@ -115,9 +115,9 @@ BLOCK = torch.ops.fsdp_explain.block.default
 
 
 class _WithoutValues(TorchFunctionMode):
-    """What tensors without values need: one operator for attention, whichever the device, and conditions that hold.
+    """Trace attention as one operator on every device, and take conditions on values of tensors to hold.
 
-    Conditions on values are checks, such as that no batch is padded or packed, which Hugging Face's models ask for.
+    Such conditions are checks, for example of Hugging Face's models that no batch is padded or packed.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,7 +234,7 @@ class Model:
         return ([ids, torch.zeros_like(ids)] if wants_targets else [ids]), without
 
     def _calls(self, inputs: list[Any], names: dict[str, Any], dtype: torch.dtype) -> tuple[dict[Any, Call], list[Any]]:
-        """A call of each kind of block, and the kinds in the order in which blocks are called."""
+        """One call of each kind of block, and the kinds in the order of all calls."""
         calls: dict[Any, Call] = {}
         order: list[Any] = []
 
@@ -259,7 +259,7 @@ class Model:
         self, inputs: list[Any], names: dict[str, Any], calls: dict[Any, Call], order: list[Any], compiled: bool,
         dtype: torch.dtype,
     ) -> tuple[UnitWork, UnitWork]:  # fmt: skip
-        """What comes before the blocks and what comes after them."""
+        """Trace what comes before the blocks and what comes after them."""
         inside = {id(param) for each in self.blocks for param in each.parameters()}
         state = _cast(self.model, dtype)
         blocks = {path: state.pop(path) for path, each in [*self.model.named_parameters()] if id(each) in inside}
@@ -320,7 +320,7 @@ def _block(call: Call, compiled: bool, by_operator: bool, dtype: torch.dtype) ->
 
 
 def _loss(output: Any) -> Tensor:
-    """What backward begins with."""
+    """The scalar of which backward computes gradients."""
     for name in ("loss", "logits"):
         output = output[name] if isinstance(output, dict) and name in output else getattr(output, name, output)
     if isinstance(output, (tuple, list)):
@@ -336,10 +336,7 @@ def _loss(output: Any) -> Tensor:
 
 @contextmanager
 def _forwards(modules: Iterable[nn.Module], stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Call `stand_in(module, forward, *args, **kwargs)` in place of forwards meanwhile.
-
-    A `forward` that a module had of its own, beside its class, comes back.
-    """
+    """Call `stand_in(module, forward, *args, **kwargs)` in place of forwards; forwards of instances come back."""
     own = {module: vars(module).get("forward") for module in modules}
     try:
         for module in own:
@@ -353,7 +350,7 @@ def _forwards(modules: Iterable[nn.Module], stand_in: Callable[..., Any]) -> Ite
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Blocks of one kind compute the same: one class, one text, and parameters and buffers of equal shapes."""
+    """Blocks compute the same if their class, their `repr`, and shapes of parameters and buffers are equal."""
     state = [*module.named_parameters(), *module.named_buffers()]
     return type(module), repr(module), tuple((name, each.shape, each.dtype) for name, each in state)
 
@@ -413,7 +410,7 @@ def _cast_inputs(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 
 def save_by_operator(joint: fx.Graph) -> None:
-    """Let backward compute all again but attention and every second product, beginning with the first."""
+    """Save attention and every second product, beginning with the first; recompute all else in backward."""
     backward: set[fx.Node] = set()
     products = 0
     for node in joint.nodes:
@@ -449,7 +446,7 @@ def kernels_of(nodes: Iterable[fx.Node], compiled: bool) -> Kernels:
 
 
 class Read:
-    """Forward and backward of a function, whose parameters are the first inputs, read into numbers.
+    """When values of a traced forward and backward are alive; the parameters are their first inputs.
 
     Args:
         graphs: what was traced.

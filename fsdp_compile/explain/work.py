@@ -41,7 +41,7 @@ class UnitWork:
     count: int = 1
 
     def checkpointed(self) -> "UnitWork":
-        """The unit with its forward computed again at the beginning of its backward: only its input is saved."""
+        """Save the input alone, and compute forward again at the beginning of backward."""
         backward_bytes = max(self.backward_bytes, self.forward_bytes)
         backward = (*self.forward, *self.backward)
         return replace(self, backward=backward, saved_bytes=0, backward_bytes=backward_bytes)
