@@ -79,18 +79,14 @@ class Source:
 def convert(
     source: Source, path: Path, to: str, files: int = 1, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Write `source` as a checkpoint at `path`, which becomes visible when it is complete.
+    """Write `source` as a checkpoint at `path`, visible when it is complete; FileExistsError if `path` exists.
 
     Args:
-        source: what to read.
-        path: a folder, or for "torch" a file, that does not exist yet.
+        source: what to read. CheckpointError if a file of it is damaged.
+        path: a folder, or for "torch" a file.
         to: "dcp", "torch", or "safetensors", which drops entries that are not tensors.
         files: how many files to spread the tensors over; "torch" writes one.
         progress: called with the bytes of each tensor that was written.
-
-    Raises:
-        FileExistsError: `path` exists.
-        CheckpointError: a file is damaged.
     """
     if path.exists():
         raise FileExistsError(f"{path}: expected a path that does not exist yet; remove it or choose another")
@@ -111,11 +107,9 @@ def convert(
 
 
 def open_source(path: Path, trust: bool = False) -> Source:
-    """Open a checkpoint of any format. With `trust` values may be of any type, and loading can run code.
+    """Open a checkpoint of any format; FileNotFoundError if there is none, CheckpointError if a file is damaged.
 
-    Raises:
-        FileNotFoundError: there is no checkpoint at `path`.
-        CheckpointError: a file is damaged.
+    With `trust` values may be of any type, and loading can run code.
     """
     if path.is_file() and zipfile.is_zipfile(path):
         return _torch_source(path)
@@ -133,10 +127,7 @@ def open_source(path: Path, trust: bool = False) -> Source:
 
 
 def _dcp_source(path: Path, trust: bool) -> Source:
-    """A folder that DCP wrote, with checksums compared if there is a manifest.
-
-    A tensor of several chunks is put together: the tensor and one chunk are in memory.
-    """
+    """A folder that DCP wrote, with checksums compared if there is a manifest. A tensor and one chunk are in memory."""
     checked = directory.DirectoryReader(path) if (path / directory.MANIFEST).is_file() else None
     reader = checked or SafeReader(path)
     metadata = reader.read_metadata()
@@ -248,10 +239,7 @@ def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[Writ
 
 @contextmanager
 def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
-    """A file of torch.save with the nesting of the keys: saved without values, which are then filled in one by one.
-
-    The zip file's own checksums do not cover the values; torch ignores them.
-    """
+    """A file of torch.save with the nesting of the keys: saved without values, which are then filled in one by one."""
     with _torch.no_memory():
         holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}
     leaves = {name: holes[name] if name in holes else source.read(name) for name in source.keys}
@@ -260,7 +248,7 @@ def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTenso
     with _torch.no_memory():
         loaded, _ = _torch.flatten_state_dict(torch.load(path, weights_only=False))
     starts = {name: _torch.offset_in_file(loaded[name]) for name in holes}
-    with open(path, "r+b") as file:
+    with open(path, "r+b") as file:  # the zip file's checksums do not cover the values; torch ignores them
         yield lambda name, tensor: hugging_face.write_all(file.fileno(), hugging_face.memory_of(tensor), starts[name])
         os.fsync(file.fileno())
 

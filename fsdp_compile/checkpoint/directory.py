@@ -92,12 +92,9 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tuple[Path, "Manifest"] | None:
-    """The checkpoint of `step`, or `latest(root)`, with its manifest; None if there is none.
+    """The checkpoint of `step`, or `latest(root)`, or `root` itself, with its manifest; None if there is none.
 
-    `root` may also be a checkpoint itself.
-
-    Raises:
-        CheckpointError: the checkpoint of `step`, or the one that `root` is, is not complete.
+    CheckpointError if the checkpoint of `step`, or the one that `root` is, is not complete.
     """
     if (Path(root) / MANIFEST).is_file() and step is None:
         return Path(root), Manifest.read(Path(root))
@@ -240,12 +237,9 @@ def sync_folder(path: Path) -> None:
 
 
 class FileSegment(NamedTuple):
-    """A range of bytes of a file: a chunk of a tensor, a pickled object, or all of `.metadata`.
+    """A chunk of a tensor in a file, a pickled object, or all of `.metadata`; with a checksum, to check it alone."""
 
-    Each has its checksum, so that an error can name the tensor, and loading a few tensors checks only these.
-    """
-
-    name: str  # of the tensor or object
+    name: str  # of the tensor or object, for errors
     start: int
     bytes: int
     crc32: int
@@ -265,11 +259,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a checkpoint, and check the size of each file and the bytes of `.metadata`.
-
-        Raises:
-            CheckpointError: the manifest or `.metadata` is missing or damaged, or a file is missing or of another size.
-        """
+        """Read a manifest, and check the size of each file and the bytes of `.metadata`; CheckpointError if wrong."""
         manifest = cls._parse(folder / MANIFEST)
         for name, segments in manifest.files.items():
             path, expected = file_in(folder, name, MANIFEST), sum(segment.bytes for segment in segments)
@@ -302,11 +292,7 @@ class Manifest:
         return cls(body["step"], files)
 
     def check(self, folder: Path, file: str, stream: IO[bytes], start: int) -> None:
-        """Compare the segment at byte `start` of `file`, open as `stream`, with its checksum.
-
-        Raises:
-            CheckpointError: they differ, or the manifest has no such segment.
-        """
+        """Check the segment at byte `start` of `file`, open as `stream`; CheckpointError if wrong or not listed."""
         segments = self.files.get(file, [])
         at = bisect_left(segments, start, key=lambda segment: segment.start)
         if at == len(segments) or segments[at].start != start:
@@ -374,10 +360,9 @@ class DirectoryWriter(FileSystemWriter):
         return [replace(plan, storage_data=folder / rank_file(rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items into one file, in the order of the plan, and wait until it is on the disk.
+        """Write this rank's items into one file and wait until it is on the disk.
 
-        Raises:
-            FileNotFoundError: this rank does not see the folder that rank 0 made.
+        FileNotFoundError if this rank does not see the folder that rank 0 made.
         """
         done: Future[list[WriteResult]] = Future()
         if not plan.items:
@@ -488,9 +473,6 @@ def in_order(tensor: Tensor) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A CPU tensor whose storage holds nothing else, as torch.save writes whole storages; copied only if not in order.
-
-    Subclasses are returned as they are.
-    """
+    """A CPU tensor over a storage of its own, as torch.save writes whole storages; subclasses stay as they are."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return with_own_storage(in_order(tensor)) if is_plain else tensor

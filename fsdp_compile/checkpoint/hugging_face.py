@@ -217,11 +217,9 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, or of a folder with an index or one file, by name.
+    """The tensors, by name, of a file or of a folder with an index or one file; FileNotFoundError if there is none.
 
-    Raises:
-        FileNotFoundError: there is no such file, or no file of safetensors in the folder.
-        CheckpointError: a file is not what its header says; or the index and the files disagree.
+    CheckpointError if a file is not what its header says, or the index and the files disagree.
     """
     index = path / INDEX
     if not index.is_file():
@@ -279,10 +277,7 @@ def _listed(entries: dict[str, Any], path: Path, values: int) -> dict[str, Store
 
 
 def read_range(name: str, source: StoredTensor, target: Tensor, first: int = 0) -> None:
-    """Fill `target`, 1-D, contiguous, of any dtype, with elements of a stored tensor from `first` on; read no others.
-
-    Raises CheckpointError if the file is too short.
-    """
+    """Fill `target`, 1-D, contiguous, of any dtype, with a stored tensor's elements from `first` on; read no others."""
     is_lazy = target.is_conj() or target.is_neg()  # then its memory is not its values
     is_direct = target.device.type == "cpu" and target.dtype == source.dtype and not is_lazy
     at = source.start + first * source.dtype.itemsize

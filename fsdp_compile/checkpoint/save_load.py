@@ -7,7 +7,6 @@ and shapes, and loading reads into the memory of the shards.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -138,38 +137,28 @@ def _collect(stateful: dict[str, Any], doing: str, group: dist.ProcessGroup | No
 # --- models and optimizers --------------------------------------------------------------------------------------------
 
 
-@dataclass
 class _InModel:
     """A model, or an optimizer over its parameters: original names, sharded values."""
 
-    state_dict: Callable[[], dict[str, Any]]
-    load_state_dict: Callable[[dict[str, Any]], Any]
+    def __init__(self, get: Callable[..., dict[str, Any]], put: Callable[..., Any], *objects: Any) -> None:
+        self.state_dict, self.load_state_dict = partial(get, *objects), partial(put, *objects)
 
 
 def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace models and optimizers by objects that DCP takes.
-
-    Raises ValueError for an optimizer without its model, and for nested objects with a `state_dict()`: DCP would pickle
-    them as they are, and loading would replace the object.
-    """
+    """Replace models and optimizers by objects that DCP takes; ValueError for an optimizer without its model."""
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     stateful = dict(state)
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            model = _unwrapped(value)
-            stateful[key] = _InModel(
-                partial(dcp_state.get_model_state_dict, model), partial(dcp_state.set_model_state_dict, model)
-            )
+            stateful[key] = _InModel(dcp_state.get_model_state_dict, dcp_state.set_model_state_dict, _unwrapped(value))
         elif isinstance(value, Optimizer):
             params = {param for group in value.param_groups for param in group["params"]}
             owner = next((model for model in models if params <= set(model.parameters())), None)
             if owner is None:
                 raise ValueError(f"state[{key!r}]: no model in state has all of the optimizer's parameters; save and "
                                  f"load the two together")  # fmt: skip
-            model = _unwrapped(owner)
             stateful[key] = _InModel(
-                partial(dcp_state.get_optimizer_state_dict, model, value),
-                partial(dcp_state.set_optimizer_state_dict, model, value),
+                dcp_state.get_optimizer_state_dict, dcp_state.set_optimizer_state_dict, _unwrapped(owner), value
             )
         elif not isinstance(value, Stateful):
             _refuse_stateful(value, f"state[{key!r}]")
@@ -180,7 +169,7 @@ def _refuse_stateful(value: Any, where: str) -> None:
     if isinstance(value, (dict, list, tuple)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             _refuse_stateful(inner, f"{where}[{key!r}]")
-    elif isinstance(value, Stateful):  # models and optimizers are, too
+    elif isinstance(value, Stateful):  # as models and optimizers are; DCP would pickle it, and loading would replace it
         raise ValueError(f"{where}: expected a tensor or a plain value, found a {type(value).__name__}; put what has a "
                          f"state_dict() into the outermost dict")  # fmt: skip
 
@@ -209,11 +198,7 @@ def _errors_of_ranks(doing: str) -> Iterator[None]:
 
 
 def all_succeed(work: Callable[[], None], doing: str, group: dist.ProcessGroup | None) -> None:
-    """Call `work` on every rank of `group`; no rank goes on before all have returned.
-
-    Raises:
-        CheckpointError: on all ranks, if `work` raised on any.
-    """
+    """Call `work` on every rank of `group`; when all have returned, CheckpointError on all if it raised on any."""
     said, cause = None, None
     try:
         work()

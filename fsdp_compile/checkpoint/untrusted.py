@@ -42,12 +42,10 @@ class CheckpointError(RuntimeError):
 
 
 def file_in(folder: Path, name: str, listed_in: str) -> Path:
-    """The path of file `name`, which `listed_in` lists, in `folder`; it need not exist.
+    """The path of `name`, which the file `listed_in` lists, in `folder`; it need not exist.
 
-    Links within the folder are followed, and those of a Hugging Face cache to its `blobs`.
-
-    Raises:
-        CheckpointError: it lies outside of the folder, or is not a regular file.
+    CheckpointError if it is not a regular file, or lies outside: links may only lead to the folder itself, or from a
+    Hugging Face cache to its `blobs`.
     """
     path, inside = folder / name, folder.resolve()
     target = path.resolve()
@@ -79,11 +77,7 @@ class SafeReader(dcp.FileSystemReader):
     """DCP's reader; unpickles `.metadata` without calling anything, and checks it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Read `.metadata`.
-
-        Raises:
-            CheckpointError: it is something else, names files outside of the folder, or has impossible numbers.
-        """
+        """Read `.metadata`; CheckpointError if it names files outside of the folder or makes no sense."""
         folder = Path(self.path)
         path = file_in(folder, METADATA, METADATA)
         try:
@@ -143,11 +137,7 @@ def _check(metadata: Any) -> None:
 
 
 def load_item(file: IO[bytes], name: str, is_value: bool = False, trust: bool = False) -> Any:
-    """Load what torch.save wrote: a tensor or a value of a plain type; with `trust`, a value of any type.
-
-    Raises:
-        CheckpointError: the file has something else. Without `trust` no code of it ran.
-    """
+    """Load what torch.save wrote: a tensor or a plain value, with `trust` a value of any type; else CheckpointError."""
     try:
         return torch.load(file, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a damaged file raises nearly anything

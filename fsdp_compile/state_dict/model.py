@@ -89,11 +89,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of all units with a parameter in `module`; None if there are none.
-
-    Raises:
-        AssertionError: the units differ.
-    """
+    """The settings of all units with a parameter in `module`, None without units; AssertionError if they differ."""
     return _common_settings(module, lambda settings: settings)
 
 
@@ -201,6 +197,7 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
             destination[prefix + name] = recipe.put_together(iter(plain)) if _has_values(unit) else None
 
 
+@torch.no_grad()
 def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Copy values into the sharded parameters of `module` itself; add those that do not fit to `errors`.
 
@@ -209,9 +206,17 @@ def load(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str
     for name in recipes_of(module):
         _flatten(module, name, state, prefix, errors)
     for name, parameter in _own_parameters(module, state, prefix):
-        if error := _load(parameter, prefix + name, state[prefix + name]):
-            errors.append(f"size mismatch for {prefix}{name}: {error}")
-        state[prefix + name] = parameter.param
+        key, value, stored = prefix + name, state[prefix + name], parameter.local
+        local = parameter.local_of(value, f"parameter {key}") if isinstance(value, Tensor) else None
+        if local is None:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            errors.append(f"size mismatch for {key}: expected shape {tuple(parameter.spec.shape)}, found {found}")
+        else:
+            if local.data_ptr() != stored.data_ptr():
+                stored.copy_(local)
+            # On all ranks, whatever they store: what was gathered before is out of date everywhere.
+            torch.autograd.graph.increment_version([parameter.param, stored])
+        state[key] = parameter.param
 
 
 def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
@@ -267,18 +272,3 @@ def called_by_dcp() -> bool:
             return name == "torch.distributed.checkpoint.state_dict"
         frame = frame.f_back
     return False
-
-
-@torch.no_grad()
-def _load(parameter: ManagedParameter, name: str, value: Any) -> str | None:
-    """Copy this rank's elements of `value` into the shard; return what is wrong if the value does not fit."""
-    local = parameter.local_of(value, f"parameter {name}") if isinstance(value, Tensor) else None
-    if local is None:
-        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        return f"expected shape {tuple(parameter.spec.shape)}, found {what}"
-    stored = parameter.local
-    if local.data_ptr() != stored.data_ptr():
-        stored.copy_(local)
-    # On all ranks, whatever they store: what was gathered before is out of date everywhere.
-    torch.autograd.graph.increment_version([parameter.param, stored])
-    return None

@@ -65,10 +65,9 @@ def _register_hook() -> None:
 
 
 def watch_state(optimizer: Optimizer, *_: Any) -> None:
-    """Convert what enters and leaves the state dict of `optimizer` from now on, if it has sharded parameters.
+    """Convert the state of `optimizer`, and from now on its state dicts, if it has sharded parameters.
 
-    State that was loaded before is converted now. An optimizer with a true attribute `shards_own_state` is left alone:
-    optim/owners.py shards state in another way.
+    One with a true attribute `shards_own_state` is left alone: optim/owners.py shards state in another way.
     """
     if optimizer not in _watched and optimizer not in _unrelated:
         _watch(optimizer)
@@ -120,10 +119,7 @@ def _value(parameter: ManagedParameter, value: Any) -> Any:
 def local_state(param: nn.Parameter, state: State) -> State:
     """One parameter's state as its optimizer has it: tensors of the parameter's shape are sharded like it.
 
-    They share memory with the given ones where these are sharded in the same way.
-
-    Raises:
-        RuntimeError: a tensor is another rank's part.
+    They share memory with given ones that are sharded in the same way. RuntimeError for another rank's part.
     """
     parameter = managed(param)
     if parameter is None:
@@ -207,10 +203,7 @@ def _gathered(
     wanted: bool,
     group: dist.ProcessGroup,
 ) -> dict[str, State]:
-    """Gather all state, parameter by parameter in the first rank's order; empty where it is not wanted.
-
-    RuntimeError on all ranks if their parameters or the kinds of state of one differ.
-    """
+    """Gather all state in the first rank's order, {} where not wanted; RuntimeError on all ranks if theirs differs."""
     mine = {
         name: {k: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for k, v in states.get(name, {}).items()}
         for name in names
@@ -296,36 +289,15 @@ def _to_load(
         groups = _groups_of(optim, optim_input)
     params = [param for group in groups for param in group["params"]]
     keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
-    states = {}
-    for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
-        state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
-        if state:
-            states[keys[param]] = state
-    return {"state": states, "param_groups": _matched_groups(groups, names, keys, saved)}
-
-
-def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict[str, Any]]:
-    """The groups of an optimizer, or those of `optim_input`, parameters or groups of them."""
-    listed: list[Any] = list(optim.param_groups if optim is not None else optim_input or ())
-    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-
-
-def _matched_groups(
-    of_optim: list[dict[str, Any]],
-    names: dict[nn.Parameter, str],
-    keys: dict[nn.Parameter, Any],
-    saved: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """The optimizer's groups, which must have the same parameters as the saved ones, with the saved settings."""
     saved_group = {name: group for group in saved for name in group["params"]}
-    expected = {_name_of(param, names) for param in keys}
+    expected = {_name_of(param, names) for param in params}
     if expected != saved_group.keys():
         raise ValueError(
             f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
             f"{sorted(expected - saved_group.keys())} and unexpected {sorted(saved_group.keys() - expected)}"
         )
-    groups = []
-    for group in of_optim:
+    matched = []  # the optimizer's groups with the saved settings
+    for group in groups:
         own = [names[param] for param in group["params"]]
         settings = saved_group[own[0]] if own else group
         for name in own:
@@ -334,8 +306,19 @@ def _matched_groups(
                     f"optim_state_dict: {name} and {own[0]} are in one group of the optimizer and in different ones of "
                     f"the state dict; make the optimizer with the saved groups"
                 )
-        groups.append({**settings, "params": [keys[param] for param in group["params"]]})
-    return groups
+        matched.append({**settings, "params": [keys[param] for param in group["params"]]})
+    states = {}
+    for param, name in names.items():  # in the same order on all ranks, as some state may have to be gathered
+        state = local_state(param, state_dict["state"].get(name, {})) if param in keys else {}
+        if state:
+            states[keys[param]] = state
+    return {"state": states, "param_groups": matched}
+
+
+def _groups_of(optim: Optimizer | None, optim_input: Params | None) -> list[dict[str, Any]]:
+    """The groups of an optimizer, or those of `optim_input`, parameters or groups of them."""
+    listed: list[Any] = list(optim.param_groups if optim is not None else optim_input or ())
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
 
 
 def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> StateDict:
@@ -353,7 +336,7 @@ def _received(unit: Unit, model: nn.Module, state_dict: StateDict | None) -> Sta
     for group in from_first:
         sent = collectives.broadcast_object(sent, group)
     params = {name: param for param, name in clean_names(model).items()}
-    states: dict[str, State] = {}
+    states = {}
     for name, state in sent[0].items():
         own = mine["state"].get(name, {}) if is_first_rank(unit) else {}
         for key, value in state.items():

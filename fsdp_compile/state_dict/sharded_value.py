@@ -33,10 +33,7 @@ from fsdp_compile.state_dict._torch import ChunkedTensor, DTensorSpec, TensorMet
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """The same memory, of a contiguous CPU tensor, as a tensor whose storage has no other bytes.
-
-    Writers of files copy a tensor that is smaller than its storage, or write the whole storage.
-    """
+    """The memory of a contiguous CPU tensor over a storage without other bytes, which writers would copy or write."""
     start = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[start : start + tensor.nbytes]
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
@@ -197,13 +194,7 @@ class ManagedParameter:
         """The elements that this rank stores, 1-D `[n]`, of a value of the parameter's shape; None for another shape.
 
         Shares memory with the value if possible. All ranks gather a value that is distributed in another way.
-
-        Args:
-            value: any tensor.
-            what: names the value in errors.
-
-        Raises:
-            RuntimeError: the value is what another rank has stored of this parameter.
+        RuntimeError, which calls it `what`, if it is what another rank has stored of this parameter.
         """
         if self.is_alike(value):
             return value.local
