@@ -22,7 +22,7 @@ FILES = 115
 BUDGET = {
     PACKAGE: 27_940,
     f"{PACKAGE}/*.py": 2_910,
-    f"{PACKAGE}/core": 4_780,
+    f"{PACKAGE}/core": 4_510,
     f"{PACKAGE}/comm": 1_440,
     f"{PACKAGE}/construct": 1_220,
     f"{PACKAGE}/eager": 3_120,

@@ -30,6 +30,8 @@ _SECONDS_TO_COME = 600.0  # that ranks wait for each other before they make a gr
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
+Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""Two groups that all-gathers go through, one after the other: peers, then neighbors."""
 GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
@@ -39,7 +41,7 @@ class Groups:
 
     shard: dist.ProcessGroup  # its ranks split one copy of the parameters
     replicate: dist.ProcessGroup | None = None  # hybrid: its ranks hold the same slice in different copies
-    stages: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # of `shard`: peers and neighbors
+    stages: Stages | None = None  # of `shard`
 
     @property
     def replicas(self) -> int:
@@ -59,7 +61,7 @@ class Placement(NamedTuple):
     shards: int
     reshard_after_forward: bool
     replicate: dist.ProcessGroup | None  # averages the reduced shards as well
-    stages: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # gathers go through these, one after the other
+    stages: Stages | None = None
 
 
 def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
@@ -211,8 +213,7 @@ def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: in
 # A process group has threads and communicators of its own, and all ranks must make it at the same time. So models of
 # one world share what the world, or one of its shard groups, has been divided into. Nothing of torch finds a group by
 # its ranks, and no model owns the world: the table is of the process, and forgets a world that is gone.
-_Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], _Pair]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], Stages]] = weakref.WeakKeyDictionary()
 
 
 def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:

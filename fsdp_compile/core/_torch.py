@@ -70,8 +70,7 @@ __all__ = [
 
 
 def keep_size_static(tensor: Tensor) -> None:
-    """Let Dynamo never trace `tensor`, 1-D, with a symbolic size.
-
+    """Keep Dynamo from tracing `tensor`, 1-D, with a symbolic size.
     As `torch._dynamo.mark_static`, whose import takes seconds that only users of the compiler should wait.
     """
     tensor._dynamo_static_indices = {0}  # type: ignore[attr-defined]  # Dynamo's own mark, which Tensor's stub lacks
@@ -84,8 +83,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable)
 
 
 def never_trace(function: FunctionT) -> FunctionT:
-    """Let Dynamo run calls of `function` as they are where it would compile them; it still traces what calls it.
-
+    """Let Dynamo call `function` without compiling it, but still trace its callers.
     `torch.compiler.disable` would break the graph of a caller.
     """
     skip_code(function.__code__)
@@ -95,8 +93,8 @@ def never_trace(function: FunctionT) -> FunctionT:
 def never_compile(function: FunctionT) -> FunctionT:
     """Let Dynamo compile neither `function` nor what it calls: for functions that torch calls from C++.
 
-    As `torch.compiler.disable`, without its microsecond where Dynamo compiles nothing. It must not be traced. See
-    Note [Backward passes within a compiled function].
+    As `torch.compiler.disable`, without its microsecond where Dynamo is off. It must not be traced. See Note [Backward
+    passes within a compiled function].
     """
     disabled = torch.compiler.disable(function, reason="the eager runtime of fsdp_compile")
 
@@ -110,7 +108,7 @@ def never_compile(function: FunctionT) -> FunctionT:
 
 @never_trace
 def dynamo_is_active() -> bool:
-    """Whether calls made from here are compiled by Dynamo; asked from code that is not."""
+    """Whether Dynamo compiles calls made from here; asked from code that it does not compile."""
     return get_eval_frame_callback() not in (None, False)
 
 
@@ -130,7 +128,7 @@ def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any
 
 
 class _Last:
-    """What the engine calls after a backward pass; it drops it uncalled when the pass has failed."""
+    """What the engine calls after a backward pass; it drops this uncalled if the pass has failed."""
 
     def __init__(self, callback: Callable[[], Any], if_failed: Callable[[], Any] | None) -> None:
         self.callback, self.if_failed = callback, if_failed
@@ -148,16 +146,14 @@ class _Last:
 
 def computes_all_gradients(sentinel: Any) -> bool:
     """Whether the running backward pass computes all gradients, as `backward()` does, and not chosen ones.
-
-    `sentinel` is a node of the graph, of a leaf that nobody else knows.
+    `sentinel`: the node of a leaf that nobody else knows.
     """
     return torch._C._will_engine_execute_node(sentinel)
 
 
 def set_plain_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
     """Let `param.grad`, plain, share memory with `grad`, whatever its dtype and device; return it (E-GRAD-2).
-
-    Autograd itself refuses a gradient that does not fit its parameter; it does not look again when data is swapped.
+    Autograd refuses a gradient that does not fit its parameter, but does not look again when data is swapped.
     """
     placeholder = torch.empty(param.shape, dtype=param.dtype, device=param.device)
     param.grad = placeholder
@@ -174,7 +170,7 @@ def carry_optimizers(params: Sequence[nn.Parameter]) -> bool:
 
 
 def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
-    """Step the optimizers that parameters with a gradient carry, then clear it: also what their hooks would do."""
+    """Step the optimizers that parameters with a gradient carry, then clear it, as their hooks would."""
     for param in params:
         if param.grad is not None and _CARRIED in vars(param):
             for optimizer in vars(param)[_CARRIED]:
@@ -183,10 +179,8 @@ def step_carried_optimizers(params: Sequence[nn.Parameter]) -> None:
 
 
 def replace_data(param: nn.Parameter, data: Tensor) -> None:
-    """Let `param` be `data`, of another shape, and forget what autograd knows of the old shape.
-
-    The node that accumulates into `param` may be alive, in a graph or in a hook, and insists on its first shape. A
-    change of dtype is what makes torch drop it.
+    """Let `param` be `data`, of another shape, and let autograd drop its node for the old shape.
+    That node, alive in a graph or a hook, insists on its first shape; a change of dtype makes torch drop it.
     """
     if param.shape != data.shape:
         param.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
@@ -201,8 +195,7 @@ new_wrapper: Any = Tensor._make_wrapper_subclass
 
 
 def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
-    """Let `tensor` be `wrapper`, of a subclass: the same object, with its attributes and hooks.
-
+    """Turn `tensor` into `wrapper`, of a subclass: the same object, with its attributes and hooks.
     `torch.utils.swap_tensors` refuses tensors with weak references, which optimizers and modules may hold.
     """
     attributes, is_param = dict(vars(tensor)), isinstance(tensor, nn.Parameter)
@@ -218,10 +211,10 @@ def swap_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
 
 
 def change_wrapper(tensor: Tensor, wrapper: Tensor) -> None:
-    """Let `tensor`, of a wrapper subclass, have the dtype and device of `wrapper`, of the same subclass and shape.
+    """Give `tensor`, of a wrapper subclass, the dtype and device of `wrapper`, of the same subclass and shape.
 
-    As an assignment to `.data` of a plain tensor, this lets autograd forget its node for `tensor`. Between the meta
-    device and others torch allows no such assignment; autograd must have no node for `tensor` then.
+    As an assignment to `.data` of a plain tensor, this lets autograd drop its node for `tensor`. Torch allows none
+    between the meta device and others; autograd must have no node for `tensor` then.
     """
     if tensor.is_meta != wrapper.is_meta:
         return swap_wrapper(tensor, wrapper.requires_grad_(tensor.requires_grad))
@@ -244,9 +237,8 @@ def executes_formula() -> bool:
 
 
 def gives_gradients_of_leaves(kind: type[Tensor], operands: Sequence[Any]) -> bool:
-    """Whether the formula of autograd that runs gives gradients of parameters of class `kind`, and of nothing else.
-
-    Outside of any formula, autograd adds gradients or calls hooks; no operand requires grad if there is no parameter.
+    """Whether the running autograd formula gives gradients of parameters of class `kind` and of nothing else.
+    Outside of a formula, autograd adds gradients or calls hooks: no operand requires grad then.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None:
@@ -260,10 +252,7 @@ def gives_gradients_of_leaves(kind: type[Tensor], operands: Sequence[Any]) -> bo
 
 
 def mark_as_sharded(module: nn.Module) -> None:
-    """Let torch know that `fully_shard` manages `module`: both forms of `replicate` refuse it.
-
-    Around it they leave it alone, as they do with modules that torch's `fully_shard` manages.
-    """
+    """Tell torch that `fully_shard` manages `module`: `replicate` refuses it, and leaves it alone within another."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
@@ -288,7 +277,7 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[T
 
 
 def replicated_params() -> frozenset[nn.Parameter]:
-    """The parameters whose gradients the DistributedDataParallel averages whose forward runs; empty outside of one."""
+    """The parameters that the DistributedDataParallel whose forward runs averages; empty outside of one."""
     around = DistributedDataParallel._get_active_ddp_module()
     return frozenset(around._module_parameters if around is not None else ())
 
@@ -298,7 +287,7 @@ WITHOUT_TENSORS = (int, float, complex, bool, str, bytes, type(None), Enum, torc
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """What is in `value`, through containers that torch's pytrees know, sets and dataclasses."""
+    """The leaves of `value`, through containers that torch's pytrees know, sets and dataclasses."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, (set, frozenset)):
             yield from leaves_of(list(leaf))

@@ -96,7 +96,7 @@ class ShardSplitter:
         return [windows[window] for window in self._windows]
 
     def split(self, flat: Tensor) -> list[Tensor | None]:
-        """As `split_all`, but in full shape if unsharded; None: not on this rank."""
+        """As `split_all`, but in full shape if unsharded, and None for parameters that are not on this rank."""
         slices = [None if absent else part for part, absent in zip(self.split_all(flat), self._absent, strict=True)]
         if self._shapes is None:
             return slices
@@ -132,7 +132,7 @@ class GradientReduction:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:
-        """Note that the running backward pass reduces gradients; whether it has done so before. False outside."""
+        """Note that the running backward pass reduces; return whether it had before. False outside of backward."""
         now = current_backward()
         if now == -1 or now in self.backwards:  # outside of backward nothing is noted
             return now != -1
@@ -142,7 +142,7 @@ class GradientReduction:
         return False
 
     def abandon(self) -> None:
-        """Forget the reduce in flight and what was reduced, of a backward that failed."""
+        """Drop the reduce in flight and all results, after a backward that failed."""
         with self._lock:
             self.finish = self.wait_for_copy = None
             self.backwards.clear()
@@ -164,7 +164,7 @@ class GradientReduction:
                 wait_for_copy()
 
     def take_results(self) -> Tensor | None:
-        """The sum of `results` of the running backward pass, `[shard_numel]`, complete; None: all was accumulated."""
+        """The sum of `results` of the running backward pass, `[shard_numel]`, complete; None if all was accumulated."""
         grads = [grad for backward, grad in self.results if backward == current_backward()]
         self.results.clear()
         self.wait_on_host()  # autograd may add to it at once: the gradient of another forward
@@ -172,13 +172,13 @@ class GradientReduction:
 
 
 class ShardBinding:
-    """The parameters that are views into one shard, where they lie in it, and whether they still do.
+    """The parameters that are views into one shard, and where they lie in it.
 
     Args:
         params: in layout order; their data is already in `shard`.
         names: of the parameters, for errors.
         splitter: splits the shard, and gradients that are laid out like it.
-        reduction: what their gradient comes from.
+        reduction: where their gradient comes from.
         shard: 1-D `[shard_numel]`.
     """
 
@@ -200,11 +200,10 @@ class ShardBinding:
         self.record()
 
     def record(self) -> None:
-        """The parameters lie in the shard now."""
+        """Record where the parameters lie now."""
         self._where = self._now()
 
-    def _now(self) -> list[Any]:
-        """Where each parameter lies. At every forward: no more than one attribute for each parameter."""
+    def _now(self) -> list[Any]:  # at every forward: no more than one attribute for each parameter
         return list(map(_LOCAL if self.is_sharded else _ADDRESS, self.params))
 
     def is_bound(self) -> bool:
@@ -223,7 +222,7 @@ class ShardBinding:
         return moved + [index for index in empty if self.params[index].storage_offset() != self._end]
 
     def check_bound(self) -> None:
-        """Raise RuntimeError if a parameter no longer lies in the shard: training it would change nothing."""
+        """Raise RuntimeError if a parameter no longer lies in the shard: training would not change it."""
         if not self.is_bound() and (moved := self.unbound()):
             raise RuntimeError(
                 f"the data of parameter {self.names[moved[0]]} was replaced between forward and backward, so that its "
@@ -231,7 +230,7 @@ class ShardBinding:
             )
 
     def check_gradients(self) -> None:
-        """Raise RuntimeError if what a parameter has as `.grad` cannot be added to: autograd would broadcast it."""
+        """Raise RuntimeError if autograd could not add to the `.grad` of a parameter: it would broadcast."""
         for name, param in zip(self.names, self.params, strict=True):
             grad = param.grad
             if grad is not None and (grad.shape != param.shape or grad.device != param.device):
@@ -243,7 +242,7 @@ class ShardBinding:
     def scatter(self, grad: Tensor, wanted: Sequence[bool], adds: bool) -> list[Tensor | None]:
         """Split `grad`, 1-D `[shard_numel]`, into gradients of the parameters, for autograd to accumulate.
 
-        None for those that do not train, and for all if this has set `.grad` itself, see Note [Gradients that pass
+        None for parameters that do not train, and for all if this sets `.grad` itself, see Note [Gradients that pass
         autograd by]. A parameter that is absent here gets a gradient without elements.
 
         Args:
@@ -260,7 +259,7 @@ class ShardBinding:
                 earlier = self.reduction.flat_gradient  # of a backward pass within this one
                 self.reduction.flat_gradient = grad if earlier is None else earlier.add_(grad)
                 return [None] * len(self.params)
-            grads = ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
+            grads = self._sharded(grad)
             if not passes_by:
                 chosen = map(operator.and_, wanted, trains)
                 return [each if own else None for each, own in zip(grads, chosen, strict=True)]
@@ -270,12 +269,14 @@ class ShardBinding:
         return [None] * len(grads)
 
     def show_flat_gradient(self) -> None:
-        """Let what the reduction has kept become the gradients of the parameters."""
+        """Turn the flat gradient that the reduction has kept into gradients of the parameters."""
         grad, self.reduction.flat_gradient = self.reduction.flat_gradient, None
         if grad is not None:
-            grads = ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
-            for param, each in zip(self.params, grads, strict=True):
+            for param, each in zip(self.params, self._sharded(grad), strict=True):
                 param.grad = each
+
+    def _sharded(self, grad: Tensor) -> list[ShardedTensor]:
+        return ShardedTensor.of_each(FlatGradient(grad, self._specs, self.splitter.split_all))
 
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient to add to."""
@@ -292,7 +293,6 @@ class ShardBinding:
         return any(map(self._any, _HOOKS)) and any(map(has_hooks, self.params))
 
     def _any(self, get: Callable[[nn.Parameter], Any]) -> bool:
-        """Whether any parameter has what `get` asks for; None: it has not."""
         with without_torch_function():
             return any(map(operator.is_not, map(get, self.params), repeat(None)))
 
@@ -339,9 +339,9 @@ class ScatterGradients(torch.autograd.Function):
 
 
 class DeferredGradient(torch.autograd.Function):
-    """Where a traced graph that does not reduce is connected to the shard (ops.py, Note [Why markers are operators]).
+    """Connects a traced graph that does not reduce to the shard (ops.py, Note [Why markers are operators]).
 
-    The gradient that arrives here only says that gradients were deferred; what came of them is in the reduction.
+    The gradient that arrives here only says that gradients were deferred; their sum is in the reduction.
     """
 
     @staticmethod
@@ -354,7 +354,7 @@ class DeferredGradient(torch.autograd.Function):
     @staticmethod
     @never_compile  # Note [Backward passes within a compiled function]
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        """The reduced gradient of the flat shard, `[shard_numel]`, or None, also if it is used in an update here."""
+        """The reduced gradient of the flat shard, `[shard_numel]`; None if there is none, or `update` has used it."""
         if grad is None:
             return None, None
         check_first_order(ctx.binding.names[0], grad)
@@ -367,7 +367,7 @@ class DeferredGradient(torch.autograd.Function):
 
 
 def check_first_order(name: str, grad: Tensor) -> None:
-    """Raise RuntimeError if `grad`, of parameter `name`, is to be differentiated again."""
+    """Raise RuntimeError if `grad`, of parameter `name`, would be differentiated again."""
     if grad.requires_grad:
         raise RuntimeError(
             f"parameter {name}: derivatives of second order do not pass through a reduce; call backward without "

@@ -42,18 +42,18 @@ def start_average(
     before_replicas: Callable[[Tensor], bool] | None = None,
     at_once: bool = False,
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to average `packed`, 1-D, over all ranks; where the mean will be, and what completes it.
+    """Begin to average `packed`, 1-D, over all ranks; return where the mean will be, and what completes it.
 
     Args:
         packed: may be overwritten, and is the mean itself if not `is_sharded`.
-        groups: what a gather goes through, in that order; empty to average over `replicas` alone.
+        groups: those of a gather, in that order; empty to average over `replicas` alone.
         is_sharded: whether the mean is this rank's slice, 1-D `[n / ranks]`, or all of it.
         replicas: the group whose ranks hold the same slice, or None.
         how: what to divide by; None: what gives the mean.
-        before_replicas: is called with this rank's slice, reduced over `groups`, which it may change in place; where it
-            returns False, what follows, the reduce over `replicas` and a division, is left out.
+        before_replicas: is called with this rank's slice, reduced over `groups`, which it may change in place; if it
+        returns False, the reduce over `replicas` and the division are left out.
         at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
-            completed. For streams: a wait holds back the current one, where it would hold back a CPU.
+        completed. For streams: a wait holds back the current one, where it would hold back a CPU.
     """
     how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
     if how.before != 1:
@@ -90,7 +90,7 @@ def start_average(
 def _start_reduce_scatter(
     packed: Tensor, groups: Sequence[NamedGroup], op: str, at_once: bool
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Of two stages, the second follows when the first is waited for: `at_once`, or when the mean is completed."""
+    """The second of two stages follows when the first is waited for: `at_once`, or when the mean is completed."""
     *peers, last = groups
     part, wait = collectives.start_reduce_scatter(packed, last.size, last.name, op)
     if not peers:
@@ -116,18 +116,17 @@ class Averaging(NamedTuple):
 
 
 def dividing(dtype: torch.dtype, factor: float) -> Averaging:
-    """How gradients of `dtype` are summed and divided by `factor`, in two halves where the dtype is narrow."""
+    """Sum gradients of `dtype` and divide by `factor`, in two halves if the dtype is narrow."""
     return Averaging("sum", *(gradient_divide_factors(factor) if dtype == torch.float16 else (1.0, float(factor))))
 
 
 def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
-    """How gradients of `dtype` are averaged over `ranks` ranks (E-PG-11, E-RED-3).
+    """Average gradients of `dtype` over `ranks` ranks (E-PG-11, E-RED-3).
 
     float16 ends at 65504 and loses digits below 6e-5: a sum of scaled gradients overflows where their mean would not,
-    and dividing by all ranks at first loses the small ones. A collective's own mean may do either, as its backend
-    likes. So half of the division (in the exponent) comes before and half after: means up to 65504 / `after` are safe.
-    bfloat16 and wider have the range of float32, where neither happens, and use the collective's mean, which saves a
-    kernel.
+    and dividing by all ranks first loses the small ones. So half of the division (in the exponent) comes before and
+    half after: means up to 65504 / `after` are safe. bfloat16 and wider have the range of float32 and use the
+    collective's mean, which saves a kernel.
     """
     if dtype != torch.float16:
         return Averaging("avg", 1.0, 1.0)
@@ -137,8 +136,8 @@ def averaging(dtype: torch.dtype, ranks: int) -> Averaging:
 def gradient_divide_factors(ranks: float) -> tuple[float, float]:
     """By what to divide before and after a sum over `ranks`; the product is `ranks` (E-PG-11).
 
-    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer. Halving the division
-    so keeps both the addends and the sum within the range of a narrow dtype.
+    The first doubles from 1 until it reaches the square root of `ranks` or divides it no longer: both the addends and
+    the sum stay within the range of a narrow dtype.
     """
     before = 1
     while ranks % before == 0 and ranks / before > before:

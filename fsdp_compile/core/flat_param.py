@@ -34,8 +34,8 @@ class FlatParam:
     """Parameters of one dtype and device, all trainable or all frozen when made, in one flat buffer.
 
     Args:
-        params: `(name, parameter)` pairs, full shape, in layout order. Each parameter keeps its identity and becomes a
-            `ShardedTensor` over a view into the local shard; without `ranks` its data becomes such a view.
+        params: `(name, parameter)` pairs, full shape, in layout order. Each stays the same object and becomes a
+        `ShardedTensor` over a view into the local shard, or, without `ranks`, a plain view of it.
         ranks: the ranks that the flat buffer is split over; None: it is not split.
         shard_order: for each of these ranks the slice that it stores; empty: rank r stores slice r.
         device: where the shard is stored.
@@ -84,13 +84,12 @@ class FlatParam:
 
     @cached_property
     def full_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """For each parameter its shape; that of the full one if it is distributed over other ranks beside."""
+        """For each parameter its shape; for a DTensor that of the full tensor."""
         return tuple(tuple(spec.shape) for spec in self.specs) or self.layout.shapes
 
     def full_views(self, full: Tensor) -> list[Tensor]:
         """Views of `full`, 1-D `[layout.numel]`, in `full_shapes`.
-
-        What is distributed over other ranks beside is gathered from these, all of which take part: no view then.
+        What was a DTensor is gathered from its ranks, all of which take part, and is no view.
         """
         views = view_parameters(full, self.layout.text)
         for index, spec in enumerate(self.specs):
@@ -120,7 +119,6 @@ class FlatParam:
         self.note_trained()
 
     def _bind_params(self) -> None:
-        """Let each parameter lie in the shard; what is absent here is a slice without elements."""
         if self.specs:
             for param, part, spec in zip(self.params, self._splitter.split_all(self.shard), self.specs, strict=True):
                 set_local(param, part, spec, ShardedTensor)
@@ -130,7 +128,7 @@ class FlatParam:
             replace_data(param, nothing.view(shape) if stored is None else stored)
 
     def note_trained(self) -> None:
-        """See which parameters train now."""
+        """Record which parameters train now."""
         self._trained = [param.requires_grad for param in self.params]
         # Indices to detach. With no trainable parameter the flat shard itself carries no gradient.
         self.frozen = tuple(i for i, trained in enumerate(self._trained) if self.trains and not trained)
@@ -141,11 +139,11 @@ class FlatParam:
             return self._binding.is_bound() and list(map(_REQUIRES_GRAD, self.params)) == self._trained
 
     def unbound(self) -> list[int]:
-        """Indices of the parameters whose data was replaced: it no longer lies in the shard."""
+        """Indices of the parameters whose data was replaced and no longer lies in the shard."""
         return self._binding.unbound()
 
     def show_gradient(self) -> None:
-        """Let a gradient that `reduction` has kept become those of the parameters."""
+        """Turn a gradient that `reduction` has kept into gradients of the parameters."""
         self._binding.show_flat_gradient()
 
     def only_trains(self) -> bool:
@@ -154,8 +152,7 @@ class FlatParam:
 
     def use_unsharded(self, full: Sequence[Tensor]) -> None:
         """Let the parameters be `full`, one tensor in full shape for each, until `use_sharded` or `bind`.
-
-        Meanwhile there is no `autograd_shard`, so that a forward, eager or compiled, cannot run unnoticed.
+        Meanwhile `autograd_shard` is None, so that a forward, eager or compiled, raises.
         """
         self.hide()
         if self.specs:
@@ -166,7 +163,7 @@ class FlatParam:
             param.data = tensor
 
     def hide(self) -> None:
-        """No forward can run until `use_sharded` or `bind`: another rank shows full parameters."""
+        """Let forwards raise until `use_sharded` or `bind`: another rank shows full parameters."""
         self.autograd_shard = None
 
     def use_sharded(self) -> None:
@@ -181,7 +178,7 @@ class FlatParam:
             self.bind(self.shard)
 
     def release(self) -> None:
-        """Forget autograd's nodes for the parameters, which are about to leave the shard for good."""
+        """Drop autograd's nodes for the parameters, which are about to leave the shard for good."""
         self._bound_shard = self.deferred = self.autograd_shard = None
 
     def copy_with(self, params: list[nn.Parameter]) -> "FlatParam":
@@ -211,7 +208,7 @@ def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
 
 
 class FlatParamTable:
-    """The living flat parameters by their ids. Ids are never used again."""
+    """The living flat parameters by id. Ids are never reused."""
 
     def __init__(self) -> None:
         self._ids = itertools.count()

@@ -67,16 +67,10 @@ def _wait_copy(copy: Tensor, source: Tensor | None = None) -> Tensor:
     return copy
 
 
-@torch.library.register_fake("fsdp_flat::to_host")
-def _to_host_fake(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-@torch.library.register_fake("fsdp_flat::from_host")
-def _from_host_fake(host: Tensor, after: Tensor) -> Tensor:
-    return torch.empty(host.shape, dtype=host.dtype, device=after.device)
-
-
-@torch.library.register_fake("fsdp_flat::wait_copy")
-def _wait_copy_fake(copy: Tensor, source: Tensor | None = None) -> Tensor:
-    return copy
+torch.library.register_fake(
+    "fsdp_flat::to_host", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+)
+torch.library.register_fake(
+    "fsdp_flat::from_host", lambda host, after: torch.empty(host.shape, dtype=host.dtype, device=after.device)
+)
+torch.library.register_fake("fsdp_flat::wait_copy", lambda copy, source=None: copy)

@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def suffixes(self) -> list[str]:
-        """What the names of the plain tensors end with, in order."""
+        """The suffixes of the names of the plain tensors, in order."""
         return [
             f"_{name}{rest}"
             for name, recipe in zip(self.names, self.inner, strict=True)
@@ -64,21 +64,20 @@ class Recipe:
 
 
 def is_subclass_around_others(tensor: Tensor) -> bool:
-    """Whether `tensor` consists of others that parameters can be made of; DTensors and our own are known otherwise."""
+    """Whether `tensor` consists of tensors that can become parameters; not DTensors and sharded tensors."""
     return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, (DTensor, ShardedTensor))
 
 
 def has_attributes(param: Tensor) -> bool:
-    """Whether `param` is frozen and of a class of parameters whose attributes tell what the data means.
-
-    Such as bitsandbytes' `Params4bit`: a view of a gathered buffer alone would lose them.
+    """Whether `param` is frozen and of a parameter class whose attributes give the data its meaning.
+    As bitsandbytes' `Params4bit`: a view of a gathered buffer would lose them.
     """
     is_plain = type(param) in (Tensor, nn.Parameter) or isinstance(param, (DTensor, ShardedTensor))
     return not (is_plain or param.requires_grad or hasattr(param, "__tensor_flatten__"))
 
 
 def recipe_of(tensor: Any) -> Recipe:
-    """How `tensor`, which is such a subclass, is put together."""
+    """The recipe of `tensor`, a subclass of these kinds."""
     if has_attributes(tensor):
         return Recipe(type(tensor), ("data",), None, tensor.size(), tensor.stride(), (None,), dict(vars(tensor)))
     names, context = tensor.__tensor_flatten__()
@@ -88,7 +87,7 @@ def recipe_of(tensor: Any) -> Recipe:
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
-    """What `tensor` consists of, in the order of the recipe's `suffixes`."""
+    """The plain tensors of `tensor`, in the order of the recipe's `suffixes`."""
     if has_attributes(tensor):
         return [tensor.detach().as_subclass(Tensor)]
     if not is_subclass_around_others(tensor):
@@ -97,15 +96,11 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
 
 
 class InnerParams:
-    """What takes the place of one parameter.
+    """The parameters that replace one parameter: its plain tensors, frozen, and the `recipe` to put them together.
 
     Args:
         param: the parameter.
         device: where it is read.
-
-    Attributes:
-        recipe: how the parameter is put together.
-        params: its plain tensors as frozen parameters.
     """
 
     def __init__(self, param: nn.Parameter, device: torch.device) -> None:
@@ -116,7 +111,7 @@ class InnerParams:
             vars(each)["_fsdp_is_inner"] = True
 
     def named(self, name: str) -> list[tuple[str, nn.Parameter]]:
-        """The parameters with their names, where the parameter was called `name`."""
+        """The inner parameters with their names, where the parameter was called `name`."""
         path, dot, attribute = name.rpartition(".")
         return list(zip([path + dot + each for each in inner_names(attribute, self.recipe)], self.params, strict=True))
 
@@ -127,18 +122,18 @@ def is_inner(param: nn.Parameter) -> bool:
 
 
 def inner_names(name: str, recipe: Recipe) -> list[str]:
-    """What the inner tensors of the parameter `name` are called in its module."""
+    """The names of the inner tensors of the parameter `name` in its module."""
     return [f"_{name}{suffix}" for suffix in recipe.suffixes]
 
 
 def recipes_of(module: nn.Module) -> Mapping[str, Recipe]:
-    """The parameters of `module` itself that are put together, by name."""
+    """The recipes of the parameters of `module` itself, by name."""
     recipes: Mapping[str, Recipe] = module.__dict__.get("_fsdp_recipes", {})
     return recipes
 
 
 def take_apart(model: nn.Module, inner: Mapping[nn.Parameter, InnerParams]) -> None:
-    """Let all modules below `model` have the inner parameters in the places of those that consist of them."""
+    """Replace parameters by their inner parameters in all modules of `model`."""
     for module in model.modules() if inner else ():
         for name, param in list(module._parameters.items()):
             if param is not None and param in inner:
@@ -147,7 +142,7 @@ def take_apart(model: nn.Module, inner: Mapping[nn.Parameter, InnerParams]) -> N
 
 
 def put_back(model: nn.Module) -> None:
-    """Let all modules below `model`, whose parameters are plain and full, have subclasses again."""
+    """Put subclasses together again in all modules of `model`, whose parameters are plain and full."""
     made: dict[tuple[nn.Parameter | None, ...], nn.Parameter] = {}
     for module in model.modules():
         for name, recipe in recipes_of(module).items():
@@ -161,7 +156,7 @@ def put_back(model: nn.Module) -> None:
 
 
 def _replace(module: nn.Module, new: Mapping[str, Sequence[tuple[str, nn.Parameter]]]) -> None:
-    """Put parameters in the places of others, in the order of the module's."""
+    # The order of the module's parameters stays.
     held = list(module._parameters.items())
     module._parameters.clear()
     for name, param in held:

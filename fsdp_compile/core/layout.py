@@ -102,7 +102,7 @@ class FlatParamLayout:
     ) -> "FlatParamLayout":
         """Lay out `(name, shape)` pairs in the order given, with the least padding.
 
-        Padding goes before each parameter that would start off the grid of `alignment` elements (E-FLAT-15), and at the
+        Padding precedes each parameter that would start off the grid of `alignment` elements (E-FLAT-15), and fills the
         end until the buffer divides into `world_size` shards of a multiple of `shard_alignment` elements (E-FLAT-16).
         ValueError for an empty list, a repeated name, a negative dimension, or a number below 1.
         """
@@ -136,10 +136,7 @@ class FlatParamLayout:
 
     @cached_property
     def segments(self) -> tuple[LayoutSegment, ...]:
-        """Consecutive segments that cover each element of the buffer once, in order (E-FLAT-4).
-
-        Zero-element parameters have none. Padding that meets padding is one segment.
-        """
+        """Consecutive segments that cover each element of the buffer once, in order (E-FLAT-4), none of them empty."""
         segments: list[LayoutSegment] = []
         end = 0
         for parameter, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
@@ -161,10 +158,8 @@ class FlatParamLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def record(self, index: int, rank: int) -> ShardRecord | None:
-        """The part of parameter `index` that `rank` stores, or None where it stores nothing of it (E-SHARD-6).
-
-        Zero-element parameters are absent from every rank (E-SHARD-9). ValueError for a rank not in the world,
-        IndexError for a parameter not in the layout.
+        """The part of parameter `index` that `rank` stores; None if it stores nothing of it (E-SHARD-6, E-SHARD-9).
+        ValueError for a rank not in the world, IndexError for a parameter not in the layout.
         """
         start, stop = self.shard_range(rank)
         origin = self.offsets[index]
@@ -179,10 +174,10 @@ class FlatParamLayout:
 
     @cached_property
     def text(self) -> str:
-        """The layout as a constant for compilers: all that decides a graph, so neither names nor a rank.
+        """The layout as a constant for compilers, without names and rank. `parse` reads it back.
 
         Grammar: `shape@offset,...|numel/world_size%alignment`, dimensions joined by `x`, nothing for a 0-d shape, as in
-        `64x96@0,96@6144,@6240|6272/4%16`. Equal layouts, and only those, have equal texts. `parse` reads it back.
+        `64x96@0,96@6144,@6240|6272/4%16`. Equal layouts, and only those, have equal texts.
         """
         pairs = zip(self.shapes, self.offsets, strict=True)
         parameters = ",".join(f"{'x'.join(map(str, shape))}@{offset}" for shape, offset in pairs)
@@ -191,10 +186,7 @@ class FlatParamLayout:
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an op; layouts are immutable
     def parse(text: str) -> "FlatParamLayout":
-        """The layout that wrote `text`, its parameters now named "0", "1" and so on.
-
-        ValueError quotes a text that is malformed or describes no valid layout.
-        """
+        """The layout that wrote `text`, its parameters named "0", "1" and so on. ValueError quotes a malformed text."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a layout; expected shape@offset,...|numel/world_size%alignment")
@@ -215,7 +207,7 @@ _BLOCKS = (128, 64, 32, DEFAULT_ALIGNMENT)
 def lay_out(parameters: Iterable[tuple[str, Sequence[int]]], world_size: int) -> FlatParamLayout:
     """The layout of `(name, shape)` pairs over `world_size` ranks whose shards end between rows, and between blocks.
 
-    Parameters and shards begin at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more rows and pads
+    Parameters and shards start at multiples of 128, 64 or 32 elements instead of 16 if that cuts no more rows and pads
     at most one element in `MOST` more: then no two ranks share a block that has a scale. ValueError as of `build`.
     """
     named = list(parameters)
@@ -226,7 +218,7 @@ def lay_out(parameters: Iterable[tuple[str, Sequence[int]]], world_size: int) ->
 def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParamLayout:
     """`layout` with more padding at its end, if fewer shards then end within a row of a parameter.
 
-    See Note [Why shards end between rows]. Of the sizes that are multiples of a row for each rank it takes the one with
+    See Note [Why shards end between rows]. Among sizes that are multiples of a row for each rank it takes the one with
     the fewest such shards, then the smallest. Shards stay multiples of `shard_alignment` elements.
     """
     used = layout.offsets[-1] + layout.numels[-1]

@@ -108,7 +108,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a wrapper subclass consists of; of a plain one itself (E-SYNC-5)."""
+    """The plain tensors inside a wrapper subclass; a plain tensor itself (E-SYNC-5)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -139,9 +139,8 @@ _before_tracing: dict[Callable[[], None], None] = {}
 
 
 def call_before_tracing(function: Callable[[], None]) -> None:
-    """Have `function` called once, when an unshard is traced next: before any graph that holds it is compiled.
-
-    What only compilation needs, such as the passes and Inductor, is thus loaded when `torch.compile` is used.
+    """Call `function` once, when an unshard is traced next: before any graph that holds it is compiled.
+    So the passes and Inductor are loaded only when `torch.compile` is used.
     """
     _before_tracing[function] = None
 
@@ -211,19 +210,9 @@ for _name in ("check_ranks", "record_time", "prefetch_next"):
     torch.library.register_fake(f"fsdp_flat::{_name}", lambda *given: torch.empty(0, device=given[-1]))
 
 
-@torch.library.impl("fsdp_flat::send_buffer", "default")
-def _send_buffer(payload: Tensor) -> Tensor:
-    return payload.clone()
-
-
-@torch.library.impl("fsdp_flat::send_buffer_as", "default")
-def _send_buffer_as(shard: Tensor, dtype: torch.dtype) -> Tensor:
-    return shard.to(dtype, copy=True)
-
-
-@torch.library.register_fake("fsdp_flat::send_buffer_as")
-def _send_buffer_as_fake(shard: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(shard, dtype=dtype)
+torch.library.register_fake("fsdp_flat::send_buffer_as", lambda shard, dtype: torch.empty_like(shard, dtype=dtype))
+torch.library.impl("fsdp_flat::send_buffer", "default", torch.clone)
+torch.library.impl("fsdp_flat::send_buffer_as", "default", lambda shard, dtype: shard.to(dtype, copy=True))
 
 
 def _first(grads: list[Tensor | None]) -> Tensor:
@@ -247,7 +236,7 @@ def _first(grads: list[Tensor | None]) -> Tensor:
 
 
 class NamedGroup(NamedTuple):
-    """A process group as a graph refers to it, equal on all ranks (comm/groups.py, Note [Names of groups])."""
+    """A process group by its shared name, equal on all ranks (comm/groups.py, Note [Names of groups])."""
 
     name: str
     size: int
@@ -306,7 +295,7 @@ class UnshardSpec:
     @staticmethod
     @lru_cache(maxsize=1024)  # read at every run of an operator; specifications are immutable
     def parse(text: str) -> "UnshardSpec":
-        """The specification that wrote `text`, except for parameter names. ValueError quotes a malformed text."""
+        """The specification that wrote `text`, without parameter names. ValueError quotes a malformed text."""
         layout, *pairs = text.split(" ")
         fields = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if len(fields) != len(pairs) or not {"groups", "reshard"} <= fields.keys() <= _FIELDS:
@@ -340,7 +329,7 @@ def _parse(text: str) -> tuple[NamedGroup, ...]:
 
 
 def shard_order(groups: Sequence[NamedGroup]) -> tuple[int, ...]:
-    """For each rank of the group that is sharded over, which slice it stores; empty if rank r stores slice r."""
+    """For each rank of the group that is sharded over, the slice it stores; empty if rank r stores slice r."""
     if len(groups) == 1:
         return ()
     peers, neighbors = (group.size for group in groups)
@@ -361,7 +350,7 @@ _START = 16  # segments start at multiples of so many elements, aligned for ever
 
 
 class StoredSegment(NamedTuple):
-    """A rank's segment of one parameter: where it starts in the shard and in what `pack_segments` gives; its length."""
+    """A rank's segment of one parameter: its offset in the shard and in `pack_segments`' result, and its length."""
 
     in_shard: int
     in_packed: int
@@ -369,7 +358,7 @@ class StoredSegment(NamedTuple):
 
 
 def shard_index(groups: list[str]) -> int:
-    """Which shard this rank stores: with two groups its rank in the first varies fastest."""
+    """The index of the shard that this rank stores: with two groups its rank in the first varies fastest."""
     index, stride = 0, 1
     for group in map(group_named, groups):
         index += group.rank() * stride
@@ -391,7 +380,7 @@ def segments_of(layout: FlatParamLayout, params: tuple[int, ...], rank: int) -> 
 
 @lru_cache(maxsize=4096)
 def packed_numel(layout: FlatParamLayout, params: tuple[int, ...]) -> int:
-    """Elements that `pack_segments` gives: as many as the rank with the most of `params` needs."""
+    """Elements that `pack_segments` returns: as many as the rank with the most of `params` needs."""
     ranks = range(layout.world_size)
     return max(
         sum(round_up(each.numel, _START) for each in segments_of(layout, params, rank) if each) for rank in ranks
@@ -437,20 +426,21 @@ def _expand_scales(values: Tensor, layout: str, groups: list[str], counts: list[
     return expanded
 
 
-@torch.library.register_fake("fsdp_flat::expand_scales")
-def _expand_scales_fake(values: Tensor, layout: str, groups: list[str], counts: list[int]) -> Tensor:
-    return values.new_empty(FlatParamLayout.parse(layout).shard_numel)
+torch.library.register_fake(
+    "fsdp_flat::expand_scales",
+    lambda values, layout, *_: values.new_empty(FlatParamLayout.parse(layout).shard_numel),
+)
 
 
 @torch.library.impl("fsdp_flat::segment_maxima", "default")
 def _segment_maxima(
     local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
 ) -> Tensor:
-    """Of the blocks of `params`, `counts` of each, the maxima of what this rank stores, and 1 where that has a NaN:
-    float32 `[2, sum(counts)]`.
+    """For each block of `params` (`counts` blocks each) the maximum on this rank, and 1 if it has a NaN: float32 `[2,
+    sum(counts)]`.
 
-    A maximum that ranks reduce would lose a NaN, so it travels beside them. Of the smallest elements: their negation.
-    A block of which the rank has no element: minus infinity, and 0.
+    A reduced maximum would lose a NaN, so it travels beside. With `smallest`: negated minima. A block without elements
+    here: minus infinity, and 0.
     """
     parsed = FlatParamLayout.parse(layout)
     maxima = local.new_full((2, sum(counts)), -inf, dtype=torch.float32)
@@ -469,7 +459,7 @@ def _segment_maxima(
 
 
 def _extrema_of_blocks(elements: Tensor, skipped: int, block: int, smallest: bool) -> Tensor:
-    """The largest or smallest of each block of `elements`; `skipped` elements of the first block are missing."""
+    """The largest or smallest of each block of `elements`; the first block lacks its first `skipped` elements."""
     reduce = torch.amin if smallest else torch.amax
     head = min(block - skipped, len(elements)) if skipped else 0
     blocks = (len(elements) - head) // block
@@ -480,8 +470,7 @@ def _extrema_of_blocks(elements: Tensor, skipped: int, block: int, smallest: boo
     return torch.cat(extrema)
 
 
-@torch.library.register_fake("fsdp_flat::segment_maxima")
-def _segment_maxima_fake(
-    local: Tensor, layout: str, groups: list[str], params: list[int], counts: list[int], smallest: bool
-) -> Tensor:
-    return local.new_empty((2, sum(counts)), dtype=torch.float32)
+torch.library.register_fake(
+    "fsdp_flat::segment_maxima",
+    lambda local, _layout, _groups, _params, counts, _smallest: local.new_empty((2, sum(counts)), dtype=torch.float32),
+)

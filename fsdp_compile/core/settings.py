@@ -1,7 +1,4 @@
-"""`Settings`: the options of `fully_shard`, resolved and checked in api.py. Units and the eager runtime read it.
-
-Beside it what the environment says, and warnings that point at the user's line.
-"""
+"""`Settings`: the options of `fully_shard`, resolved and checked in api.py; environment switches; warnings."""
 
 import os
 import sys
@@ -25,7 +22,7 @@ PlacementFn = Callable[[nn.Parameter], Shard | None]
 class Settings:
     """What one call of `fully_shard` asked for. A policy may give single units settings of their own (`replace`).
 
-    Frozen, but not by `frozen=True`: Dynamo of torch 2.11 reads every field of such a dataclass and guards on each.
+    Frozen, but not by `frozen=True`: Dynamo of torch 2.11 guards on every field of such a dataclass.
 
     Attributes:
         strategy: what `sharding_strategy` or `reshard_after_forward` says.
@@ -70,9 +67,8 @@ class Settings:
 
 
 def full_precision_in_eval() -> bool:
-    """Whether the environment asks for modules in eval mode to compute without mixed precision, by exactly "1".
-
-    `FSDP_USE_FULL_PREC_IN_EVAL` is the name that torch's wrapper reads (E-ENV-6).
+    """Whether modules in eval mode compute without mixed precision, by exactly "1" (E-ENV-6; torch reads the second
+    name).
     """
     names = ("FSDP_COMPILE_FULL_PREC_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
     return any(os.environ.get(name) == "1" for name in names)
@@ -80,7 +76,7 @@ def full_precision_in_eval() -> bool:
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn with `message`, attributed to the innermost calling line outside of this package."""
-    level, frame = 1, sys._getframe()
+    level, frame = 1, sys._getframe()  # as `skip_file_prefixes` of `warn`, which Python 3.11 lacks
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fsdp_compile":
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -40,7 +40,7 @@ from fsdp_compile.core.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor whose elements are contiguous when the tensor is flattened. It is never empty."""
+    """A box of a tensor whose elements are contiguous in the flattened tensor. Never empty."""
 
     offsets: tuple[int, ...]  # of its first element, in the tensor's shape
     sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class Chunk:
 def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chunk, ...]:
     """The elements `first` to `first + numel - 1` of a flattened tensor of `shape`, as chunks in order.
 
-    Together they cover the range once. There are at most `max(1, 2 * len(shape) - 1)` of them, none for an empty range.
+    There are at most `max(1, 2 * len(shape) - 1)` of them, none for an empty range.
 
     Raises:
         ValueError: the range is not within the tensor.
@@ -100,9 +100,9 @@ def _boxes_in_row(index: int, rest: tuple[int, ...], start: int, stop: int) -> I
 
 @dataclass(frozen=True)
 class FlatSharding:
-    """How one tensor, flattened, is sharded: it lies in a flat buffer that the ranks split into equal shards.
+    """How one flattened tensor is sharded: it lies in a flat buffer that the ranks split into equal shards.
 
-    This is what a `FlatParamLayout` says of one of its parameters, and it holds for optimizer state of that shape too.
+    This is what a `FlatParamLayout` says of one of its parameters; it holds for optimizer state of that shape too.
     """
 
     shape: tuple[int, ...]  # of the full tensor
@@ -111,7 +111,7 @@ class FlatSharding:
     shard_order: tuple[int, ...] = ()  # for each rank the shard that it stores; empty: rank r stores shard r
 
     def local_range(self, rank: int) -> tuple[int, int]:
-        """The first element of the flattened tensor that `rank` stores and how many it stores; (0, 0) if none."""
+        """The first element of the flattened tensor that `rank` stores, and how many; (0, 0) if none."""
         shard = self.shard_order[rank] if self.shard_order else rank
         low = max(shard * self.shard_numel, self.offset)
         high = min((shard + 1) * self.shard_numel, self.offset + math.prod(self.shape))
@@ -139,13 +139,13 @@ class ShardRanks:
         return ShardRanks, (self.group, self.size, self.rank, self.replicas)
 
     def set_groups(self, group: str, replicas: str | None) -> None:
-        """Let the same ranks be those of other process groups: all tensors that are sharded over them follow."""
+        """Replace the process groups of the same ranks: all tensors that are sharded over them follow."""
         object.__setattr__(self, "group", group)
         object.__setattr__(self, "replicas", replicas)
         self._meshes.clear()
 
     def check_here(self) -> None:
-        """Check that this process is the rank that these are of, before a collective.
+        """Check before a collective that this process is the rank whose part this is.
 
         Raises:
             RuntimeError: it is another, because a tensor was loaded that another rank has saved.
@@ -158,13 +158,13 @@ class ShardRanks:
             )
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks as a 1-D mesh of devices of that type, or of one that they communicate on, made when first used."""
+        """The ranks as a 1-D mesh of devices of that type, or of one that they communicate on; made once."""
         if device_type not in self._meshes:
             self._meshes[device_type] = mesh_of(self.group, self.size, self.rank, device_type)
         return self._meshes[device_type]
 
     def average(self, value: Tensor) -> Tensor:
-        """The mean of `value`, plain, over all ranks of data parallelism: those of this group and their replicas."""
+        """The mean of `value`, plain, over all data-parallel ranks: those of this group and their replicas."""
         mean = collectives.all_reduce(value, self.group, "avg")
         return mean if self.replicas is None else collectives.all_reduce(mean, self.replicas, "avg")
 
@@ -173,8 +173,7 @@ class ShardRanks:
 class ShardSpec:
     """What this rank stores of a sharded tensor: one object for a parameter, its gradient and its optimizer state.
 
-    What follows from shapes and offsets alone is computed once. Tensors of one model that are sharded alike have the
-    same object, so that comparing two is quick.
+    What follows from shapes and offsets is computed once, and two specs of one model are compared by identity first.
     """
 
     sharding: FlatSharding  # which elements each rank stores: of the local tensor, if there is a `tensor_parallel`
@@ -195,7 +194,7 @@ class ShardSpec:
         return ShardSpec, (self.sharding, self.ranks, self.tensor_parallel)
 
     def same_ranges(self, other: "ShardSpec") -> bool:
-        """Whether local data of `other` is of the same elements, on every rank."""
+        """Whether local data of `other` holds the same elements, on every rank."""
         if self.sharding != other.sharding and (self.shape != other.shape or self.ranges != other.ranges):
             return False
         if self.tensor_parallel != other.tensor_parallel:
@@ -210,7 +209,7 @@ class ShardSpec:
 
     @cached_property
     def split_shape(self) -> torch.Size:
-        """The shape of what the ranks split between them: of the full tensor, or of a DTensor's local one."""
+        """The shape of what the ranks split: of the full tensor, or of the local tensor of a DTensor."""
         return torch.Size(self.sharding.shape)
 
     @property
@@ -234,8 +233,7 @@ class ShardSpec:
         return self.ranges[self.ranks.rank][1]
 
     @cached_property
-    def _row(self) -> int:
-        """How many elements one index into the first dimension has."""
+    def _row(self) -> int:  # elements of one index into the first dimension
         return math.prod(self.split_shape[1:])
 
     @cached_property
@@ -265,8 +263,7 @@ class ShardSpec:
 
     def local_of(self, full: Tensor) -> Tensor:
         """What this rank stores, 1-D `[numel]`, of a plain tensor that broadcasts to `shape`.
-
-        It is a view where `full` is contiguous and has that shape. No more rows than needed are expanded.
+        A view if `full` is contiguous and has that shape; no more rows than needed are expanded.
         """
         if self.tensor_parallel is not None:
             full = self.tensor_parallel.part_of(full)
@@ -280,9 +277,8 @@ class ShardSpec:
         return full.expand(high - low, *shape[1:]).reshape(-1)[start : start + self.numel]
 
     def rows_of(self, local: Tensor, fill: float) -> Tensor:
-        """`local`, `[numel]`, as the rows of `split_shape` that it is of, with `fill` for what other ranks store.
-
-        It is a view where this rank stores complete rows.
+        """`local`, `[numel]`, as rows of `split_shape`, with `fill` for what other ranks store.
+        A view if this rank stores complete rows.
         """
         low, high = self.rows
         shape = (high - low, *self.split_shape[1:])
@@ -299,7 +295,7 @@ class ShardSpec:
         return split if self.tensor_parallel is None else self.tensor_parallel.gather(split)
 
     def gather_split(self, local: Tensor) -> Tensor:
-        """What the ranks split between them, plain, of `split_shape`: one all-gather, in which they take part."""
+        """What the ranks split between them, plain, of `split_shape`: one all-gather, in which all take part."""
         self.ranks.check_here()
         most = max(count for _, count in self.ranges)
         if not most:
@@ -331,10 +327,10 @@ class ShardSpec:
 
 
 def depending_on(local: Tensor, value: Tensor) -> Tensor:
-    """`value`, which this rank sends for `local`, as something that is computed from it on every rank.
+    """Make `value`, which this rank sends for `local`, depend on `local` in the graph.
 
-    Where a rank stores nothing of two tensors, it sends equal constants for both. A compiler merges equal computations,
-    so this rank alone would run one collective for the two, and ranks would no longer run the same ones.
+    A rank that stores nothing of two tensors sends equal constants for both; a compiler would merge these, and this
+    rank would run one collective where others run two.
     """
     if local.numel():
         return value

@@ -1,13 +1,13 @@
-"""What operators do with sharded tensors: `RULES` gets the rule of each operator.
+"""What operators do with sharded tensors: `RULES` maps each operator to its rule.
 
-elementwise    on local data, and so are foreach and fused operators
+elementwise    on local data, as are foreach and fused operators
 reductions     on the rows of which this rank stores some elements, then one all-reduce
-views          remembered as `ShardedView`, not done; reading one gathers, writing one gathers and writes back
+views          lazy (`ShardedView`): reading one gathers, writing one gathers and writes back
 random fills   every rank draws all elements
 all others     gather, compute the same on every rank, write back what was written
 
-A reduction has a neutral element, which stands for what other ranks store, and an operation that combines the ranks;
-its result is plain and equal on all ranks:
+A reduction has a neutral element, which stands for what other ranks store, and an operation that combines the ranks.
+Its result is plain and equal on all ranks:
 
     sum, mean      0       sum        any     0     max
     amax, max      -inf    max        all     1     min
@@ -30,7 +30,7 @@ its result is plain and equal on all ranks:
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -60,7 +60,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def operand(spec: ShardSpec, value: Any) -> Any:
-    """What `value`, anything, is beside local data of tensors that are sharded as `spec` says."""
+    """`value` as an operand beside local data of tensors sharded by `spec`: tensors are cut to this rank's part."""
     if type(value) is ShardedTensor:
         if value.spec is spec or value.spec.same_ranges(spec):
             return value.local
@@ -73,7 +73,7 @@ def operand(spec: ShardSpec, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value`, anything, with all elements: a sharded tensor or a view of one is gathered."""
+    """`value` with all elements: a sharded tensor or a view of one is gathered, anything else returned as it is."""
     if type(value) is ShardedTensor or type(value) is UnshardedTensor:
         return value.full_tensor()
     if type(value) is UnreducedGradient:
@@ -82,7 +82,7 @@ def plain(value: Any) -> Any:
 
 
 def wrap(result: Any, spec: ShardSpec) -> Any:
-    """What an operator gave for local data, as sharded tensors."""
+    """Wrap the local results of an operator as sharded tensors."""
     if isinstance(result, Tensor):
         return ShardedTensor(result, spec)
     return type(result)(wrap(each, spec) for each in result) if isinstance(result, (tuple, list)) else result
@@ -92,10 +92,8 @@ def wrap(result: Any, spec: ShardSpec) -> Any:
 
 
 def meets_data(tensors: list[Any]) -> bool:
-    """Whether sharded tensors are combined with plain ones that may be this rank's data.
-
-    Scalars that are tensors are, beside parameters and in backward. Optimizers also compute with such scalars, which
-    are equal on all ranks.
+    """Whether sharded tensors are combined with plain ones that may hold this rank's data.
+    0-d tensors count only beside parameters and in backward: optimizers use 0-d tensors that are equal on all ranks.
     """
     if all(type(each) is ShardedTensor for each in tensors):
         return False
@@ -104,7 +102,7 @@ def meets_data(tensors: list[Any]) -> bool:
 
 
 def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:
-    """Operands of a formula of autograd, the plain ones averaged over all ranks; None if that would not be right."""
+    """The operands of an autograd formula with plain ones averaged over all ranks; None if that would be wrong."""
     if torch.is_grad_enabled() or not executes_formula() or not gives_gradients_of_leaves(ShardedTensor, tensors):
         return None
     spec = next(each.spec for each in tensors if type(each) is ShardedTensor)
@@ -115,11 +113,10 @@ def averaged_in_backward(tensors: list[Any]) -> list[Any] | None:
 
 
 def average_gradients(args: Iterable[Any]) -> None:
-    """See to it that parameters among `args` get the mean over ranks of plain gradients.
+    """Average the plain gradients that parameters among `args` get, by a hook on each parameter.
 
     Raises:
-        RuntimeError: the compiler traces this, and gradients are wanted. Where it puts collectives, in forward or in
-            backward, depends on the size of what a rank stores.
+        RuntimeError: the compiler traces this with gradients. Where its collectives go depends on what a rank stores.
     """
     for arg in args:  # also without grad mode: the forward of a torch.autograd.Function has none
         if type(arg) is ShardedTensor:
@@ -130,37 +127,32 @@ def average_gradients(args: Iterable[Any]) -> None:
                         "found it to use a sharded one, as from parameters(); compute that outside of what is compiled"
                     )
             elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
-                vars(arg)["_averages"] = arg.register_hook(_Averages(arg.spec))
+                vars(arg)["_averages"] = arg.register_hook(partial(_averaged, arg.spec))
         elif isinstance(arg, (list, tuple)):
             average_gradients(arg)
 
 
 def has_hooks(param: Any) -> bool:
-    """Whether users have hooks on `param`: those of `average_gradients` let sharded gradients pass."""
+    """Whether users registered hooks on `param`; the hooks of `average_gradients` do not count."""
     own = "_averages" in vars(param)
     return param._post_accumulate_grad_hooks is not None or len(param._backward_hooks or ()) > own
 
 
-class _Averages:
-    """A hook on a parameter that turns a plain gradient into the mean over ranks, sharded as the parameter is."""
-
-    def __init__(self, spec: ShardSpec) -> None:
-        self.spec = spec
-
-    @never_compile
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or type(gradient) is ShardedTensor:  # None: under no_sync nothing is reduced
-            return None
-        if gradient.requires_grad:
-            raise RuntimeError(
-                "backward: expected create_graph=False, found True for a parameter that is used outside of its unit's "
-                "forward; derivatives of second order are not averaged over ranks"
-            )
-        return ShardedTensor(self.spec.local_of(_average(self.spec, plain(gradient))).clone(), self.spec)
+@never_compile
+def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Tensor | None:
+    """Hook: turn a plain gradient into the mean over ranks, sharded by `spec`."""
+    if gradient is None or type(gradient) is ShardedTensor:  # None: under no_sync nothing is reduced
+        return None
+    if gradient.requires_grad:
+        raise RuntimeError(
+            "backward: expected create_graph=False, found True for a parameter that is used outside of its unit's "
+            "forward; derivatives of second order are not averaged over ranks"
+        )
+    return ShardedTensor(spec.local_of(_average(spec, plain(gradient))).clone(), spec)
 
 
 def _average(spec: ShardSpec, gradient: Tensor) -> Tensor:
-    """The mean over all ranks of a plain tensor; of expanded dimensions, one element is sent."""
+    # Of an expanded dimension, one element is sent.
     distinct = gradient[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in gradient.stride())]
     return spec.ranks.average(distinct.contiguous()).expand(gradient.shape)
 
@@ -220,7 +212,6 @@ _REFUSED = ("set_", "resize_", "resize_as_", "set_data")
 
 
 def _choose(func: Any) -> Rule:
-    """The rule of an operator that has none in `RULES` yet."""
     name = func._schema.name.removeprefix("aten::")
     if name in _REFUSED:
         return _refuse
@@ -310,7 +301,6 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _locals(arg: Any, specs: list[ShardSpec]) -> Any:
-    """For a list of tensors the local data, in the order of `specs`; any other argument as it is."""
     if not isinstance(arg, (list, tuple)) or not arg or not isinstance(arg[0], Tensor):
         return arg
     if set(map(type, arg)) == {ShardedTensor} and list(map(_spec_of, arg)) == specs:
@@ -319,8 +309,7 @@ def _locals(arg: Any, specs: list[ShardSpec]) -> Any:
 
 
 def _foreach_mixed(func: Any, args: Any, kwargs: Any, targets: Any) -> Any:
-    """Sharded and plain tensors among targets: the lists are split in two, and plain targets take full operands.
-
+    """Split lists that mix sharded and plain tensors in two; plain targets take full operands.
     A new tensor is sharded if an operand of its shape is.
     """
     lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == len(targets)]
@@ -391,12 +380,9 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     return ShardedView(base, (*steps, lambda view: func(view, *args[1:], **kwargs)), likes)
 
 
-def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    average_gradients(args)
-    return _same(func, args, kwargs)
-
-
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is aten.alias.default:
+        average_gradients(args)
     if not is_sharded(args[0]):
         return _view(func, args, kwargs)
     same = ShardedTensor(args[0].local, args[0].spec)
@@ -443,7 +429,7 @@ Reduction = Callable[[Tensor, list[int], bool], Tensor]  # of a plain tensor, ov
 
 
 def _of_sharded(rule: Rule) -> Rule:
-    """`rule` where the first operand is a sharded tensor; of a view, the operator gathers."""
+    """Apply `rule` if the first operand is a sharded tensor; otherwise gather."""
 
     def of_any(func: Any, args: Any, kwargs: Any) -> Any:
         if not is_sharded(args[0]):
@@ -455,7 +441,7 @@ def _of_sharded(rule: Rule) -> Rule:
 
 
 def _reduced(x: ShardedTensor, dims: Any, keepdim: bool, fill: Any, op: str, reduce: Reduction) -> Tensor:
-    """`reduce` over all ranks, plain. `fill` is its neutral element, `op` combines the ranks."""
+    """Reduce over all ranks, plain. `fill` is the neutral element of `reduce`, `op` combines the ranks."""
     spec, ndim = x.spec, x.dim()
     if not ndim or not dims or len({dim % ndim for dim in dims}) == ndim:
         values = x.local if x.local.numel() else x.local.new_full((1,), fill)
@@ -487,7 +473,7 @@ def _dims(args: Any, kwargs: Any, at: int = 1) -> tuple[Any, bool]:
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of half-precision numbers too the sum is rounded once, as on one process."""
+    """Half-precision sums too are rounded once, as on one process."""
     x = args[0]
     continuous = x.dtype.is_floating_point or x.dtype.is_complex
     wanted = kwargs.get("dtype") or (x.dtype if continuous else torch.int64)
@@ -517,21 +503,13 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
         fill = not is_max
     else:
         fill = torch.iinfo(x.dtype).min if is_max else torch.iinfo(x.dtype).max
-    op, reduce = ("max", _amax) if is_max else ("min", _amin)
+    op, reduce = ("max", torch.amax) if is_max else ("min", torch.amin)
     return _reduced(x, *_dims(args, kwargs), fill, op, reduce)
-
-
-def _amax(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-    return x.amax(dims, keepdim=keep)
-
-
-def _amin(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-    return x.amin(dims, keepdim=keep)
 
 
 def _any_or_all(func: Any, args: Any, kwargs: Any) -> Any:
     truth = ShardedTensor((args[0].local != 0).to(torch.uint8), args[0].spec)
-    fill, op, reduce = (0, "max", _amax) if func.overloadpacket is aten.any else (1, "min", _amin)
+    fill, op, reduce = (0, "max", torch.amax) if func.overloadpacket is aten.any else (1, "min", torch.amin)
     return _reduced(truth, *_dims(args, kwargs), fill, op, reduce).bool()
 
 
@@ -562,7 +540,7 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _norms(tensors: Sequence[ShardedTensor], order: float, dims: Any = None, keepdim: bool = False) -> Sequence[Tensor]:
-    """Norms of sharded tensors of one group, in at least float32: powers are summed, or extremes taken, over ranks."""
+    """Norms of sharded tensors of one group, in at least float32."""
     first = tensors[0]
     precise = torch.float32
     for dtype in {each.dtype for each in tensors}:
@@ -606,7 +584,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
-    """Unscale local gradients; all ranks learn whether any of them has an infinity or NaN."""
+    """Unscale local gradients; all ranks learn whether any rank found an infinity or NaN."""
     grads, found_inf, inv_scale = args
     func([each.local if is_sharded(each) else each for each in grads], found_inf, inv_scale)
     sharded = [each for each in grads if is_sharded(each)]
@@ -617,18 +595,14 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
 
 RULES.choose = _choose
 for _rule, _operators in (
-    (_same, (aten.detach.default, aten.lift_fresh.default)),
-    (_alias, (aten.alias.default,)),
+    (_same, (aten.detach.default, aten.lift_fresh.default, aten.alias.default)),
     (_like, (aten.clone.default, aten._to_copy.default, aten._pin_memory.default)),
     (_like, (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)),
     (_new, (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)),
     (_new_strided, (aten.new_empty_strided.default,)),
     (_local_only, (aten.is_pinned.default, aten.record_stream.default)),
     (lambda func, args, kwargs: args[0].shape == args[1].shape, (aten.is_same_size.default,)),
-    (
-        lambda func, args, kwargs: type(args[0]) is type(args[1]),
-        (aten._has_compatible_shallow_copy_type.default,),
-    ),
+    (lambda func, args, kwargs: type(args[0]) is type(args[1]), (aten._has_compatible_shallow_copy_type.default,)),
     (_of_sharded(_sum), (aten.sum.default, aten.sum.dim_IntList)),
     (_of_sharded(_mean), (aten.mean.default, aten.mean.dim)),
     (_of_sharded(_extreme), (aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)),

@@ -4,31 +4,13 @@
     local                        what this rank stores, 1-D: memory of the unit's shard, maybe without elements
     spec                         which elements these are, on which ranks: a `ShardSpec`
 
-Parameters of sharded units, their gradients and their optimizer state are sharded tensors. What stock code does with
-them gives what it gives on one process, or raises; all ranks must run the same operators in the same order.
+Parameters of sharded units, their gradients and their optimizer state are sharded tensors. Stock code computes with
+them what it computes on one process, or raises; all ranks must run the same operators in the same order.
+sharded_rules.py has what each operator does, and Note [Gradients of what is computed from sharded parameters];
+docs/sharded_tensors.md has the table for users.
 
-| operation                                         | what it does                                                     |
-| ------------------------------------------------- | ---------------------------------------------------------------- |
-| `to_local()`, `full_tensor()`                     | shares memory; gathers, on all ranks                             |
-| elementwise, in place or with `out=`              | on local data; plain operands are cut to it                      |
-| elementwise, new                                  | sharded, if all tensors are; with plain ones, gathered           |
-| `_foreach_*`, `_fused_*`                          | on local data; lists with plain tensors among them are split     |
-| `detach`, `clone`, `to`, `*_like`, `new_*`        | sharded in the same way                                          |
-| sum, mean, norm, amax, amin, any, all, with `dim` | on local rows, then one all-reduce; plain, equal on all ranks    |
-| `_foreach_norm`, `clip_grad_norm_`                | one all-reduce for each group of ranks                           |
-| unscaling by `GradScaler`                         | local, then the ranks agree whether anything overflowed          |
-| `equal`                                           | local, then one all-reduce                                       |
-| random fills                                      | every rank draws all elements, as one process does               |
-| other views                                       | lazy: reading gathers, writing gathers and writes back           |
-| all others (`mm`, `svd`, `var`, ...)              | gather, compute on every rank, write back what was written       |
-| `.numpy()`, `.tolist()`                           | refused: call `full_tensor()`                                    |
-| `p.data = x`                                      | `p` has the values of `x`, cut to this rank; `x` shares memory   |
-| pickle, deepcopy                                  | local data and whose part it is; used on another rank, it raises |
-| torch.distributed.checkpoint                      | reads and writes local data where it lies                        |
-
-Gradients are exact as well, see Note [Gradients of what is computed from sharded parameters] in sharded_rules.py, which
-has what operators do. Two subclasses have all elements here, because a parameter must remain the same object and its
-gradient must fit it: `UnshardedTensor` within `summon_full_params`, `UnreducedGradient` under `no_sync`.
+Two subclasses have all elements here, because a parameter must remain the same object and its gradient must fit it:
+`UnshardedTensor` within `summon_full_params`, `UnreducedGradient` under `no_sync`. A `ShardedView` is a lazy view.
 """
 
 import functools
@@ -73,7 +55,7 @@ Rule = Callable[[Any, Any, Any], Any]  # func, args, kwargs -> what func returns
 
 
 class Rules(dict[Any, Rule]):
-    """What each operator does with sharded operands, filled by sharded_rules.py; `choose` finds what is not given."""
+    """The rule of each operator with sharded operands, filled by sharded_rules.py; `choose` finds a missing one."""
 
     choose: Callable[[Any], Rule]
 
@@ -89,7 +71,7 @@ RULES = Rules()
 class FlatShard:
     """The placement of a sharded tensor: each rank stores one range of the flattened elements.
 
-    DTensor knows no such placement; this one answers what code asks of placements.
+    DTensor has no such placement; this one answers what code asks of placements.
 
     Attributes:
         ranges: for each rank the first element that it stores, and how many.
@@ -98,33 +80,33 @@ class FlatShard:
     ranges: tuple[tuple[int, int], ...]
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether it is sharded, as a DTensor says of its dimension 0."""
+        """Whether it is sharded along `dim`: as a DTensor that is sharded along dimension 0."""
         return dim in (None, 0)
 
     def is_replicate(self) -> bool:
-        """Whether all ranks store the same: False."""
+        """False."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether it is to be reduced: False."""
+        """False."""
         return False
 
 
 class ShardedTensor(Tensor):
-    """A tensor of shape `spec.shape`, of which this rank stores `local`, 1-D `[spec.numel]`. See the module's table."""
+    """A tensor of shape `spec.shape`, of which this rank stores `local`, 1-D `[spec.numel]`."""
 
     spec: ShardSpec
     __torch_function__ = NO_TORCH_FUNCTION
 
     @functools.cached_property
     def local(self) -> Tensor:
-        """What this rank stores, 1-D `[spec.numel]`. Only gradients lack it until someone asks: see `of_each`."""
+        """What this rank stores, 1-D `[spec.numel]`. A gradient made by `of_each` splits it off on first use."""
         segment: Tensor = vars(self)["_flat"].segment_of(self.spec)
         return segment
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> "ShardedTensor":
-        """A sharded tensor over `local`, whose dtype and device it has; nothing is copied."""
+        """A sharded tensor over `local`, with its dtype and device; nothing is copied."""
         self: ShardedTensor = new_wrapper(
             cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
@@ -136,7 +118,7 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def of_each(cls, flat: "FlatGradient") -> list["ShardedTensor"]:
-        """One sharded tensor for each parameter of a flat gradient, which is split when one is looked at."""
+        """One sharded tensor for each parameter of a flat gradient, which is split when one is first read."""
         new = functools.partial(new_wrapper, cls, dtype=flat.grad.dtype, device=flat.grad.device)
         made: list[ShardedTensor] = list(map(new, map(_SHAPE, flat.specs)))
         for tensor, spec in zip(made, flat.specs, strict=True):
@@ -172,7 +154,7 @@ class ShardedTensor(Tensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
     ) -> Any:
-        """The full tensor as a replicated DTensor, the only placement of DTensors that this can be turned into.
+        """The full tensor as a replicated DTensor.
 
         Raises:
             ValueError: another mesh or another placement was asked for.
@@ -185,7 +167,7 @@ class ShardedTensor(Tensor):
         return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
 
     def write(self, full: Tensor) -> None:
-        """Let this tensor have the elements of `full`, plain."""
+        """Copy the elements of `full`, plain, into this tensor."""
         self.local.copy_(self.spec.local_of(full))
         bump_version(self.local)
 
@@ -209,7 +191,7 @@ class ShardedTensor(Tensor):
         set_local(self, local, self.spec)
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: it would be this rank's part."""
+        """Raises TypeError: this rank has only a part."""
         raise TypeError(
             "a sharded tensor cannot become an array or a list, as this rank has a part of it; call full_tensor() on "
             "all ranks first, or to_local() for this rank's part"
@@ -292,7 +274,7 @@ class ShardedTensor(Tensor):
 
 
 class FlatGradient:
-    """The gradient of a flat shard, that of its parameters, which share its memory.
+    """The gradient of a flat shard; the gradients of its parameters share its memory.
 
     Args:
         grad: 1-D, laid out as the shard.
@@ -305,14 +287,14 @@ class FlatGradient:
         self._segments: dict[int, Tensor] = {}  # by the id of a parameter's spec
 
     def segment_of(self, spec: ShardSpec) -> Tensor:
-        """The segment of the parameter that is sharded as `spec`, one of `specs`, says."""
+        """The segment of the parameter whose spec is `spec`, one of `specs`."""
         if not self._segments:
             self._segments = dict(zip(map(id, self.specs), self._split(self.grad), strict=True))
         return self._segments[id(spec)]
 
     @staticmethod
     def of(params: Sequence[nn.Parameter]) -> "FlatGradient | None":
-        """The one whose segments the gradients of all `params` are; None if any has another gradient, or none."""
+        """The flat gradient that the gradients of all `params` are segments of; None if there is no such."""
         shared: FlatGradient | None = None
         for param in params:
             grad = param.grad
@@ -327,7 +309,7 @@ class FlatGradient:
 
 
 def check_full_shape(tensor: ShardedTensor, data: Tensor, instead: str = "") -> None:
-    """Raise ValueError unless `data`, which becomes the data of `tensor`, has its full shape; `instead`: what to do."""
+    """Raise ValueError unless `data`, to be assigned to `tensor.data`, has the full shape; `instead`: advice."""
     if data.shape != tensor.shape:
         raise ValueError(
             f"data: expected a tensor of the full shape {tuple(tensor.shape)}, found {tuple(data.shape)}; {instead}to "
@@ -348,9 +330,8 @@ torch.serialization.add_safe_globals([_unpickled, ShardedTensor, ShardSpec, Shar
 
 
 def set_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Let `param.grad` be `grad`, of the parameter's shape and any dtype and device; return what it is (E-GRAD-2).
-
-    It shares memory with `grad`, and is `grad` itself where dtype and device are those of the parameter.
+    """Set `param.grad` to `grad`, of the parameter's shape and any dtype and device; return the new `.grad` (E-GRAD-2).
+    It shares memory with `grad`, and is `grad` itself if dtype and device are those of the parameter.
     """
     if (grad.dtype, grad.device) == (param.dtype, param.device):
         param.grad = grad
@@ -367,9 +348,9 @@ register_foreach_type(ShardedTensor)
 
 
 def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[ShardedTensor] | None = None) -> None:
-    """Let `tensor`, plain or a sharded tensor, be one of class `kind` over `local`: the same object.
+    """Turn `tensor`, plain or sharded, into a sharded tensor of class `kind` over `local`: the same object.
 
-    Its attributes stay, and hooks on it. Autograd's node for a parameter stays too, unless dtype or device change.
+    Its attributes and hooks stay. Autograd's node for a parameter stays too, unless dtype or device change.
     """
     kind = kind or (type(tensor) if isinstance(tensor, ShardedTensor) else ShardedTensor)
     if not isinstance(tensor, ShardedTensor):
@@ -387,7 +368,7 @@ def set_local(tensor: Tensor, local: Tensor, spec: ShardSpec, kind: type[Sharded
 class UnshardedTensor(ShardedTensor):
     """A parameter of a sharded unit while `summon_full_params` shows it in full: `local` has all elements.
 
-    It is an ordinary tensor to all operators, whose results are plain. A `ShardedTensor` turns into it and back.
+    Operators take it for a plain tensor, and their results are plain.
     """
 
     # torch's stub declares a static method without `func`.
@@ -440,19 +421,9 @@ class UnshardedTensor(ShardedTensor):
 class UnreducedGradient(UnshardedTensor):
     """A gradient that this rank has accumulated under `no_sync`: `local` has all elements, of this rank's sum alone.
 
-    Of a parameter that is distributed over other ranks beside, these are the elements of its local tensor. It can be
-    read, scaled and cleared as an ordinary tensor. Norms and optimizer updates are refused: ranks would get different
-    results.
+    For a DTensor parameter, `local` has the elements of its local tensor. It can be read, scaled and cleared as a plain
+    tensor. Norms and optimizer updates are refused: ranks would get different results.
     """
-
-    # torch's stub declares a static method without `func`.
-    @classmethod
-    @never_compile
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no types
-        name = func._schema.name
-        if "norm" in name or name.startswith(("aten::_fused_", "aten::_amp_")):
-            refuse_unreduced(name)
-        return _call_on_all_elements(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
         """This rank's accumulated gradient, plain; it shares memory. Other ranks have other values."""
@@ -466,15 +437,17 @@ class UnreducedGradient(UnshardedTensor):
 
 
 def refuse_unreduced(name: str) -> NoReturn:
-    """Raise RuntimeError: operator `name` must not see an accumulated gradient."""
+    """Raise RuntimeError: operator `name` must not read an accumulated gradient."""
     raise RuntimeError(
         f"{name.removeprefix('aten::')}: a gradient was accumulated under no_sync and not reduced; run a backward pass "
         f"outside no_sync before clipping or optimizer.step()"
     )
 
 
+_UPDATES = ("aten::_fused_", "aten::_amp_")
+
+
 def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func` with plain tensors in the place of those that have all elements here."""
     plain: dict[int, Any] = {}
     met = set()
 
@@ -487,8 +460,9 @@ def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
         return type(value)(map(unwrap, value)) if isinstance(value, (list, tuple)) else value
 
     args, kwargs = unwrap(args), {key: unwrap(value) for key, value in kwargs.items()}
-    if met.issuperset((ShardedTensor, UnreducedGradient)):
-        refuse_unreduced(func._schema.name)
+    name = func._schema.name
+    if UnreducedGradient in met and (ShardedTensor in met or "norm" in name or name.startswith(_UPDATES)):
+        refuse_unreduced(name)
     result = func(*args, **kwargs)
     if func._schema.is_mutable:
         bump_version([tensor.local for tensor in plain.values()])
@@ -496,7 +470,7 @@ def _call_on_all_elements(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class ShardedView(Tensor):
-    """A view of a sharded tensor: `steps` lead from the full tensor to it. All ranks read and write it together."""
+    """A lazy view of a sharded tensor: `steps` lead from the full tensor to it. Reads and writes are collective."""
 
     base: ShardedTensor
     steps: tuple[Callable[[Tensor], Tensor], ...]
@@ -505,7 +479,7 @@ class ShardedView(Tensor):
 
     @staticmethod
     def __new__(cls, base: ShardedTensor, steps: tuple[Callable[[Tensor], Tensor], ...], like: Tensor) -> "ShardedView":
-        """A view of `base` of the shape and strides of `like`."""
+        """A view of `base` with the shape and strides of `like`."""
         self: ShardedView = new_wrapper(
             cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=base.device
         )
@@ -516,7 +490,7 @@ class ShardedView(Tensor):
         pass
 
     def read(self) -> Tensor:
-        """The view's elements, plain; gathered anew if the base was changed since."""
+        """The view's elements, plain; gathered again if the base has changed since."""
         version = self.base.local._version
         if self._gathered is None or self._gathered[0] != version:
             full = view = self.base.full_tensor()
@@ -526,7 +500,7 @@ class ShardedView(Tensor):
         return self._gathered[2]
 
     def write(self, view: Tensor) -> None:
-        """Let the base have the elements of `view`, which `read` gave and somebody changed since."""
+        """Write `view`, which `read` returned and somebody changed since, back to the base."""
         if self._gathered is not None:
             full = self._gathered[1]
             self.base.write(full)

@@ -1,16 +1,13 @@
-"""A sharded module: what it knows about itself, and how its code finds unsharded parameters.
+"""A sharded module: how it is sharded, and how its code finds unsharded parameters.
 
-    module._fsdp          ModuleSharding: a module that `fully_shard` was called on or that it chose as a unit
-    module._fsdp_units    the units that hold the parameters which a module owns itself; generated look-up code reads it
+    module._fsdp          ModuleSharding: of a module that `fully_shard` was called on or that it chose as a unit
+    module._fsdp_units    the units that hold the module's own parameters; generated look-up code reads it
 
-Both lie in `module.__dict__`. What changes while a step runs lies in the units and in the runtime of the root.
-
-Look-up, not installation: the class of a module that owns managed parameters is replaced by a subclass with a property
-for each. It returns the unit's full view while the unit is gathered, else the sharded parameter. Nothing is set or
-restored per step. Classes are cached by (original class, where each parameter is found, forward, constants of a traced
-forward), so equal modules of equal blocks share one class and one compiled graph, and different models share no code
-object: Dynamo counts recompilations for each, and stops at a limit. All that belongs to an instance, its units, lives
-in the instance.
+The class of a module that owns managed parameters is replaced by a subclass with a property for each. It returns the
+unit's full view while the unit is gathered, else the sharded parameter: nothing is set or restored per step. Classes
+are cached by (original class, where each parameter is found, forward, constants of a traced forward), so equal blocks
+share one class and one compiled graph, and different models share no code object: Dynamo counts recompilations for
+each, and stops at a limit. What belongs to an instance, its units, lives in its `__dict__`.
 """
 
 import functools
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile.core._torch import RNN_WITHOUT_LIST, mark_as_sharded
-from fsdp_compile.core.inner_params import Recipe, inner_names, recipes_of
+from fsdp_compile.core.inner_params import inner_names, recipes_of
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit, unit_of
 
@@ -50,7 +47,7 @@ class ModuleSharding:
 
 
 def sharding_of(module: nn.Module) -> ModuleSharding | None:
-    """How `module` is sharded; None if it is no sharded module itself."""
+    """How `module` is sharded; None if it is not a sharded module itself."""
     return module.__dict__.get("_fsdp")
 
 
@@ -104,14 +101,13 @@ class Lookup:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the module had before its class was swapped."""
+    """The class of the module before its class was swapped."""
     return getattr(type(module), "_fsdp_original", type(module))
 
 
 def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: type) -> None:
     """Let `module` find `params`, by name, in the given units at the given indices.
-
-    It becomes an instance of `mixin`, unless it is one of another mixin already.
+    It becomes an instance of `mixin`, unless its class has a mixin already.
     """
     units = list(module.__dict__.get("_fsdp_units", ()))
     lookups = list(getattr(type(module), "_fsdp_lookups", ()))
@@ -127,9 +123,7 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
 
 def swap_class(module: nn.Module, mixin: Any) -> None:
     """Make `module`, which knows its units, an instance of `mixin` as well.
-
-    Of a `mixin` that is sharded itself, `wrap_forward` wraps the original forward, `wrap_call` what runs hooks and
-    forward, and `on_swap` is called with the module.
+    If `mixin` has `wrap_forward`, that wraps the original forward, and `wrap_call` the call of hooks and forward.
     """
     constants = tuple(text for unit in units_gathered_below(module) for text in unit.traced_constants)
     _swap(module, getattr(type(module), "_fsdp_lookups", ()), mixin, constants)
@@ -168,9 +162,8 @@ def _swapped_class(
 
 
 def _new(original: Any, cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """What a call of a swapped class makes: an instance of the original one, as when a sharded `Sequential` is sliced.
-
-    Copying and unpickling call this without arguments, and fill in what they get.
+    """What calling a swapped class makes: an instance of the original one, as when a sharded `Sequential` is sliced.
+    Copying and unpickling call this without arguments.
     """
     return original(*args, **kwargs) if args or kwargs else object.__new__(cls)
 
@@ -187,18 +180,16 @@ def find(module):
 
 _PUT_TOGETHER = """
 def find(module):
-    return put_together(module._fsdp_recipes[{name!r}], ({tensors},))
+    return module._fsdp_recipes[{name!r}].put_together(iter(({tensors},)))
 """  # Note [Inner tensors]
-
-_NEAR = 8  # frames between a module's forward and the access to a parameter, at most
 
 
 def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     """The parameter as it is stored, for code outside of its unit's forward; traced with gradients, an unsharded one.
 
-    The latter is gathered for this use alone, in the parameter's own dtype, as the operators of sharded tensors do.
-    RuntimeError if that code is the module's own forward: it needs the full parameter (E-FWD-11). Only here is that
-    looked for; a unit that is gathered does not come here, nor do `parameters()` and its like.
+    The latter is gathered for this use alone, in the parameter's own dtype. RuntimeError if the code is the module's
+    own forward, which needs the full parameter (E-FWD-11). `parameters()` and access to a gathered unit do not come
+    here.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         unit: Unit = module._fsdp_units[slot]
@@ -218,29 +209,25 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     return param
 
 
+# Stack frames, on the way to an error alone: state that says whose forward runs would cost each module call.
 def _is_in_forward_of(module: nn.Module) -> bool:
-    """Whether code close to the caller is the forward of this very module."""
     forward = getattr(original_class(module).forward, "__code__", None)
     frame = inspect.currentframe()
-    for _ in range(_NEAR):
+    for _ in range(8):  # frames between a module's forward and the access to a parameter, at most
         frame = frame.f_back if frame else None
         if frame and frame.f_code is forward and forward.co_varnames:
             return frame.f_locals.get(forward.co_varnames[0]) is module
     return False
 
 
-def _put_together(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Any:
-    return recipe.put_together(iter(tensors))
-
-
 def _property(code: str, literals: dict[str, Any]) -> property:
-    scope: dict[str, Any] = {"find_closed": find_closed, "put_together": _put_together}
+    scope: dict[str, Any] = {"find_closed": find_closed}
     exec(code.format(**literals), scope)
     return property(scope["find"])
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers add."""
+    """A parameter's name without the prefixes that wrappers add."""
     for prefix in _ADDED:
         name = name.replace(prefix, "")
     return name

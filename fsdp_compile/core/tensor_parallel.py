@@ -88,20 +88,20 @@ class TensorParallel:
         return full
 
     def all_reduce(self, value: Tensor, op: str) -> Tensor:
-        """`value`, plain, reduced over the ranks that have different parts."""
+        """Reduce `value`, plain, over the ranks that have different parts."""
         for group in self.groups:
             value = collectives.all_reduce(value, group, op)
         return value
 
 
 def tensor_parallel_of(param: Tensor) -> TensorParallel | None:
-    """How a parameter that `with_local_parameters` made was distributed; None of another."""
+    """How a parameter made by `with_local_parameters` was distributed; None for any other."""
     parallel: TensorParallel | None = vars(param).get(_MARK)
     return parallel
 
 
 def with_local_parameters(model: nn.Module, params: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """`params`, with a plain parameter over its local tensor in the place of each DTensor, in `model` as well."""
+    """Replace each DTensor of `params`, in `model` too, by a plain parameter over its local tensor; return all."""
     local: dict[nn.Parameter, nn.Parameter] = {}
     for _, each in params:
         if isinstance(each, DTensor):
@@ -119,8 +119,8 @@ def check_distribution(name: str, param: DTensor, peers: list[int]) -> None:
     """Check that `param` can be sharded over the ranks `peers` as well.
 
     Raises:
-        ValueError: it has hooks, which the object that takes its place would not have, a placement other than `Shard`
-            and `Replicate`, or is distributed over some of these ranks already.
+        ValueError: it has hooks, a placement other than `Shard` and `Replicate`, or is distributed over several of
+        `peers`.
     """
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictSettings
 
-from fsdp_compile.comm.groups import mesh_of
+from fsdp_compile.comm.groups import Stages, mesh_of
 from fsdp_compile.core._torch import current_backward, while_tracing
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
@@ -46,12 +46,7 @@ T = TypeVar("T")
 
 
 class Phase(Enum):
-    """Who reads unsharded parameters of a unit (E-STATE-1).
-
-        SHARDED ---- a forward begins --------> FORWARD ----- it ends, or fails -----> SHARDED
-        SHARDED ---- backward reaches it -----> BACKWARD ---- its gradients are -----> SHARDED
-                                                              there, or backward fails
-        SHARDED ---- summon_full_params ------> SUMMONED ---- the context is left ---> SHARDED
+    """Who reads unsharded parameters of a unit (E-STATE-1). `TRANSITIONS` has the changes that are allowed.
 
     In SHARDED nothing reads them, though buffers may hold them: prefetched for the next forward, not freed between
     forward and backward (SHARD_GRAD_OP), or left by a backward pass under no_sync.
@@ -104,9 +99,8 @@ class UnitOptions:
 
 
 class VersionCounters(NamedTuple):
-    """When the values of a unit's parameters were last changed: equal counters, equal values.
-
-    The counters of all ranks change together, also those of ranks that store nothing of what was changed.
+    """Version counters of a unit's parameters: equal counters, equal values.
+    The counters of all ranks change together, also on ranks that store nothing of what was changed.
     """
 
     params: list[int]  # version counters of the parameters
@@ -118,18 +112,14 @@ Location = tuple[dict[str, nn.Parameter | None], str]
 
 
 class ParameterLocations:
-    """For each parameter of a unit its locations; tied parameters have several.
-
-    Attributes:
-        of: the locations of each parameter, by index.
-    """
+    """The locations `of` each parameter of a unit, by index; tied parameters have several."""
 
     def __init__(self, params: int) -> None:
         self.of: list[list[Location]] = [[] for _ in range(params)]
         self.record()
 
     def add(self, index: int, parameters: dict[str, nn.Parameter | None], name: str) -> None:
-        """Parameter `index` is in `parameters`, a module's `_parameters`, under `name`."""
+        """Record that `parameters`, a module's `_parameters`, holds parameter `index` under `name`."""
         self.of[index].append((parameters, name))
         self.record()
 
@@ -142,8 +132,7 @@ class ParameterLocations:
 
     def are_unchanged(self) -> bool:
         """Whether modules hold what they held at the last `record`.
-
-        Asked at every eager forward: the work for each parameter runs in C, at the cost that eager/writeback.py tells.
+        Asked at every eager forward: the work for each parameter runs in C (eager/writeback.py has what it costs).
         """
         held = map(dict.get, self._registries, self._names)
         return all(map(operator.is_, held, self._recorded))
@@ -153,9 +142,9 @@ class ReduceQueue(deque[GradientReduction]):
     """Reduces that a root's backward passes have started and not yet waited for, oldest first.
 
     Attributes:
-        awaiting_reduce: units of the root for which no_sync was in force since their last reduce, in one order on all
-            ranks: what they have accumulated is to be reduced, even if they take part in no backward pass any more.
-        settled_in: the last backward pass at whose end that happens.
+        awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
+        what they accumulated is reduced even if they take part in no further backward pass.
+        settled_in: the last backward pass at whose end that happened.
     """
 
     def __init__(self) -> None:
@@ -168,8 +157,8 @@ class Unit:
     """Parameters that are gathered, reduced and freed together.
 
     Args:
-        sections: each `(name, parameter)` pairs in full shape; no flat parameter has parameters of two. Each parameter
-            keeps its identity.
+        sections: each `(name, parameter)` pairs in full shape; no flat parameter spans two. Each parameter stays the
+        same object.
         settings: the options of `fully_shard`.
         on_meta: whether the shard has no memory until `to_empty` gives it some.
         device: where the unit computes; None: where its parameters are.
@@ -184,8 +173,8 @@ class Unit:
         device: torch.device | None = None,
     ) -> None:
         self.settings = settings
-        group, shards, reshard_after_forward, replicas, stage_groups = settings.placement
-        self._take_groups(group, replicas, stage_groups)
+        group, shards, reshard_after_forward, replicas, stages = settings.placement
+        self._take_groups(group, replicas, stages)
         self.rank = dist.get_rank(group) if shards > 1 else 0
         self.device = device or sections[0][0][1].device
         # Whether unsharded parameters are freed between forward and backward; None: an eager step frees them, the plan
@@ -220,7 +209,6 @@ class Unit:
         self.link_params()
 
     def _spec(self, flat: FlatParam, compute: torch.dtype, reduce: torch.dtype) -> tuple[str, str]:
-        """The constants of a traced forward, one for `unshard` and one for `views`."""
         spec = UnshardSpec(
             flat.layout,
             self.stages,
@@ -249,7 +237,7 @@ class Unit:
 
     @property
     def phase(self) -> Phase:
-        """Who reads the parameters now. What a backward pass that failed has left ends with that pass."""
+        """Who reads the parameters now. A phase left by a backward pass that failed ends with that pass."""
         if self._phase is Phase.BACKWARD and self.backward_pass != current_backward():
             return Phase.SHARDED
         return self._phase
@@ -262,11 +250,11 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether module code may read unsharded parameters: in a forward, or in the backward pass now running."""
+        """Whether module code may read unsharded parameters: in a forward, or in the running backward pass."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
 
     def show_unsharded(self, tensors: list[Tensor], as_flats: bool) -> None:
-        """A forward, or else the running backward pass, reads `tensors`: one per parameter, or one per flat one."""
+        """Let a forward or the running backward pass read `tensors`, one per parameter, or per flat parameter."""
         now = current_backward()
         self.enter(Phase.FORWARD if now == -1 else Phase.BACKWARD)
         self.backward_pass = now
@@ -276,7 +264,7 @@ class Unit:
             self.unsharded_params = tensors
 
     def hide_unsharded(self, tensors: list[Tensor] | None = None) -> None:
-        """Nothing reads `tensors` any more, None: or any. The autograd node that they own owns this unit: drop them."""
+        """End the reading of `tensors`, or of any. They own an autograd node that owns this unit: drop them."""
         if tensors is None or self.unsharded_params is tensors:
             self.unsharded_params = None
         if tensors is None or self.unsharded_flats is tensors:
@@ -285,7 +273,7 @@ class Unit:
             self._phase = Phase.SHARDED
 
     def trace_unsharded(self, params: list[Tensor] | None) -> None:
-        """A forward that is traced reads `params` from here on; None: no more."""
+        """Let the forward that is being traced read `params`; None: no more."""
         self.unsharded_params = params
         if self.unsharded_flats is None:
             self._phase = Phase.SHARDED if params is None else Phase.FORWARD
@@ -326,7 +314,7 @@ class Unit:
         self._choose_delivery()
 
     def set_may_update(self, may_update: bool) -> None:
-        """Choose whether graphs that are traced from now on let the optimizer update the unit in backward."""
+        """Choose whether graphs traced from now on let the optimizer update the unit in backward."""
         self.may_update = may_update and self.is_sharded
         self._choose_delivery()
 
@@ -340,31 +328,20 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward and self.is_sharded
         self.update_dtypes()
 
-    def set_groups(
-        self,
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None,
-        stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-    ) -> None:
-        """Go on in other process groups, in which this rank stores the same shard of as many.
-
-        Compiled graphs have the names of groups in them: the next call compiles again, unless the names are the same.
+    def set_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
+        """Continue in other process groups of the same size, in which this rank stores the same shard.
+        Graphs hold the names of groups: the next call compiles again, unless the names are the same.
         """
-        self._take_groups(group, replicas, stage_groups)
+        self._take_groups(group, replicas, stages)
         if self.ranks is not None:
             self.ranks.set_groups(self.group_name, self.replica_group and self.replica_group.name)
         self.update_dtypes()
 
-    def _take_groups(
-        self,
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None,
-        stage_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-    ) -> None:
+    def _take_groups(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, stages: Stages | None) -> None:
         self.group, self.replicas = group, replicas  # the latter of hybrid sharding, else None
         self.group_name, self.group_size = NamedGroup.of(group)
         self.replica_group = None if replicas is None else NamedGroup.of(replicas)
-        self.stages = tuple(map(NamedGroup.of, stage_groups or (group,)))  # that all-gathers go through, in order
+        self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
 
     def _choose_delivery(self) -> None:
         if not self._syncs or self._comm_hook is not None or self.options.changes_reduce:
@@ -426,9 +403,8 @@ class Unit:
 
     def compute_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
         """The dtype of unsharded parameters; with `full_precision`, that of the shard (E-MP-2).
-
-        Quantized ones, integers and what takes one byte, are never cast: their values mean something only together with
-        what the module stores beside them. Neither are inner tensors of subclasses.
+        Quantized ones (integers and one-byte dtypes) and inner tensors of subclasses are never cast: their values mean
+        something only together with what the module stores beside them.
         """
         stored = flat.shard.dtype
         is_quantized = not stored.is_floating_point or stored.itemsize == 1
@@ -440,13 +416,13 @@ class Unit:
         return self.settings.precision.reduce_dtype or self.compute_dtype(flat)
 
     def sent_dtype(self, flat: FlatParam, full_precision: bool = False) -> torch.dtype:
-        """The dtype in which gradients are packed: that of the reduce, but a compressing hook gets them as they are."""
+        """The dtype in which gradients are packed: that of the reduce, unless a hook compresses them itself."""
         if full_precision:
             return flat.shard.dtype
         return self.compute_dtype(flat) if self._hook_compresses else self.reduce_dtype(flat)
 
     def in_flat(self, index: int) -> tuple[FlatParam, int]:
-        """The flat parameter that the unit's parameter `index` lies in, and its index there."""
+        """The flat parameter that holds parameter `index` of the unit, and its index there."""
         at = index
         for flat in self.flats:
             if at < len(flat.params):
@@ -463,14 +439,14 @@ class Unit:
 
     @property
     def traced_constants(self) -> list[str]:
-        """What is constant in a graph of the unit's forward: units with equal ones can share a graph."""
+        """The constants in a graph of the unit's forward: units with equal ones can share a graph."""
         distributions = [f"{p.mesh} {p.placements} {p.shape}" for p in self.tensor_parallel if p is not None]
         return [spec for spec, _ in self._traced] + distributions
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def traced_unshard(self, full_precision: bool = False) -> list[Tensor]:
-        """Record the all-gather of all flat parameters; the unsharded parameters, differentiable."""
+        """Record the all-gather of all flat parameters; return the unsharded parameters, differentiable."""
         while_tracing(check_finished_graph)
         params: list[Tensor] = []
         constants = self._traced_in_full_precision if full_precision else self._traced
@@ -486,7 +462,7 @@ class Unit:
         return self.distributed(params)
 
     def split_flats(self, unsharded_flats: Sequence[Tensor]) -> list[Tensor]:
-        """The unsharded parameters in unsharded flat ones; traced, a marker lets the passes pack their gradients."""
+        """Split unsharded flat parameters; traced, a marker lets the passes pack their gradients."""
         while_tracing(check_finished_graph)
         params: list[Tensor] = []
         for flat, full, (spec, layout) in zip(self.flats, unsharded_flats, self._gathered, strict=True):
@@ -503,16 +479,16 @@ class Unit:
         return [param if parallel is None else parallel.distribute(param) for param, parallel in pairs]
 
     def version_counters(self) -> VersionCounters:
-        """The counters of the parameters as they are now, to compare with those of another time."""
+        """The current version counters of the parameters."""
         shards = [count for flat in self.flats for count in (flat.shard._version, flat.bindings)]
         return VersionCounters([param._version for param in self.params], shards)
 
     def is_current(self) -> bool:
-        """Whether modules hold the unit's parameters, and these lie in its shards."""
+        """Whether modules hold the unit's parameters and these lie in its shards."""
         return self.locations.are_unchanged() and all(flat.is_current() for flat in self.flats)
 
     def replace(self, params: dict[int, nn.Parameter]) -> None:
-        """Let other parameter objects, by index, take the place of those that the unit has."""
+        """Replace parameter objects, by index."""
         for index, param in params.items():
             del vars(self.params[index])["_fsdp_unit"]
             self.params[index] = param
@@ -533,14 +509,13 @@ class Unit:
                 flat.reduction.grad_dtype = self.reduce_dtype(flat)
 
     def link_params(self) -> None:
-        """Let every parameter refer to its unit, weakly."""
+        """Give every parameter a weak reference to its unit."""
         for index, param in enumerate(self.params):
             vars(param)["_fsdp_unit"] = (weakref.ref(self), index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         """A unit with parameters (copied already with their modules) and shards of its own, in the same groups.
-
-        It is idle and synchronizes gradients, whatever this one does now: nothing would ever end a no_sync for it.
+        It is idle and synchronizes gradients: nothing would ever end a no_sync for it.
         """
         copied = copy.copy(self)
         memo[id(self)] = copied
