@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm._torch import group_named
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 
@@ -218,6 +219,19 @@ class WatchedDevice(Device):
         self.watch.record.wait(HOST, event)
 
 
+class _Wait(NamedTuple):
+    full: Tensor
+
+    def wait(self) -> None:
+        collectives.wait(self.full)
+
+
+def _functional_all_gather(full: Tensor, shard: Tensor, group: str) -> collectives.Filling:
+    """As `start_all_gather`, by operators, which the watch sees; a group in Python has the collective beneath."""
+    collectives.ALL_GATHER_INTO(shard.to(full.dtype), group_named(group).size(), group, out=full)
+    return collectives.Filling(full, (_Wait(full),))
+
+
 @contextmanager
 def watched(model: Any, limit_gathers: bool = True) -> Iterator[Record]:
     """What happens inside to the root `model`, on a device that has streams, with collectives as NCCL has them."""
@@ -246,6 +260,7 @@ def watched(model: Any, limit_gathers: bool = True) -> Iterator[Record]:
         streams = {unit.device: Streams(WatchedDevice(watch), limit_gathers) for unit in units[:1]}
         stack.enter_context(mock.patch.object(model._fsdp_runtime, "_streams", streams))
         stack.enter_context(mock.patch.object(collectives, "copies", lambda tensor, group: False))
+        stack.enter_context(mock.patch.object(collectives, "start_all_gather", _functional_all_gather))
         stack.enter_context(mock.patch.object(UnshardedBuffer, "free", freeing))
         stack.enter_context(mock.patch.object(UnshardedBuffer, "start", starting))
         stack.enter_context(watch)

@@ -64,7 +64,7 @@ def mesh_without_group(size: int, rank: int, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, torch.arange(size), _init_backend=False, _rank=rank)
 
 
-def start_all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
+def start_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work:
     """Begin to all-gather `shard` into `full`; the public function takes as long again before it comes here."""
     return group._allgather_base(full, shard)
 
@@ -85,9 +85,7 @@ def broadcast_from(rank: int) -> dist.BroadcastOptions:
 def start_broadcasts(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], options: Sequence[dist.BroadcastOptions]
 ) -> list[dist.Work]:
-    """Begin to overwrite each of `tensors` by a broadcast with its own options; what the group's call does, but for
-    half a microsecond in the dispatcher.
-    """
+    """Begin to overwrite each of `tensors` by a broadcast, half a microsecond faster than by the call of the group."""
     backend: Any = group._get_backend(tensors[0].device)
     return [backend.broadcast([tensor], each) for tensor, each in zip(tensors, options, strict=True)]
 

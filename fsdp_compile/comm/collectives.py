@@ -1,20 +1,27 @@
 """The collectives, by name: nothing outside of this folder names one.
 
 Eager code calls the functions; graph passes use the operators, which are torch's functional collectives. Code that
-Inductor generates calls the process group itself (direct.py) and puts on the wire what an eager step does.
+Inductor generates calls `DirectCollectives` (direct.py), which sends what an eager step does.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm._torch import OPERATORS, broadcast_from, current_backward, group_named, start_broadcasts
+from fsdp_compile.comm._torch import (
+    OPERATORS,
+    broadcast_from,
+    current_backward,
+    group_named,
+    start_broadcasts,
+    start_gather,
+)
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -22,7 +29,6 @@ REDUCE_SCATTER = OPERATORS.reduce_scatter_tensor.default
 ALL_TO_ALL = OPERATORS.all_to_all_single.default
 ALL_GATHER_COALESCED = OPERATORS.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER_COALESCED = OPERATORS.reduce_scatter_tensor_coalesced.default
-BROADCAST = OPERATORS.broadcast_.default
 ALL_REDUCE = OPERATORS.all_reduce.default
 ALL_REDUCE_IN_PLACE = OPERATORS.all_reduce_.default  # for graphs after autograd, on a buffer that nothing else reads
 WAIT = OPERATORS.wait_tensor.default
@@ -57,7 +63,7 @@ _broadcasts: dict[int, "Broadcasts | None"] = {}  # by the id of a living group:
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """By device type, such as "cuda", the name of the backend that communicates tensors of it in `group`."""
+    """The backends of `group` by device type, such as {"cuda": "nccl"}."""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # cpu:gloo,cuda:nccl
 
 
@@ -73,8 +79,7 @@ def copies(tensor: Tensor, group: str) -> bool:
 
 class Broadcasts:
     """All-gathers as one broadcast for each rank's slice (Note [What gloo copies]).
-
-    Every generated gather comes here, with as many calls as there are ranks: what these need is made once for a group.
+    What the broadcasts of a group need is made once: every generated gather comes here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -90,7 +95,7 @@ class Broadcasts:
 
 
 def broadcasts_in(group: dist.ProcessGroup) -> Broadcasts | None:
-    """What gathers tensors on the CPU in `group`, if its backend would copy them."""
+    """What all-gathers CPU tensors in `group` if its backend would copy them; otherwise None."""
     if id(group) not in _broadcasts:
         copies_on_cpu = backends(group).get("cpu") in _COPYING_BACKENDS
         _broadcasts[id(group)] = Broadcasts(group) if copies_on_cpu else None
@@ -99,15 +104,13 @@ def broadcasts_in(group: dist.ProcessGroup) -> Broadcasts | None:
 
 
 def sendable(tensor: Tensor, group: str) -> Tensor:
-    """`tensor`, or a copy on a device that `group` communicates: parameters may be offloaded, and NCCL takes no host
-    memory.
-    """
+    """`tensor`, or a copy on a device that `group` communicates: NCCL takes no host memory."""
     devices = backends(group_named(group))
     return tensor if tensor.device.type != "cpu" or "cpu" in devices else tensor.to(next(iter(devices)))
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """`tensor` in a dtype that every backend moves: bytes, where gloo does not know its own, such as float8."""
+    """`tensor` in a dtype that every backend moves: as bytes where gloo does not know its own, such as float8."""
     return tensor if tensor.dtype in _KNOWN_TO_GLOO or not tensor.is_cpu else tensor.view(torch.uint8)
 
 
@@ -115,7 +118,7 @@ _units: dict[int, set[str]] = defaultdict(set)
 
 
 def name_unit(numel: int, unit: str) -> None:
-    """The unit at the path `unit` has a flat parameter of `numel` elements: for errors in compiled graphs."""
+    """Name the unit whose flat parameter has `numel` elements: for errors in compiled graphs."""
     _units[numel].add(unit)
 
 
@@ -145,32 +148,44 @@ class waiting_for:  # used like a function; a generator would cost a microsecond
             error.add_note(f"This was the {self._kind} of {what} in {stage}.")
 
 
-def start_all_gather(full: Tensor, shard: Tensor, group_size: int, group: str) -> None:
-    """Begin to all-gather `shard`, 1-D `[n]`, into `full`, 1-D `[n * group_size]`; read `full` after `wait(full)`."""
-    if not copies(full, group):
-        ALL_GATHER_INTO(shard, group_size, group, out=full)
-        return
-    slices = movable(full).view(group_size, -1)
-    slices[group_named(group).rank()].copy_(movable(shard))
-    for source in range(group_size):
-        BROADCAST(slices[source], source, group)
+class Filling(NamedTuple):
+    """A tensor, 1-D, that collectives fill: read it after `wait`. What they send lives until then."""
+
+    full: Tensor
+    works: Sequence[Any]
+    sent: Tensor | None = None
+    kind: str = "all-gather"
+
+    def wait(self) -> None:
+        """Order what follows after the collectives."""
+        for work in self.works:
+            work.wait()
+
+
+def start_all_gather(full: Tensor, shard: Tensor, group: str) -> Filling:
+    """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `full`, into `full`, 1-D `[n * group_size]`."""
+    ranks = group_named(group)
+    broadcasts = broadcasts_in(ranks) if full.is_cpu else None
+    if broadcasts is not None:
+        return Filling(full, broadcasts.start(ranks, full, shard))
+    sent = shard.to(full.dtype)
+    return Filling(full, (start_gather(ranks, full, sent),), sent)
 
 
 def wait(tensor: Tensor) -> None:
-    """Order what comes after the collectives that write `tensor`; nothing if there are none."""
+    """Order what follows after the functional collectives that write `tensor`, if there are any."""
     WAIT(tensor)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     """Concatenate every rank's `shard`, 1-D `[n]`, into a new 1-D tensor `[n * group_size]` of the same dtype."""
     full = shard.new_empty(shard.numel() * group_size)
-    start_all_gather(full, shard, group_size, group)
-    wait(full)
+    start_all_gather(full, shard, group).wait()
     return full
 
 
 def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
-    """As `all_gather`, by an operator without side effects: for code that users may compile. From any device."""
+    """As `all_gather`, by an operator without side effects, for code that users may compile. From any device."""
     sent = movable(sendable(shard, group))
     return WAIT(ALL_GATHER(sent, group_size, group)).view(shard.dtype).to(shard.device)
 
@@ -178,7 +193,7 @@ def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 def start_reduce_scatter(
     full: Tensor, group_size: int, group: str, op: str = "avg"
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to reduce `full`, 1-D `[n * group_size]`: this rank's slice of it, 1-D `[n]`, and what completes that."""
+    """Begin to reduce `full`, 1-D `[n * group_size]`; return this rank's slice, 1-D `[n]`, and what completes it."""
     if not copies(full, group):
         reduced = REDUCE_SCATTER(full, op, group_size, group)
         return reduced, partial(wait, reduced)
@@ -205,8 +220,8 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
     """Send `send[i]` consecutive elements of `sent`, 1-D, to rank i of the group, for every rank.
 
     Returns:
-        1-D `[sum(receive)]`: what the ranks sent to this one, in order of ranks; `receive[i]` elements from rank i. On
-        the device of `sent`, which may be any.
+        1-D `[sum(receive)]`: `receive[i]` elements from each rank i, in order, on the device of `sent`, which may be
+        any.
     """
     moved = movable(sendable(sent, group))
     size = sent.element_size() // moved.element_size()  # elements that stand for one
@@ -225,12 +240,12 @@ def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
 
 
 def broadcast(message: Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrite `message`, contiguous, of any shape and dtype, with what the group's first rank has in it."""
+    """Overwrite `message`, contiguous, of any shape and dtype, with that of the group's first rank."""
     dist.broadcast(movable(message), group=group, group_src=0)
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of `group` (None: every rank) has for `mine`, anything that can be pickled, in order of ranks."""
+    """What every rank of `group` (None: every rank) passes as `mine`, any picklable value, in order of ranks."""
     if not dist.is_initialized():
         return [mine]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -239,7 +254,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
-    """What the first rank of `group` (None: of all) has for `mine`, anything that can be pickled."""
+    """What the first rank of `group` (None: of all) passes as `mine`, any picklable value."""
     if not dist.is_initialized():
         return mine
     message = [mine]
@@ -253,7 +268,7 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def on_first_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """What `work` returns or raises on the first rank of `group`, on all its ranks; the others do not call it."""
+    """Call `work` on the first rank of `group`; return or raise on all ranks what it returns or raises there."""
     result, error = None, None
     if is_first(group):
         try:
@@ -272,7 +287,7 @@ def holds_on_all_ranks(holds: bool, group: str, device: torch.device) -> bool:
 
 
 def start_asking_ranks(holds: bool, group: str, device: torch.device) -> Callable[[], bool]:
-    """Begin to find out whether `holds` is true on every rank of the group; returns what waits for the answer."""
+    """Begin to ask whether `holds` is true on every rank of the group; return a function that waits for the answer."""
     denials = torch.tensor([not holds], dtype=torch.float32, device=device)
     start_all_reduce(denials, group, "sum")
 

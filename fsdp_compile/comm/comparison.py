@@ -1,11 +1,11 @@
-"""Ranks compare, through the store of a process group, what they are about to run; no collective takes part.
+"""Messages between ranks in a store, and comparisons by them of what ranks are about to run; no collective takes part.
 
 The n-th comparison in a group has the topic `fsdp_flat/<n>` of the message board:
 
     came/<rank>      this rank takes part
     same/<digest>    how many ranks are about to run the same
     came             how many ranks take part so far; the last of them knows all digests
-    outcome          all ranks agree, or texts are needed, or the error of a rank whose time was up
+    outcome          all ranks agree, or texts are needed, or the error of a rank that timed out
     text/<rank>      only if digests differ: what this rank is about to run
     texts            how many ranks have written theirs; the last of them finds the difference
     verdict          the error that all of them raise
@@ -16,23 +16,68 @@ Ranks that agree need five operations of the store, whatever the length of their
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_compile.comm.message_board import MessageBoard
+from fsdp_compile.comm._torch import store_of
 
 _AGREED, _DIFFERENT = "all ranks agree", "digests differ"
+
+
+class MessageBoard:
+    """Messages about one topic that ranks leave in a store, each under a key. All waits end.
+
+    Args:
+        store: reached by all ranks that read or write.
+        topic: the prefix of the keys.
+    """
+
+    def __init__(self, store: dist.Store, topic: str) -> None:
+        self._store = dist.PrefixStore(topic, store)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, topic: str) -> "MessageBoard":
+        """A board that only the ranks of `group` see."""
+        return cls(store_of(group), topic)
+
+    def post(self, key: str, message: str | bytes = "") -> None:
+        """Write `message` under `key`, over what is there."""
+        self._store.set(key, message)  # type: ignore[arg-type]  # bytes will do
+
+    def has(self, key: str) -> bool:
+        """Whether there is a message under `key`."""
+        return self._store.check([key])
+
+    def read(self, key: str, seconds: float | None = None) -> bytes | None:
+        """The message under `key`; None if it has not come after `seconds`, or the store is gone.
+        Without `seconds` the message must be there, and the store's own timeout ends the wait.
+        """
+        if seconds is not None:
+            try:
+                self._store.wait([key], timedelta(seconds=seconds))
+            except RuntimeError:  # stores differ in what they raise when time is up
+                return None
+        return self._store.get(key)
+
+    def decide(self, key: str, message: str) -> str:
+        """Write `message` under `key` unless a rank has done so before; return what is there, equal on all ranks."""
+        return self._store.compare_set(key, "", message).decode()
+
+    def count(self, key: str, more: int = 1) -> int:
+        """Add `more` to the number under `key`, 0 at first; return the sum."""
+        return self._store.add(key, more)
 
 
 class Subject(NamedTuple):
     """What ranks are about to run, in the words of errors.
 
     Attributes:
-        name: such as "compiled graph"; ranks that come with another name are about to run something else.
-        expected: what the lines of a text are, such as "the same collectives".
-        end: what stands for a line that a shorter text does not have.
+        name: such as "compiled graph"; ranks with another name are about to run something else.
+        expected: the lines of a text, such as "the same collectives".
+        end: stands for a line that a shorter text lacks.
         advice: what to do about a difference.
     """
 
@@ -58,7 +103,7 @@ class GroupCheck:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "GroupCheck":
-        """The one of `group`, which lives as long as the group."""
+        """That of `group`, which lives as long as the group."""
         return cls.by_group.setdefault(group, cls())
 
     def compare(self, text: str, group: dist.ProcessGroup, timeout: float, subject: Subject) -> None:
@@ -78,10 +123,8 @@ class GroupCheck:
 
 
 def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: float, subject: Subject) -> None:
-    """Compare in each group, in order, this rank's text for it; RuntimeError as `GroupCheck.compare` raises it.
-
-    Where ranks of one group differ, those of the groups after it learn that, and raise the same error: under hybrid
-    sharding, all ranks.
+    """Compare this rank's text in each group, in order; RuntimeError as `GroupCheck.compare` raises it.
+    If ranks of one group differ, those of the groups after it raise the same error: under hybrid sharding, all ranks.
     """
     rest = [(group, text) for group, text in pairs if exists(group)]
     while rest:
@@ -95,7 +138,7 @@ def compare_in_groups(pairs: Sequence[tuple[dist.ProcessGroup, str]], timeout: f
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether there are other ranks in `group` to compare with; those of the fake backend do not exist."""
+    """Whether `group` has other ranks to compare with; those of the fake backend do not exist."""
     return group.size() > 1 and dist.get_backend(group) != "fake"
 
 
@@ -107,7 +150,7 @@ class _Round:
         self.global_ranks = dist.get_process_group_ranks(group)
 
     def verdict(self, text: str, timeout: float, subject: Subject) -> str | None:
-        """None if all ranks agree, else the error of the first rank that knows it."""
+        """None if all ranks agree, else the error that all of them raise."""
         board = self.board
         same = "same/" + hashlib.sha256(f"{subject.name}\n{text}".encode()).hexdigest()
         board.post(f"came/{self.rank}", "yes")

@@ -8,7 +8,7 @@ so that Inductor knows what it deals with; `passes/post_grad/lower_collectives.p
     _c10d_functional.all_to_all_single(packed, [...], [...], '0')         ->  fsdp_collectives.all_to_all(...)
     _c10d_functional.wait_tensor(full)                                    ->  fsdp_collectives.wait(full)
 
-The first of a graph is called by `fsdp_collectives.at_start`, for an earlier call of the graph may have failed between
+The first of a graph is called on `fsdp_collectives.at_start`, for an earlier call of the graph may have failed between
 a collective and its wait.
 
 An all-gather can be started before the forward that reads it:
@@ -16,22 +16,20 @@ An all-gather can be started before the forward that reads it:
     gather = PrefetchedGather(shard, dtype, groups)     casts the shard and begins to fill a buffer
     with offered({gather: is_usable}) as offer:
         forward()           the first all-gather of that shard takes the buffer, and waits for what fills it
-    offer.asked             what the forward has gathered: what the next one will gather too
+    offer.asked             what the forward has gathered, and the next one will gather too
 
-The forward, eager or compiled, is not told of them: whatever starts an all-gather asks `take` first.
+The forward, eager or compiled, does not know of them: whatever starts an all-gather calls `take` first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_compile.comm._torch import group_named, start_all_gather, start_all_to_all
-from fsdp_compile.comm.collectives import broadcasts_in, waiting_for
+from fsdp_compile.comm._torch import group_named, start_all_to_all
+from fsdp_compile.comm.collectives import Filling, start_all_gather, waiting_for
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
@@ -48,40 +46,16 @@ from fsdp_compile.comm.collectives import broadcasts_in, waiting_for
 # decided in one place (eager/next_forward.py), whose answer is waited for when the first buffer is about to be taken.
 
 
-class Filling(NamedTuple):
-    """A tensor, 1-D, that collectives fill: to be read after `wait`. What they send lives until then."""
-
-    full: Tensor
-    works: Sequence[dist.Work]
-    sent: Tensor | None = None
-    kind: str = "all-gather"
-
-    def wait(self) -> None:
-        """Order what follows after the collectives."""
-        for work in self.works:
-            work.wait()
-
-
-def start_gather(out: Tensor, shard: Tensor, group: str) -> Filling:
-    """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`."""
-    ranks = group_named(group)
-    broadcasts = broadcasts_in(ranks) if out.is_cpu else None
-    if broadcasts is not None:
-        return Filling(out, broadcasts.start(ranks, out, shard))
-    sent = shard.to(out.dtype)
-    return Filling(out, (start_all_gather(ranks, out, sent),), sent)
-
-
 Key = tuple[int, int, str]
 
 
 def key_of(shard: Tensor, group: str) -> Key:
-    """What an all-gather of `shard` over `group` is looked up by (Note [Where a prefetched buffer is taken])."""
+    """The key of an all-gather of `shard` over `group` (Note [Where a prefetched buffer is taken])."""
     return shard.data_ptr(), shard.numel(), group
 
 
 class PrefetchedGather:
-    """An all-gather of the stored `shard`, 1-D `[n]`, cast to `dtype`, of which nothing has read the result yet.
+    """An all-gather of the stored `shard`, 1-D `[n]`, cast to `dtype`, whose result nothing has read yet.
 
     Args:
         groups: names and sizes of the one or two groups that it goes through, in order.
@@ -96,25 +70,25 @@ class PrefetchedGather:
         ((group, size), *self._later), self.dtype = groups, dtype
         self.key = key_of(shard, group)
         full = shard.new_empty(shard.numel() * size, dtype=dtype)
-        self._filling: Filling | None = start_gather(full, shard, group)
+        self._filling: Filling | None = start_all_gather(full, shard, group)
         self.then: PrefetchedGather | None = None
         self.is_taken = False
 
     def start_next_stage(self) -> None:
-        """Begin with the second of two stages, behind the first: on the CPU the host waits for that."""
+        """Start the second of two stages behind the first; on the CPU the host waits for that."""
         if self._later and self._filling is not None:
             self._filling.wait()
             self._filling = Filling(self._filling.full, ())
             self.then, self._later = PrefetchedGather(self._filling.full, self.dtype, self._later), []
 
     def take(self) -> Filling:
-        """What is being filled; this object refers to its memory no more."""
+        """What is being filled; this object no longer refers to its memory."""
         assert self._filling is not None
         filling, self._filling, self.is_taken = self._filling, None, True
         return filling
 
     def drop(self) -> None:
-        """What nothing has taken is waited for, and its memory given back."""
+        """Wait for what nothing has taken, and free its memory."""
         if self._filling is not None:
             filling, self._filling = self._filling, None
             filling.wait()
@@ -123,14 +97,14 @@ class PrefetchedGather:
 
 
 class Offer:
-    """What one forward may take.
+    """The prefetched all-gathers that one forward may take.
 
     Args:
-        gathers: for each whether it may be taken, to be asked when a forward is about to.
+        gathers: for each whether it may be taken, asked when a forward is about to.
 
     Attributes:
         asked: what the forward gathered, taken or not: by the key of the shard the dtype of the full buffer.
-        planned: where the shards begin that the plan of a compiled forward wants prefetched; None: there is none.
+        planned: addresses of the shards that the plan of a compiled forward wants prefetched; None: there is no plan.
     """
 
     def __init__(self, gathers: Mapping[PrefetchedGather, Callable[[], bool]]) -> None:
@@ -171,7 +145,7 @@ def take(shard: Tensor, dtype: torch.dtype, group: str) -> Filling | None:
 
 
 def plan_next(shards: Sequence[Tensor]) -> None:
-    """The forward that runs has a plan, which wants all-gathers of these stored shards started before the next one."""
+    """Note, for the plan of the running forward, that these stored shards are to be gathered before the next one."""
     offer = _offer.get()
     if offer is not None:
         offer.planned = {shard.data_ptr() for shard in shards}
@@ -180,8 +154,8 @@ def plan_next(shards: Sequence[Tensor]) -> None:
 class DirectCollectives:
     """Collectives on process groups themselves. Each generated module has one, which holds what is in flight.
 
-    Generated code passes nothing between a start and its wait but the tensor that is filled, so the work in between is
-    found by the address of that tensor: nothing else can occupy the address before the wait.
+    Generated code passes nothing from a start to its wait but the tensor that is filled. The work is found by the
+    address of that tensor, which nothing else can occupy before the wait.
     """
 
     def __init__(self) -> None:
@@ -189,9 +163,8 @@ class DirectCollectives:
 
     @property
     def at_start(self) -> "DirectCollectives":
-        """Itself, where a call of the graph begins: waits for what is left of a call that failed, and lets go of it.
-
-        Until then works hold their buffers. A buffer must not be freed while the collective that fills it runs.
+        """Itself, at the start of a call of the graph: waits for what is left of a call that failed.
+        A buffer must not be freed while a collective fills it.
         """
         while self._in_flight:
             _, filling = self._in_flight.popitem()
@@ -201,12 +174,12 @@ class DirectCollectives:
     def all_gather(self, shard: Tensor, group_size: int, group: str, *, out: Tensor) -> None:
         """Begin to all-gather `shard`, 1-D `[n]`, cast to the dtype of `out`, into `out`, 1-D `[n * group_size]`.
 
-        `out` is to be read after `wait(out)`. If it was prefetched, `out` becomes the tensor that is being filled (Note
-        [Where a prefetched buffer is taken]).
+        Read `out` after `wait(out)`. If it was prefetched, `out` becomes the tensor that is being filled (Note [Where a
+        prefetched buffer is taken]).
         """
         prefetched = take(shard, out.dtype, group)
         if prefetched is None:
-            self._in_flight[out.data_ptr()] = start_gather(out, shard, group)
+            self._in_flight[out.data_ptr()] = start_all_gather(out, shard, group)
             return
         full = prefetched.full
         out.set_(full.untyped_storage(), 0, full.shape, (1,))  # no copy: the graph has no view of it yet
@@ -214,7 +187,6 @@ class DirectCollectives:
 
     def all_to_all(self, packed: Tensor, output_sizes: list[int], input_sizes: list[int], group: str) -> Tensor:
         """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
-
         All slices have one size; the lists of sizes are those of torch's operator.
         """
         received = torch.empty_like(packed)

@@ -1,4 +1,4 @@
-"""Which ranks split parameters, which ranks hold copies of them, and how a mean over all of these is divided.
+"""Which ranks split parameters, and which ranks hold copies of them.
 
 16 ranks, 8 per node, hybrid                      rank 9
 shard groups      0..7, 8..15                     shards with 8..15
@@ -66,9 +66,7 @@ class Placement(NamedTuple):
 
 def place(strategy: ShardingStrategy, groups: Groups) -> Placement:
     """How a unit of `strategy` lies in `groups`.
-
-    With one rank to shard over nothing is split (E-STRAT-6): the unit is copied, and what replicas there are average
-    its gradients (E-STRAT-9).
+    With one rank to shard over, the unit is copied (E-STRAT-6), and its replicas average its gradients (E-STRAT-9).
     """
     replicate = groups.replicate if groups.replicas > 1 else None
     if groups.shard.size() == 1:
@@ -259,7 +257,7 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
 
 
 def shared_name(group: dist.ProcessGroup) -> str:
-    """A name of `group` that is equal on ranks for which it is the same part of a mesh; `group_named` finds it."""
+    """A name by which `group_named` finds `group`, equal on ranks for which it is the same part of a mesh."""
     if group is dist.group.WORLD:
         return group.group_name
     ranks = dist.get_process_group_ranks(group)
@@ -280,7 +278,7 @@ def separate_group(name: str) -> dist.ProcessGroup:
 
 
 def host_group(group: dist.ProcessGroup, may_make: bool) -> dist.ProcessGroup | None:
-    """What the ranks of `group` send tensors on the CPU in: `group`, or a group of gloo beside it, as of NCCL alone.
+    """The group that sends CPU tensors between the ranks of `group`: itself, or a gloo group beside one of NCCL alone.
 
     That is made once, by all of them at the same time, and destroyed with `group`. None: it was not made, or torch was
     built without gloo.
@@ -305,8 +303,7 @@ def _destroy(group: dist.ProcessGroup) -> None:
 
 def mesh_of(group: str, size: int, rank: int, device_type: str) -> DeviceMesh:
     """The `size` ranks of the group of that name, seen by `rank`, as a 1-D mesh.
-
-    It is of devices of that type if the group communicates on these. If there is no such group, it cannot communicate.
+    Its devices are of that type if the group communicates on these. Without such a group it cannot communicate.
     """
     try:
         process_group = group_named(group)
@@ -327,8 +324,8 @@ _NEW_GROUP = Subject(
 def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) -> dist.ProcessGroup:
     """A new group of `ranks`, some or all of those in `group`, which all make one of that size at the same time.
 
-    torch names it after its ranks and the number of groups that the process is in. Where ranks differ in that number,
-    each would wait for the others under a name of its own.
+    torch names it after its ranks and the number of groups that the process is in. Ranks that differ in that number
+    would wait for each other under different names.
 
     Raises:
         RuntimeError: on all ranks, if they differ.
@@ -340,8 +337,7 @@ def _group_within(group: dist.ProcessGroup, ranks: list[int], **options: Any) ->
 
 def _node_size(given: int | None) -> int:
     """Ranks per node: as given, as the launcher says, or as many as there are accelerators (E-PG-8).
-
-    The launcher goes before the devices: it may start fewer ranks, and show each rank only its own device.
+    The launcher precedes the devices: it may start fewer ranks, and show each rank only its own device.
     """
     if given is not None:
         if not isinstance(given, int):

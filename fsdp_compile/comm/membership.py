@@ -1,11 +1,10 @@
 """Which replicas train together: agreed on step by step through a store that outlives all of them.
 
 A replica is a fixed number of ranks that together store one copy of the model. The replicas that train together are a
-*generation*: it ends when one of them fails, or when another one joins, and the next one begins. No rank leads. The
-messages of the board are:
+*generation*: it ends when one of them fails or another one joins. No rank leads. The messages of the board are:
 
-    ready/<name>                 how many ranks of a new replica wait to be taken in
-    arrivals, arrival/<n>        how many replicas have asked to be taken in, and the name of each
+    ready/<name>                 how many ranks of a new replica wait to join
+    arrivals, arrival/<n>        how many replicas have asked to join, and the name of each
     lost/<name>                  the processes of a replica are known to have ended
     <g>/votes/<step>             how many ranks of generation g have all gradients of a step
     <g>/decision/<step>          all ranks of generation g take the step, or g has failed and none does
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_compile.comm.message_board import MessageBoard
+from fsdp_compile.comm.comparison import MessageBoard
 
 _TOPIC = "fsdp_flat/replicas"
 _TAKEN, _FAILED = "taken", "failed"
@@ -30,7 +29,7 @@ _PAUSE = 0.01  # seconds between two looks at the board
 
 
 class Member(NamedTuple):
-    """A replica of a generation, and how many steps it has taken; None: it needs the state of one that has."""
+    """A replica of a generation, and how many steps it has taken; None: it needs the state of another."""
 
     name: str
     step: int | None
@@ -69,7 +68,7 @@ class Membership:
         name: of this rank's replica; a replica that is started again takes another name.
         shard: which rank of the replica this is.
         shards: how many ranks each replica has.
-        timeout: seconds after which a rank that does not answer is taken for lost.
+        timeout: seconds after which a rank that does not answer counts as lost.
     """
 
     def __init__(self, store: dist.Store, name: str, shard: int, shards: int, timeout: float) -> None:
@@ -79,14 +78,14 @@ class Membership:
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, at_least: int, patience: float) -> Generation:
-        """Ask to be taken in, and wait until a generation has this replica.
+        """Ask to join, and wait until a generation has this replica.
 
         Args:
-            at_least: how many replicas the first generation must have. Later ones take in whoever asks.
+            at_least: how many replicas the first generation must have. Later ones take whoever asks.
             patience: seconds to wait at most.
 
         Raises:
-            TimeoutError: no generation has taken this replica in.
+            TimeoutError: no generation has this replica.
             RuntimeError: all replicas that had the state are lost.
             ValueError: another replica has, or had, the same name.
         """
@@ -122,7 +121,9 @@ class Membership:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def vote(self, generation: Generation, step: int) -> Decision:
-        """This rank has all gradients of `step`: wait until every rank of the generation has, or one has failed."""
+        """Report that this rank has all gradients of `step`; wait until every rank of the generation has, or one has
+        failed.
+        """
         if self._board.count(f"{generation.generation_id}/votes/{step}") == len(generation.members) * self.shards:
             earlier = range(1, generation.generation_id + 1)
             members = {name for generation_id in earlier for name in self._generation(generation_id).names}
@@ -138,7 +139,7 @@ class Membership:
         return self._decide(generation, step, _FAILED, reason)
 
     def fail(self, generation: Generation, step: int, reason: str) -> Decision:
-        """This rank cannot finish `step`: no rank takes it, unless all have voted already."""
+        """Report that this rank cannot finish `step`: no rank takes it, unless all have voted already."""
         return self._decide(generation, step, _FAILED, f"rank {self.shard} of replica {self.name}: {reason}")
 
     def _decide(self, generation: Generation, step: int, what: str, details: list[str] | str) -> Decision:
@@ -149,13 +150,13 @@ class Membership:
     # --- the next generation ------------------------------------------------------------------------------------------
 
     def announce(self, generation_id: int, step: int | None) -> None:
-        """This rank is alive, and after `step` steps it takes part in that generation; None: it has no state."""
+        """Report that this rank, after `step` steps, takes part in that generation; None: it has no state."""
         self._board.post(f"{generation_id}/here/{self.name}/{self.shard}", json.dumps(step))
 
     def next_generation(self, last: Generation, joining: tuple[str, ...] = ()) -> Generation:
         """The generation after `last`: its members of which all ranks are alive, and those that join.
 
-        Waits for members that have not announced themselves until the timeout, or until they are known to be lost.
+        Waits for silent members until the timeout, or until they are known to be lost.
 
         Raises:
             ReplicaLostError: the other replicas go on without this one, or no replica has all its ranks left.
@@ -206,13 +207,13 @@ class Membership:
         return self._board.has(f"lost/{name}")
 
     def _steps(self, name: str, generation_id: int) -> list[int | None]:
-        """How many steps the ranks of a replica have taken that are here; None: a rank has no state."""
+        """The steps that the ranks of a replica have taken, as far as they are here; None: a rank has no state."""
         keys = [f"{generation_id}/here/{name}/{shard}" for shard in range(self.shards)]
         return [json.loads(self._read(key)) for key in keys if self._board.has(key)]
 
 
 def mark_replica_lost(store: dist.Store, name: str) -> None:
-    """Say that a process of the replica `name` has ended, so that the others need not wait for its timeout.
+    """Report that a process of the replica `name` has ended, so that the others need not wait for its timeout.
 
     Call it from the process that starts replicas. All other processes of the replica must be ended too.
     """
@@ -220,5 +221,5 @@ def mark_replica_lost(store: dist.Store, name: str) -> None:
 
 
 def store_of_generation(store: dist.Store, generation: Generation) -> dist.Store:
-    """The store in which the ranks of a generation find each other; no other generation sees its keys."""
+    """The store in which the ranks of a generation meet; no other generation sees its keys."""
     return dist.PrefixStore(f"{_TOPIC}/{generation.generation_id}/group", store)

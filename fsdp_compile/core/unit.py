@@ -232,7 +232,7 @@ class Unit:
         self.awaiting_backward: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.prefetched: Any = None  # what `FSDPModule.unshard` gathered, until a forward takes it (eager.unsharded)
         self.summoned: Any = None  # the full parameters in the place of the sharded ones (eager.summon)
-        self.may_keep = False  # whether what was gathered last may stay unsharded; equal on all ranks
+        self.keep_unsharded = False  # whether what was gathered last may outlive its backward; equal on all ranks
         self.kept: Any = None  # what a backward pass left unsharded for the next forward (eager.unsharded)
 
     @property
@@ -381,10 +381,10 @@ class Unit:
         return any(flat.trains for flat in self.flats)
 
     @property
-    def keep_unsharded(self) -> bool:
-        """Whether a backward pass that ends now leaves the parameters unsharded (E-STRAT-5)."""
+    def reshard_after_backward(self) -> bool:
+        """Whether a backward pass that ends now frees the unsharded parameters (E-STRAT-5)."""
         stays_under_no_sync = self.reshard_after_forward is False and not self.syncs
-        return self.is_sharded and (stays_under_no_sync or not self.options.reshard_after_backward)
+        return not self.is_sharded or (self.options.reshard_after_backward and not stays_under_no_sync)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.comm.direct import Filling, take
+from fsdp_compile.comm.direct import take
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import NamedGroup, alias, view_parameters
 from fsdp_compile.core.unit import Unit, VersionCounters
@@ -184,7 +184,7 @@ class UnshardedBuffer:
         self.nbytes = self.storage.nbytes()
         self.slice: Tensor | None = None
         self.filling = False
-        self._prefetched: Filling | None = None
+        self._gather: collectives.Filling | None = None
 
     @property
     def is_free(self) -> bool:
@@ -218,21 +218,20 @@ class UnshardedBuffer:
 
     def _start_stage(self, full: Tensor, shard: Tensor, group: NamedGroup) -> None:
         """`full` becomes the tensor that was prefetched, if one was (Note [Where a prefetched buffer is taken])."""
-        self._prefetched = take(shard, full.dtype, group.name)
-        if self._prefetched is None:
+        self._gather = take(shard, full.dtype, group.name)
+        if self._gather is None:
             sent = self._shard() if shard is self.flat.shard else shard
-            collectives.start_all_gather(full, sent, group.size, group.name)
+            self._gather = collectives.start_all_gather(full, sent, group.name)
         else:
-            full.set_(self._prefetched.full.untyped_storage(), 0, full.shape, (1,))
+            full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
 
     def _wait(self, full: Tensor) -> None:
-        if self._prefetched is None:
-            collectives.wait(full)
+        gather, self._gather = self._gather, None
+        if gather is None:  # copied
             return
-        self._prefetched.wait()
-        if full.device.type != "cpu":  # made in the compute stream, and read in this one
+        gather.wait()
+        if gather.full is not full and full.device.type != "cpu":  # prefetched in the compute stream, read in this one
             full.record_stream(torch.get_device_module(full.device).current_stream(full.device))
-        self._prefetched = None
 
     def finish(self) -> None:
         """Order the current stream after the fill."""

@@ -156,7 +156,7 @@ class UnshardedUnit:
         ranks ask each other follows from what all of them did, namely this unit's last all-gather.
         """
         unit = self.unit
-        asks, unit.may_keep = unit.may_keep, unit.keep_unsharded and torch.is_grad_enabled()
+        asks, unit.keep_unsharded = unit.keep_unsharded, not unit.reshard_after_backward and torch.is_grad_enabled()
         if not asks:
             return None
         earlier, unit.kept = unit.kept, None
@@ -172,7 +172,7 @@ class UnshardedUnit:
         if not usable:
             self._free(earlier.buffers)
             return None
-        unit.may_keep |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
+        unit.keep_unsharded |= not torch.is_grad_enabled()  # a forward without gradients leaves them for the next
         return earlier
 
     def is_current(self) -> bool:
@@ -392,7 +392,8 @@ class UnshardedUnit:
         self.hide()
         if self.is_differentiated:
             return
-        if self.unit.keep_unsharded and self.unit.may_keep and not any(buffer.is_free for buffer in self.buffers):
+        keeps = self.unit.keep_unsharded and not self.unit.reshard_after_backward
+        if keeps and not any(buffer.is_free for buffer in self.buffers):
             self._keep()
             return
         if self.unit.kept is not None:

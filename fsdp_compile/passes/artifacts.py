@@ -34,8 +34,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.comm.comparison import exists
-from fsdp_compile.comm.message_board import MessageBoard
+from fsdp_compile.comm.comparison import MessageBoard, exists
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.passes._torch import (
     cache_folder,

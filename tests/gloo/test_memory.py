@@ -72,11 +72,12 @@ def _watched(model: nn.Module) -> Iterator[Watch]:
             weak = StorageWeakRef(buffer.storage)
             watch.full[weak.cdata] = weak
 
-    def noting_gather(full: torch.Tensor, low: torch.Tensor, *args: Any) -> None:
-        gather(full, low, *args)
+    def noting_gather(full: torch.Tensor, low: torch.Tensor, *args: Any) -> Any:
+        filling = gather(full, low, *args)
         if low.dtype != torch.float32:
             weak = StorageWeakRef(low.untyped_storage())
             watch.cast[weak.cdata] = weak
+        return filling
 
     def noting_start(buffer: UnshardedBuffer) -> None:
         start(buffer)

@@ -38,9 +38,9 @@ def wire() -> Iterator[list[Sent]]:
     def record(kind: str, full: Tensor, part: Tensor) -> None:
         sent.append(Sent(kind, full.numel(), part.numel(), full.dtype))
 
-    def all_gather(full: Tensor, shard: Tensor, *where: Any) -> None:
+    def all_gather(full: Tensor, shard: Tensor, *where: Any) -> Any:
         record("gather", full, shard)
-        start_all_gather(full, shard, *where)
+        return start_all_gather(full, shard, *where)
 
     def reduce_scatter(full: Tensor, *where: Any) -> Any:
         part, finish = start_reduce_scatter(full, *where)
