@@ -249,7 +249,7 @@ class ShardSpec:
         chunks = self.sharding.chunks(self.ranks.rank)
         if self.tensor_parallel is None:
             return chunks
-        start = self.tensor_parallel.offsets
+        _, start = self.tensor_parallel.local_box
         return tuple(replace(chunk, offsets=tuple(map(operator.add, start, chunk.offsets))) for chunk in chunks)
 
     @cached_property

@@ -48,18 +48,9 @@ class TensorParallel:
         return TensorParallel(tensor.device_mesh, tuple(tensor.placements), tensor.shape, contiguous)
 
     @cached_property
-    def _box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def local_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and offsets in the full tensor of what this rank and its data-parallel peers have."""
         return local_shape_and_offset(self.shape, self.mesh, self.placements)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank and its data-parallel peers have."""
-        return self._box[0]
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where that begins in the full tensor."""
-        return self._box[1]
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
@@ -82,7 +73,7 @@ class TensorParallel:
     def part_of(self, full: Tensor) -> Tensor:
         """This rank's part of a plain tensor that broadcasts to the full shape: a view."""
         missing = len(self.shape) - full.dim()
-        for dim, (offset, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
+        for dim, (size, offset) in enumerate(zip(*self.local_box, strict=True)):
             if dim >= missing and full.shape[dim - missing] == self.shape[dim]:
                 full = full.narrow(dim - missing, offset, size)
         return full

@@ -197,7 +197,8 @@ class Unit:
         self.tensor_parallel = distributions if any(distributions) else ()
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
         self.locations = ParameterLocations(len(self.params))  # which modules hold the parameters
-        self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
+        # A state and the function that reduces gradients instead of the default: see `set_comm_hook`.
+        self.comm_hook: tuple[Any, Callable[..., Any]] | None = None
         self._hook_compresses = False
         self.reduces_in_flight = ReduceQueue()  # shared by all units of a root
         self.accumulates = False  # whether no_sync was ever in force
@@ -302,14 +303,9 @@ class Unit:
         self.accumulates |= not syncs
         self._choose_delivery()
 
-    @property
-    def comm_hook(self) -> tuple[Any, Callable[..., Any]] | None:
-        """The state and the function that reduce gradients instead of the default, or None."""
-        return self._comm_hook
-
     def set_comm_hook(self, state: Any, hook: Callable[..., Any], compresses: bool) -> None:
         """Let `hook` reduce gradients; `compresses`: it gets them in the dtype of the computation."""
-        self._comm_hook, self._hook_compresses = (state, hook), compresses
+        self.comm_hook, self._hook_compresses = (state, hook), compresses
         self.update_dtypes()
         self._choose_delivery()
 
@@ -344,7 +340,7 @@ class Unit:
         self.stages = tuple(map(NamedGroup.of, stages or (group,)))  # that all-gathers go through, in order
 
     def _choose_delivery(self) -> None:
-        if not self._syncs or self._comm_hook is not None or self.options.changes_reduce:
+        if not self._syncs or self.comm_hook is not None or self.options.changes_reduce:
             self.delivery = GradientDelivery.DEFER
         elif self.accumulates:
             self.delivery = GradientDelivery.REDUCE_WITH_ACCUMULATED

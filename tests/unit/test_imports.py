@@ -21,7 +21,7 @@ ALLOWED = {
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
     "passes": {
-        *("core.ops", "core.flat_collectives", "core.host_copies", "core.layout"),
+        *("core.ops", "core.flat_collectives", "core.layout"),
         *("config", "comm"),
     },
     "state_dict": {"core", "comm"},

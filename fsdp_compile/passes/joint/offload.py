@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.core.host_copies import FROM_HOST, TO_HOST, WAIT_COPY
+from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.passes.graph.costs import size_of
 from fsdp_compile.passes.graph.nodes import Kind, Tag, backward_nodes, block_path, module_path, set_tag
 

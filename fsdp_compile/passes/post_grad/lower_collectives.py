@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.host_copies import WAIT_COPY
-from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE
+from fsdp_compile.core.ops import SEND_BUFFER, SEND_BUFFER_AS, WAIT_COLLECTIVE, WAIT_COPY
 from fsdp_compile.passes._torch import V, WaitKernel, ir, register_lowering, restore_dependencies
 from fsdp_compile.passes.graph.analyze import can_coalesce
 from fsdp_compile.passes.graph.nodes import CAST, set_tag, tag_of, tagged
