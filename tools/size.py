@@ -23,7 +23,7 @@ BUDGET = {
     PACKAGE: 27_940,
     f"{PACKAGE}/*.py": 2_910,
     f"{PACKAGE}/core": 4_490,
-    f"{PACKAGE}/comm": 1_410,
+    f"{PACKAGE}/comm": 1_390,
     f"{PACKAGE}/construct": 1_220,
     f"{PACKAGE}/eager": 3_120,
     f"{PACKAGE}/optim": 1_360,

@@ -99,19 +99,14 @@ def resolve_groups(
         ValueError: the arguments contradict each other, the strategy, or the number of ranks.
     """
     if mesh is not None and process_group is not None:
-        raise ValueError(
-            f"mesh and process_group: expected at most one, found {mesh} and {process_group}; drop one of them"
-        )
+        raise ValueError("mesh and process_group exclude each other; pass only one of them")
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "process_group: there is no default group yet; call torch.distributed.init_process_group(...) before "
-            "fully_shard"
-        )
+        raise RuntimeError("process_group: there is no default group yet; call init_process_group before fully_shard")
     hybrid = strategy in HYBRID
     if devices_per_node is not None and not (hybrid and mesh is None and process_group is None):
         raise ValueError(
-            f"devices_per_node: expected only with a hybrid strategy, and without mesh and process_group, found "
-            f"{devices_per_node!r} with {strategy.name}; drop it"
+            f"devices_per_node={devices_per_node!r} has no effect with {strategy.name} and these groups: it is for a "
+            f"hybrid strategy without mesh and process_group; leave it out"
         )
     if mesh is not None:
         return _of_mesh(mesh, strategy)
@@ -128,74 +123,64 @@ def _world() -> dist.ProcessGroup:
 
 def _of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a torch.distributed.DeviceMesh, found {type(mesh).__name__}")
+        raise TypeError(f"mesh must be a DeviceMesh, not a {type(mesh).__name__}")
     if strategy not in HYBRID:
         if mesh.ndim != 1:
             raise ValueError(
-                f"mesh: expected one dimension to shard over, found {mesh.ndim} in {mesh}; "
-                f"pass mesh['name'], or a hybrid strategy for (replicas, shards)"
+                f"mesh has {mesh.ndim} dimensions, and {strategy.name} shards over one: pass mesh['name'], or a hybrid "
+                f"strategy for (replicas, shards)"
             )
         return Groups(mesh.get_group())
     if mesh.ndim != 2:
-        raise ValueError(
-            f"mesh: expected two dimensions, (replicas, shards), for {strategy.name}, found {mesh.ndim} in {mesh}; "
-            f"make it by init_device_mesh(device, (replicas, shards))"
-        )
+        raise ValueError(f"mesh has {mesh.ndim} dimensions, and {strategy.name} needs two: (replicas, shards)")
     return Groups(mesh.get_group(1), mesh.get_group(0))
 
 
 def _single(given: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:
     if isinstance(given, (tuple, list)):
         raise ValueError(
-            f"process_group: expected one group for {strategy.name}, found a {type(given).__name__} of {len(given)}; "
-            f"pass one of them, or a hybrid strategy for (shard group, replica group)"
+            f"process_group is a {type(given).__name__} of {len(given)}, and {strategy.name} needs one group: pass one "
+            f"of them, or a hybrid strategy for (shard group, replica group)"
         )
     _check_member(given)
     if not isinstance(given, dist.ProcessGroup):
-        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, found {given!r}")
+        raise TypeError(f"process_group must be a ProcessGroup, not {given!r}")
     return given
 
 
 def _check_member(given: Any) -> None:
     """Refuse what `new_group` returns to ranks outside of the group (E-ERR-51)."""
     if given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"process_group: expected groups that rank {dist.get_rank()} is in, found that of other ranks; make a "
-            f"group for every rank, and pass each rank its own"
-        )
+        raise ValueError(f"process_group: rank {dist.get_rank()} is not in this group; pass each rank its own group")
 
 
 def _pair(given: Any, strategy: ShardingStrategy) -> Groups:
-    expected = f"process_group: expected the pair (shard group, replica group) for {strategy.name}"
+    expected = f"process_group must be a pair (shard group, replica group) for {strategy.name}"
     if not isinstance(given, tuple):
-        raise ValueError(f"{expected}, found {type(given).__name__}; pass a tuple of two groups")
+        raise ValueError(f"{expected}, not a {type(given).__name__}")
     for group in given:
         _check_member(group)
     if len(given) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in given):
-        types = ", ".join(type(group).__name__ for group in given)
-        raise ValueError(f"{expected}, found a tuple of ({types}); pass two groups")
+        raise ValueError(f"{expected}, not ({', '.join(type(group).__name__ for group in given)})")
     shard, replicate = given
     common = set(dist.get_process_group_ranks(shard)) & set(dist.get_process_group_ranks(replicate))
     if common != {dist.get_rank()}:
-        raise ValueError(
-            f"{expected} with this rank alone in both, found ranks {sorted(common)} in both; "
-            f"a replica group joins ranks of different shard groups"
-        )
+        raise ValueError(f"{expected} with this rank alone in both, and ranks {sorted(common)} are in both")
     return Groups(shard, replicate)
 
 
 def _of_nodes(strategy: ShardingStrategy, has_policy: bool, devices_per_node: int | None) -> Groups:
     if not has_policy:
         raise ValueError(
-            f"process_group: expected a pair of groups or a 2-D mesh for {strategy.name} without an auto_wrap_policy, "
-            f"found neither; units made by separate calls must be given the same groups"
+            f"{strategy.name} without an auto_wrap_policy needs a 2-D mesh, or a pair of groups as process_group: "
+            f"units made by separate calls must be given the same groups"
         )
     size = _node_size(devices_per_node)
     world = _world()
     if size < 1 or world.size() % size:
         raise ValueError(
-            f"devices_per_node: expected a divisor of the world's {world.size()} ranks, found {size}; "
-            f"pass devices_per_node, a mesh or a pair of groups"
+            f"{size} ranks per node do not divide the world's {world.size()} ranks; pass devices_per_node, a mesh or a "
+            f"pair of groups"
         )
     known = _made.setdefault(world, {})
     if ("nodes", size) not in known:
@@ -227,8 +212,8 @@ def divide(groups: Groups, neighbors: bool | int | str | None) -> Groups:
     ranks = dist.get_process_group_ranks(groups.shard)
     if neighbors < 1 or len(ranks) % neighbors:
         raise ValueError(
-            f"reshard_after_forward: expected a bool or a divisor of the {len(ranks)} ranks to shard over, found "
-            f"{neighbors}; a number is that of the ranks that gather again in backward"
+            f"reshard_after_forward={neighbors}, the number of ranks that gather again in backward, does not divide "
+            f"the {len(ranks)} ranks to shard over"
         )
     if neighbors in (1, len(ranks)):
         return groups
@@ -341,7 +326,7 @@ def _node_size(given: int | None) -> int:
     """
     if given is not None:
         if not isinstance(given, int):
-            raise TypeError(f"devices_per_node: expected an int, found {type(given).__name__}")
+            raise TypeError(f"devices_per_node must be an int, not a {type(given).__name__}")
         return given
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
     if launched.isdecimal():
@@ -349,6 +334,5 @@ def _node_size(given: int | None) -> int:
     if torch.accelerator.is_available():
         return min(torch.accelerator.device_count(), dist.get_world_size())
     raise ValueError(
-        "devices_per_node: expected the number of ranks per node, found neither it, nor LOCAL_WORLD_SIZE in the "
-        "environment, nor accelerators to count; pass devices_per_node"
+        "the number of ranks per node is unknown: pass devices_per_node, or set LOCAL_WORLD_SIZE in the environment"
     )

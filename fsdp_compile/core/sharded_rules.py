@@ -123,8 +123,8 @@ def average_gradients(args: Iterable[Any]) -> None:
             if isinstance(arg.local, FakeTensor):
                 if arg.requires_grad and torch.is_grad_enabled():
                     raise RuntimeError(
-                        "expected a compiled forward to use parameters as `module.name`, which gives unsharded ones, "
-                        "found it to use a sharded one, as from parameters(); compute that outside of what is compiled"
+                        "a compiled forward used a sharded parameter, as from parameters(): use module.name, which is "
+                        "unsharded, or compute that outside of what is compiled"
                     )
             elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
                 vars(arg)["_averages"] = arg.register_hook(partial(_averaged, arg.spec))
@@ -145,8 +145,8 @@ def _averaged(spec: ShardSpec, gradient: Tensor | None) -> Tensor | None:
         return None
     if gradient.requires_grad:
         raise RuntimeError(
-            "backward: expected create_graph=False, found True for a parameter that is used outside of its unit's "
-            "forward; derivatives of second order are not averaged over ranks"
+            "create_graph=True is not supported for a parameter that is used outside of its unit's forward: "
+            "derivatives of second order are not averaged over ranks"
         )
     return ShardedTensor(spec.local_of(_average(spec, plain(gradient))).clone(), spec)
 
@@ -251,8 +251,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
             return gather(func, args, kwargs)
         elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
-                f"{func._schema.name}: expected sharded operands, found a plain one, which may differ by rank, for an "
-                f"edit in place that autograd records; write it out of place, as x = x * y for x.mul_(y)"
+                f"{func._schema.name} in place, recorded by autograd, with a plain operand, which may differ by rank: "
+                f"write it out of place, as x = x * y for x.mul_(y)"
             )
     if target is not None:
         spec = target.spec

@@ -161,8 +161,8 @@ class ShardedTensor(Tensor):
         """
         if device_mesh not in (None, self.device_mesh) or list(placements or [Replicate()]) != [Replicate()]:
             raise ValueError(
-                f"placements: expected [Replicate()] on the same mesh, found {placements} on {device_mesh}; call "
-                f"full_tensor(), then distribute_tensor"
+                f"redistribute to {placements} on {device_mesh} is not supported, only to [Replicate()] on the same "
+                f"mesh; call full_tensor(), then distribute_tensor"
             )
         return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
 
@@ -183,10 +183,7 @@ class ShardedTensor(Tensor):
         check_full_shape(self, value, "to change this rank's elements alone, copy into to_local(); ")
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):
             value.spec.ranks.check_here()
-            raise ValueError(
-                f"data: expected a plain tensor or one that is sharded in the same way, found {value.spec}; call "
-                f"full_tensor() on it"
-            )
+            raise ValueError(f"data is sharded in another way, {value.spec}; call full_tensor() on it")
         local = value.local if isinstance(value, ShardedTensor) else self.spec.local_of(value.detach())
         set_local(self, local, self.spec)
 
@@ -224,7 +221,7 @@ class ShardedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
         if id(self) not in memo:
             if not self.is_leaf:
-                raise RuntimeError("deepcopy: expected a leaf, found the result of a computation; detach() it first")
+                raise RuntimeError("deepcopy of the result of a computation; detach() it first")
             copied = type(self)(self.local.detach().clone(), self.spec, self.requires_grad)
             copied._is_param = isinstance(self, nn.Parameter)
             if self.grad is not None:
@@ -384,7 +381,7 @@ class UnshardedTensor(ShardedTensor):
     def numpy(self, *, force: bool = False) -> Any:
         """As `Tensor.numpy`."""
         if self.requires_grad and not force:
-            raise RuntimeError("numpy(): expected a tensor that does not require grad; call detach() first")
+            raise RuntimeError("numpy() of a tensor that requires grad; call detach() first")
         return self.full_tensor().detach().numpy(force=force)
 
     def tolist(self) -> Any:

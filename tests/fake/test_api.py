@@ -72,7 +72,7 @@ def test_mesh_and_group_together_are_refused() -> None:
     refused(
         mlp(),
         ValueError,
-        "mesh and process_group: expected at most one, found",
+        "mesh and process_group exclude each other",
         mesh=mesh,
         process_group=dist.group.WORLD,
     )
