@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 113
+FILES = 112
 BUDGET = {
     PACKAGE: 27_940,
     f"{PACKAGE}/*.py": 2_910,
