@@ -8,9 +8,6 @@ that a range of an n-dimensional tensor needs:
     b b b b b b        b    rows 1 and 2, all columns
     b b b b b b
     . . . . . .
-
-Chunk, FlatSharding    integers only: chunks of a range, ranges of all ranks
-ShardSpec              what this rank stores, and how it is gathered from all ranks or reduced over them
 """
 
 # Note [Why shards end between rows]
@@ -61,8 +58,7 @@ def chunks_of_range(shape: tuple[int, ...], first: int, numel: int) -> tuple[Chu
         ValueError: the range is not within the tensor.
     """
     if first < 0 or numel < 0 or first + numel > math.prod(shape):
-        raise ValueError(f"expected a range within the {math.prod(shape)} elements of shape {shape}, found {numel} "
-                         f"elements from {first}")  # fmt: skip
+        raise ValueError(f"{numel} elements from {first} are not within shape {shape}")
     chunks: list[Chunk] = []
     start = 0
     for offsets, sizes in _boxes(shape, first, first + numel) if numel else ():

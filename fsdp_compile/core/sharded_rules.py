@@ -183,11 +183,10 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
     if not func._schema.is_mutable:
         return result
-    names = [argument.name for argument in func._schema.arguments]
-    by_name = dict(zip(names, args, strict=False)) | kwargs
     originals: dict[int, Any] = {}
-    for name in (names[position] for position in written_arguments(func)):
-        value = by_name.get(name)
+    for position in written_arguments(func):
+        name = func._schema.arguments[position].name
+        value = args[position] if position < len(args) else kwargs.get(name)
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, (ShardedTensor, ShardedView)):
                 if not isinstance(each, UnshardedTensor):  # whose memory was written

@@ -8,13 +8,6 @@
 
 Parameters of one dtype, device and `requires_grad` form a flat parameter: frozen ones are gathered and never reduced.
 If a unit is given in sections, each has flat parameters for itself.
-
-Phase                 which of forward, backward and `summon_full_params` reads unsharded parameters, if any does
-GradientDelivery      what a graph that is traced now does with gradients
-UnitOptions           what the `set_*` methods of a sharded module chose for its units
-VersionCounters       whether values have changed since they were gathered
-ParameterLocations    whether modules still hold the parameters that the unit knows
-ReduceQueue           what the units of a root share about their reduces
 """
 
 import copy
