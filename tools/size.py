@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 112
+FILES = 111
 BUDGET = {
     PACKAGE: 27_940,
     f"{PACKAGE}/*.py": 2_910,
-    f"{PACKAGE}/core": 4_490,
+    f"{PACKAGE}/core": 4_600,
     f"{PACKAGE}/comm": 1_390,
     f"{PACKAGE}/construct": 1_220,
     f"{PACKAGE}/eager": 3_120,
