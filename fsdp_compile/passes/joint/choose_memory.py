@@ -1,55 +1,72 @@
 """What becomes of activations between forward and backward, per block: read from the joint graph, chosen, and tagged.
 
-    choose_activations    the pass: blocks are read, the planner chooses (plan/memory.py), the partitioner is told
-      read_blocks         which nodes belong to which block, and what of that backward needs
-      Blocks.options      what each policy means for a block: what is freed, when it is back, what it costs
-      Blocks.tag          nodes are tagged as by activation checkpoints; copies to the host are inserted (offload.py)
-
-A block is a module of a list of modules, such as `layers.3`, of the outermost such list. Its nodes are those of its
-forward, by the module stack that Dynamo notes.
+A block is a module of the outermost list of modules, such as `layers.3`. Its nodes are those of its forward, by the
+module stack that Dynamo notes. `choose_activations` reads the blocks, lets the planner (plan/memory.py) choose a policy
+for each, and tells the partitioner.
 
 Note [What is computed again]
-Of a block, all that backward needs is computed again from what enters it: tensors of other blocks or of the model
+Backward recomputes all that it needs of a block from what enters the block: tensors of other blocks or of the model
 around it, which are stored. What leaves the block is stored too, as the next one starts there; so are the results of
-random operators, which would have other values the second time. The nodes get the tags of activation checkpoints,
-`MUST_RECOMPUTE` and `MUST_SAVE`, so that the partitioner has no choice left in a block that is computed again, and what
-was planned is what happens. In the policy "products", results of matrix products and of attention are stored as well.
+random operators, which would differ the second time. The nodes get the tags of activation checkpoints,
+`MUST_RECOMPUTE` and `MUST_SAVE`, so that the partitioner has no choice left in a recomputed block, and what was planned
+is what happens. The policy "products" also stores the results of matrix products and of attention.
 
-A block in which the user has put a checkpoint is left as it is, and so is one that computes twice in a step, or whose
-nodes are interleaved with another one's.
+A block in which the user has put a checkpoint is left alone, and so is one that computes twice in a step, or whose
+nodes are interleaved with another block's.
+
+Note [Activations on the host]
+
+    forward    block 3  z = product          copy = to_host(z)
+               block 4  ...                  host = wait_copy(copy, z)               z is freed
+    backward   block 4  g = first gradient   returned = from_host(host, g)
+               ...
+               block 3                       z' = wait_copy(returned, host)          what backward reads for z
+
+Copies run while other blocks compute. `from_host` takes the gradient as an argument for two reasons: the copy must not
+begin before the gradient is computed, and the partitioner puts `from_host` into backward, so that forward saves `host`.
 
 Note [When the joint plan was too optimistic]
 The joint graph is planned before the partitioner splits it, with an upper bound of what will be alive. The plans of
-forward and backward, which are made later from the real graphs, check the same budget. Should one of them need more,
-nothing can be chosen anew, because the forward is compiled by then: the compilation of that graph ends with a PlanError
-that says how much is needed, and the graph does not run.
+forward and backward, made later from the real graphs, check the same budget. If one of them needs more, it is too late
+to choose anew, because the forward is compiled by then: compilation of that graph ends with a PlanError that says how
+much is needed, and the graph does not run.
 """
 
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.config import CompileConfig
+from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.passes.graph.analyze import GraphInfo, analyze, keep_unsharded, note_arrivals, set_policy, update_cost
-from fsdp_compile.passes.graph.costs import Costs, costs_of
+from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
-from fsdp_compile.passes.graph.nodes import block_path, flop_formula, is_pure, is_scalar, source_of
-from fsdp_compile.passes.joint.offload import Again, Next, copy_to_host, following, to_copy
+from fsdp_compile.passes.graph.nodes import (
+    Tag,
+    backward_nodes,
+    block_path,
+    flop_formula,
+    is_pure,
+    is_scalar,
+    module_path,
+    set_tag,
+    source_of,
+)
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.memory import Block, Copy, Options, Policy, Repeat, Result, choose, planned
 
 RECOMPUTE, PRODUCTS, OFFLOAD = "recompute", "recompute but products", "offload"  # policies for a block
+LARGE = 1 << 16  # bytes below which an activation is not worth a copy of its own
 
 
 def choose_activations(context: GraphContext) -> None:
-    """Decide what becomes of each block's activations, if `config.activations` leaves it open, and tag the nodes.
-
-    With a link, which units stay unsharded is decided with it.
+    """Choose a policy for each block by `config.activations`; with a link, also which units stay unsharded.
 
     Raises:
         PlanError: no plan fits into `config.budget`.
@@ -69,7 +86,7 @@ def choose_activations(context: GraphContext) -> None:
 
 
 def choose_policies(options: Options, config: CompileConfig) -> Result:
-    """The policies that `config.activations` names, or the best ones. PlanError if none fits into `config.budget`."""
+    """Return the policies that `config.activations` names, or the best. PlanError if none fits the budget."""
     if config.activations == OFFLOAD and not any(each.copies for block in options.blocks for each in block.policies):
         raise ValueError(
             "activations: expected a device whose hardware file has a host_bandwidth, and two blocks or more with "
@@ -84,38 +101,104 @@ def choose_policies(options: Options, config: CompileConfig) -> Result:
 # --- which nodes are a block's ----------------------------------------------------------------------------------------
 
 
+class NextBlock(NamedTuple):
+    """The last node of the next block's forward, and the first tensor of its backward."""
+
+    last: fx.Node
+    first: fx.Node
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What backward recomputes of a block: `nodes`, in order, from `saved` and what enters the block.
+
+    Nodes in `copied` are copied to the host by the end of the `next` block's forward, and back from the beginning of
+    that block's backward on.
+    """
+
+    nodes: list[fx.Node]
+    saved: list[fx.Node]
+    copied: list[fx.Node] = field(default_factory=list)
+    next: NextBlock | None = None
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of a joint graph.
 
     Attributes:
         graph: the graph.
-        costs: None: only the structure is known.
+        costs: None if only the structure is known.
         info: the graph, analyzed.
-        stored: what enters and leaves blocks.
-        blocks: by name, what would be computed again, by the name of the policy.
+        position: where each node computes.
         split: the first position of backward.
+        stored: what enters and leaves blocks.
+        blocks: by name of the block and of the policy, what would be recomputed.
     """
 
     graph: fx.Graph
     costs: Costs | None
     info: GraphInfo
-    stored: Set[fx.Node]
-    blocks: Mapping[str, Mapping[str, Again]]
+    position: Mapping[fx.Node, int]
     split: int
+    stored: Set[fx.Node]
+    blocks: Mapping[str, Mapping[str, Recomputed]]
 
     def tag(self, policies: Sequence[str | None]) -> None:
-        """Tell the partitioner what to compute again. See Note [What is computed again]."""
+        """Tell the partitioner what to recompute. See Note [What is computed again]."""
         chosen = [of_block[name] for of_block, name in zip(self.blocks.values(), policies, strict=True) if name]
-        for again in chosen:
-            set_policy(again.saved, CheckpointPolicy.MUST_SAVE)
-            repeated = copy_to_host(self.graph, again, _positions(self.info), self.split) if again.copied else ()
-            set_policy([node for node in again.nodes if node not in repeated], CheckpointPolicy.MUST_RECOMPUTE)
+        for each in chosen:
+            set_policy(each.saved, CheckpointPolicy.MUST_SAVE)
+            in_backward = self._copy_to_host(each, each.next) if each.copied and each.next else ()
+            set_policy([node for node in each.nodes if node not in in_backward], CheckpointPolicy.MUST_RECOMPUTE)
         if chosen:
             set_policy(self.stored, CheckpointPolicy.MUST_SAVE)
 
+    def _copy_to_host(self, block: Recomputed, beside: NextBlock) -> set[fx.Node]:
+        """Insert copies to the host and back; return the nodes of `block` that are recomputed from these.
+
+        Their copies are nodes of backward already and need no tags.
+        """
+        graph = self.graph
+        back: dict[fx.Node, fx.Node] = {}  # what backward reads instead
+        users = [user for node in (*block.nodes, *block.copied) for user in node.users if self.is_backward(user)]
+        first = min(users)
+
+        def call(target: Any, *args: fx.Node) -> fx.Node:
+            node = graph.call_function(target, args)
+            with args[0].meta["val"].fake_mode:
+                node.meta["val"] = target(*(arg.meta["val"] for arg in args))
+            return node
+
+        for node in block.copied:
+            tag = Tag("host", -1, module_path(node), False)
+            with graph.inserting_after(node):
+                copy = call(TO_HOST, node)
+            with graph.inserting_after(beside.last):
+                host = call(WAIT_COPY, copy, node)
+            set_tag(copy, tag)
+            set_tag(host, tag)
+            host.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            with graph.inserting_after(beside.first):
+                returned = call(FROM_HOST, host, beside.first)
+            with graph.inserting_before(first):
+                back[node] = call(WAIT_COPY, returned, host)
+        for node in block.nodes:
+            if not back.keys().isdisjoint(node.all_input_nodes):
+                with graph.inserting_before(first):
+                    back[node] = graph.node_copy(node, lambda each: back.get(each, each))
+        for user in users:
+            for node in user.all_input_nodes:
+                if node in back:
+                    user.replace_input_with(node, back[node])
+        return back.keys() - set(block.copied)
+
+    def is_backward(self, node: fx.Node) -> bool:
+        """Whether the node computes in backward."""
+        return self.position.get(node, 0) >= self.split
+
     def options(self, config: CompileConfig) -> Options:
-        """All that as numbers, for the planner."""
+        """Return the planner's input: workloads, live bytes, and what each policy means for each block."""
         update = update_cost(self.info, self.costs, config)
         if not self.blocks or self.costs is None:
             return Options(self.info.workload, self.info.workload, (), (), (), (), update)
@@ -130,14 +213,13 @@ class Blocks:
             Block(name, tuple(filter(None, (of_policies.policy(*each) for each in policies.items()))))
             for name, policies in self.blocks.items()
         )
-        live = live_bytes(stored.alive, len(_positions(stored)))
+        live = live_bytes(stored.alive, len(of_policies.position))
         return Options(
             self.info.workload, stored.workload, tuple(live), tuple(fresh.values()), tuple(starts), blocks, update
         )
 
 
 def _positions(info: GraphInfo) -> dict[fx.Node, int]:
-    """Where each node computes."""
     return {node: index for index, node in enumerate(chain.from_iterable(info.tasks))}
 
 
@@ -146,31 +228,42 @@ def read_blocks(graph: fx.Graph, costs: Costs | None) -> Blocks:
     info = analyze(graph, costs, joint=True)
     split = sum(map(len, info.tasks[: info.workload.backward]))
     position = _positions(info)
-    spans = _spans([node for nodes in info.tasks for node in nodes][:split] if split < len(position) else [])
+    spans = _spans(list(position)[:split] if split < len(position) else [])
     block_of = {node: name for name, nodes in spans.items() for node in nodes}
-    stored = _crossing(graph, block_of, position, split)
-    blocks: dict[str, dict[str, Again]] = {}
-    neighbors = following(graph, spans, position, split)
+    blocks: dict[str, dict[str, Recomputed]] = {}
+    found = Blocks(graph, costs, info, position, split, _crossing(graph, block_of, position, split), blocks)
+    begins: dict[str, fx.Node] = {}  # by block, the first tensor of its backward
+    for node in sorted(backward_nodes(graph)):
+        path = block_path(node)
+        if path and found.is_backward(node) and isinstance(node.meta.get("val"), Tensor):
+            begins.setdefault(path, node)
+    neighbors = {name: NextBlock(spans[other][-1], begins[other]) for name, other in pairwise(spans) if other in begins}
     for name, nodes in spans.items():
         saved = [node for node in nodes if not is_pure(node) and not is_scalar(node)]
         products = [node for node in nodes if flop_formula(node) is not None]
         for policy, left_out in ((RECOMPUTE, saved), (PRODUCTS, [*saved, *products])):
-            again = _needed(nodes, stored.union(left_out), position, split)
+            again = _needed(found, nodes, found.stored | {*left_out})
             if again:
-                blocks.setdefault(name, {})[policy] = Again(again, left_out)
+                blocks.setdefault(name, {})[policy] = Recomputed(again, left_out)
             if policy == PRODUCTS and again and costs is not None and costs.host_bandwidth and name in neighbors:
-                copied = to_copy(nodes, {*again}, stored, position, split)
-                blocks[name][OFFLOAD] = Again(again, left_out, copied, neighbors[name])
-    return Blocks(graph, costs, info, stored, blocks, split)
+                needed = {*again}
+                copied = [
+                    node
+                    for node in nodes
+                    if node not in needed | found.stored and size_of(node) >= LARGE and node.meta["val"].is_contiguous()
+                    if any(user in needed or found.is_backward(user) for user in node.users)
+                ]
+                blocks[name][OFFLOAD] = Recomputed(again, left_out, copied, neighbors[name])
+    return found
 
 
 def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
-    """The nodes of each block that may be computed again, from its first to its last one, by its name."""
+    """By name, the nodes of each block that may be recomputed, from its first to its last one."""
     positions: dict[str, list[int]] = {}
     for index, node in enumerate(forward):
         if path := block_path(node):
             positions.setdefault(path, []).append(index)
-    spans = sorted((min(each), max(each), name) for name, each in positions.items())
+    spans = sorted((each[0], each[-1], name) for name, each in positions.items())
     mixed = {name for one, other in pairwise(spans) if other[0] <= one[1] for _, _, name in (one, other)}
     blocks = {name: list(forward[first : last + 1]) for first, last, name in spans if name not in mixed}
     return {name: nodes for name, nodes in blocks.items() if not any("recompute" in node.meta for node in nodes)}
@@ -179,7 +272,7 @@ def _spans(forward: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
 def _crossing(
     graph: fx.Graph, block_of: Mapping[fx.Node, str], position: Mapping[fx.Node, int], split: int
 ) -> set[fx.Node]:
-    """What forward computes in one block, or outside of all, and reads in another one, or returns."""
+    """Find what forward computes in one block, or outside of all, and reads in another, or returns."""
     constants: set[fx.Node] = set()
     crossing: set[fx.Node] = set()
     for node in graph.nodes:
@@ -195,24 +288,22 @@ def _crossing(
     return crossing
 
 
-def _needed(
-    nodes: Sequence[fx.Node], stored: Set[fx.Node], position: Mapping[fx.Node, int], split: int
-) -> list[fx.Node]:
-    """Those of a block's `nodes` that backward reads, or computes that from, up to what is stored."""
+def _needed(of: Blocks, nodes: Sequence[fx.Node], stored: Set[fx.Node]) -> list[fx.Node]:
+    """Choose the `nodes` of a block that backward needs, directly or to compute these, up to what is `stored`."""
     needed: set[fx.Node] = set()
     for node in reversed(nodes):
-        is_read = any(user in needed or position.get(user, 0) >= split for user in node.users)
+        is_read = any(user in needed or of.is_backward(user) for user in node.users)
         is_element = node.target is operator.getitem and node.args[0] in stored
         if is_read and not is_element and not is_scalar(node) and node not in stored:
             needed.add(node)
     return [node for node in nodes if node in needed]
 
 
-# --- what computing a block again means -------------------------------------------------------------------------------
+# --- what recomputing a block costs -----------------------------------------------------------------------------------
 
 
 class _Policies:
-    """From what is computed again to a `Policy`: positions, bytes and seconds."""
+    """From what is recomputed to a `Policy`: positions, bytes and seconds."""
 
     def __init__(self, blocks: Blocks, stored: GraphInfo, starts: Sequence[int]) -> None:
         assert blocks.costs is not None
@@ -222,55 +313,56 @@ class _Policies:
         self.last_in_forward = last_uses_of(blocks.graph, forward, inlined(blocks.graph, True) - blocks.stored)
         self.alive: dict[fx.Node, Lifetime] = {each.node: each for each in stored.alive if each.node is not None}
 
-    def policy(self, name: str, again: Again) -> Policy | None:
-        """What it means to compute `again`; None if it saves nothing."""
-        nodes = set(again.nodes)
-        reads = [self.position.get(user, 0) for node in (*again.nodes, *again.copied) for user in node.users]
+    def policy(self, name: str, block: Recomputed) -> Policy | None:
+        """Return what recomputing `block` costs and saves; None if it saves nothing."""
+        reads = [self.position.get(user, 0) for node in (*block.nodes, *block.copied) for user in node.users]
         first = min((at for at in reads if at >= self.split), default=None)
         if first is None:
             return None
-        at = bisect_right(self.starts, first) - 1
+        at = self._task(first)
         back = self.starts[at]
         changes: list[tuple[int, int]] = []
         returns = held = 0
-        for node in again.nodes:
+        for node in block.nodes:
             each = self.alive.get(node)
             if each is not None and each.last >= self.split:
                 changes += [(max(each.begin, self.last_in_forward[node]) + 1, -each.size), (back, each.size)]
                 returns += each.size
-        sources = {source_of(each) for node in again.nodes for each in node.all_input_nodes}
-        for source in sources - nodes - {*again.copied}:
+        sources = {source_of(each) for node in block.nodes for each in node.all_input_nodes}
+        for source in sources - {*block.nodes, *block.copied}:
             each = self.alive.get(source)
-            if each is not None and each.last < back:  # it stays until the block has been computed again
+            if each is not None and each.last < back:  # it stays until the block has been recomputed
                 changes += [(each.last + 1, each.size), (back, -each.size)]
                 held += each.size
-        copies = tuple(self._copy(node, again.next, at) for node in again.copied) if again.next is not None else ()
-        for node, copy in zip(again.copied, copies, strict=True):
-            left = max(self.position[again.next.last], self.last_in_forward[node])  # type: ignore[union-attr]  # copied
-            changes += [(left + 1, -copy.size), (self.position[again.next.first], copy.size)]  # type: ignore[union-attr]  # likewise
+        copies = []
+        if block.next is not None and self.costs.host_bandwidth is not None:
+            for node in block.copied:
+                made, left, returned = (self._task(self.position[each]) for each in (node, *block.next))
+                size = self.alive[node].size
+                copies.append(Copy(made, left, returned, at, size, size / self.costs.host_bandwidth))
+                freed = max(self.position[block.next.last], self.last_in_forward[node]) + 1
+                changes += [(freed, -size), (self.position[block.next.first], size)]
         if not returns or any(copy.back >= at for copy in copies) or (name == OFFLOAD and not copies):
             return None
-        return Policy(name, at, tuple(changes), tuple(self._repeats(again.nodes, held)), returns, copies)
+        return Policy(name, at, tuple(changes), tuple(self._repeats(block.nodes, held)), returns, tuple(copies))
 
-    def _copy(self, node: fx.Node, beside: Next, read: int) -> Copy:
-        """How `node` is copied."""
-        assert self.costs.host_bandwidth is not None
-        made, left, back = (bisect_right(self.starts, self.position[each]) - 1 for each in (node, *beside))
-        size = self.alive[node].size
-        return Copy(made, left, back, read, size, size / self.costs.host_bandwidth)
+    def _task(self, position: int) -> int:
+        return bisect_right(self.starts, position) - 1
 
     def _repeats(self, nodes: Sequence[fx.Node], held: int) -> Iterator[Repeat]:
         """The tasks of forward to which `nodes` belong, beside `held` bytes."""
         begin, end = self.position[nodes[0]], self.position[nodes[-1]]
-        alive = [self.alive[node] for node in nodes if node in self.alive]
-        lasts = [end if each.last >= self.split else min(end, each.last) for each in alive]
         moved = [
-            replace(each, begin=each.begin - begin, last=last - begin) for each, last in zip(alive, lasts, strict=True)
+            replace(
+                each, begin=each.begin - begin, last=(end if each.last >= self.split else min(end, each.last)) - begin
+            )
+            for node in nodes
+            if (each := self.alive.get(node)) is not None
         ]
         live = live_bytes(moved, end - begin + 1)
         by_task: dict[int, list[fx.Node]] = {}
         for node in nodes:
-            by_task.setdefault(bisect_right(self.starts, self.position[node]) - 1, []).append(node)
+            by_task.setdefault(self._task(self.position[node]), []).append(node)
         for task, members in by_task.items():
             seconds = sum(map(self.costs.node, self.info.tasks[task]))
             part = sum(map(self.costs.node, members)) / seconds if seconds else 0.0

@@ -1,10 +1,10 @@
-"""Gradients without copies, on the FX graph: what each pack reads, and in which buffer it lies.
+"""Gradients without copies: what each pack reads, in which buffer it lies, and how Inductor lowers that.
 
-    separate_reduces  undoes that equal reduces of two units were merged
-    pack_in_place     rewrites a pack's inputs into nodes whose output Inductor may place freely
-    reuse_gathered    lets a pack lie in the buffer that its unit was gathered into
+Passes on the FX graph: `separate_reduces` undoes that equal reduces of two units were merged, `pack_in_place` rewrites
+a pack's inputs into nodes whose output Inductor may place freely, and `reuse_gathered` packs into the buffer that the
+unit was gathered into.
 
-lower_pack_grads.py does the rest in Inductor's IR: the kernel that computes a gradient writes it into its slice.
+In Inductor's IR a pack is a concatenation kernel, and the kernel that computes a gradient writes it into its slice:
 
     mm(..., out=slice)           matrix products write in place, also where the gradient is a transposed product
     fused kernel(..., slice)     so do reductions and pointwise kernels
@@ -13,27 +13,36 @@ lower_pack_grads.py does the rest in Inductor's IR: the kernel that computes a g
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import fx
 
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, WAIT
-from fsdp_compile.core.ops import ADD_ACCUMULATED, DEFER_REDUCE, PACK_GRADS
+from fsdp_compile.core.layout import FlatParamLayout, LayoutSegment
+from fsdp_compile.core.ops import ADD_ACCUMULATED, ADD_ACCUMULATED_, DEFER_REDUCE, PACK_GRADS, UPDATE_SHARD
+from fsdp_compile.passes._torch import V, WaitKernel, fallback_handler, ir, ops, register_lowering, tree_leaves
 from fsdp_compile.passes.graph import nodes
 from fsdp_compile.passes.graph.analyze import gradients_of, with_preparation
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.post_grad import lower_pack_grads as _  # noqa: F401  (registers the lowerings)
 
 aten = torch.ops.aten
+
+Contents = Sequence[tuple[LayoutSegment, Any]]
+"""Segments of a flat parameter, each with the IR of its gradient; None for padding and for unused parameters."""
+
+_EVERYTHING = (0, float("inf"))
 
 
 def separate_reduces(context: GraphContext) -> None:
     """Give each unit its own reduce again.
 
-    Where gradients of two units are equal constants, such as the zeros of `loss + 0 * weight.sum()`, the partitioner
-    merges what is computed from them: two parameters would have one memory as their gradients.
+    The partitioner merges reduces of equal constants, such as the zeros of `loss + 0 * weight.sum()`, and two
+    parameters would share memory as their gradients.
     """
     for start in nodes.tagged(context.graph, "reduce"):
         for wait in [user for user in start.users if user.target is WAIT][1:]:
@@ -57,7 +66,7 @@ def pack_in_place(context: GraphContext) -> None:
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
         pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in pack.args[0]])
         packed: fx.Node | None = pack
-        while packed is not None and len(packed.users) == 1:  # its only reader may overwrite it, and would copy it else
+        while packed is not None and len(packed.users) == 1:  # its only reader may overwrite it
             (reader,) = packed.users
             packed = reader if reader.target is ADD_ACCUMULATED else None
             if reader.target is ALL_REDUCE:
@@ -119,8 +128,8 @@ def _bias_of_convolution(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
 #
 # The pass `reuse_gathered` decides this on the FX graph and names the gathered buffer in the pack's last argument. It
 # also moves a few nodes, so that each gradient comes after the readers of the buffer. Which reader touches which slice
-# is known only when the pack is lowered: lower_pack_grads.py then orders each write after the reads of its slice, or
-# packs into a new buffer after all, if one loop both reads a parameter and computes the gradient that would replace it.
+# is known only when the pack is lowered. The lowering orders each write after the reads of its slice, or packs into a
+# new buffer after all, if one loop both reads a parameter and computes the gradient that would replace it.
 
 
 def reuse_gathered(context: GraphContext) -> None:
@@ -148,11 +157,10 @@ def _fits(pack: fx.Node, wait: fx.Node) -> bool:
 
 
 def _in_time(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int]) -> bool:
-    """Whether gradients are computed while the parameters are there, and the last of them about when those go.
+    """Whether gradients are computed while the parameters are alive, the last of them about when those go.
 
-    Gradients that come later are better packed into a buffer of their own, which does not exist until then. A matrix
-    product before the first reader of the parameters stays there, for the gather to hide behind, and no reduce waits
-    for readers beyond another product.
+    Later gradients are better packed into a buffer of their own, which is allocated then. A matrix product before the
+    first reader stays there, for the gather to hide behind, and no reduce waits for readers beyond another product.
     """
     gradients = gradients_of(pack)
     written = [position[grad] for grad in gradients]
@@ -184,10 +192,10 @@ def _put_in_order(pack: fx.Node, wait: fx.Node, position: Mapping[fx.Node, int])
 
 
 def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end: int) -> list[fx.Node]:
-    """The pointwise nodes beyond `end` that read `before` directly or through views, if all their inputs are there.
+    """Find pointwise nodes beyond `end` that read `before`, directly or through views, and need nothing later.
 
-    Mostly a sum with the residual's gradient. Computed later it would read the last result of `before` from memory, and
-    that would have to be written first.
+    Mostly a sum with the residual's gradient. If it came later, the last result of `before` would take a trip through
+    memory.
     """
     following: list[fx.Node] = []
     for node in before:
@@ -200,3 +208,241 @@ def _next_pointwise(before: list[fx.Node], position: Mapping[fx.Node, int], end:
             if position[user] > end and nodes.is_pointwise(user) and ready and user not in following:
                 following += [*views, user]
     return following
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+# If a pack lies in its unit's gathered buffer, each write comes after all that reads its slice. Inductor knows which
+# operations read a buffer, not which slice of it, so dependencies are added operation by operation while the pack is
+# lowered, when all operations that read parameters of the unit are known.
+
+
+@register_lowering(PACK_GRADS, type_promotion_kind=None)
+def _lower_pack_grads(grads: list[Any], layout: str, into: Any = None) -> Any:
+    parsed = FlatParamLayout.parse(layout)
+    contents = [(each, None if each.parameter is None else grads[each.parameter]) for each in parsed.segments]
+    reads = None if into is None else _reads_before(into.get_name(), contents)
+    return _pack_into_new_buffer(parsed.numel, contents) if reads is None else _overwrite(into, contents, reads)
+
+
+def _pack_into_new_buffer(numel: int, contents: Contents) -> Any:
+    """Emit a concatenation kernel; its buffer is allocated when the first gradient is computed."""
+    first = next(grad for _, grad in contents if grad is not None)
+    layout = ir.FixedLayout(first.get_device(), first.get_dtype(), [sympy.Integer(numel)], [sympy.Integer(1)])
+    packed = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    box = ir.StorageBox(packed)
+    written = [_write(grad, segment, box) for segment, grad in contents]
+    # Zeros depend on nothing: the scheduler could fill them at the start of backward, and all packed buffers would be
+    # alive from there on. So they wait for the unit's first gradient.
+    computed = {buffer.get_name() for buffer, (_, grad) in zip(written, contents, strict=True) if grad is not None}
+    first_computed = next(name for name in V.graph.name_to_buffer if name in computed)
+    for buffer, (_, grad) in zip(written, contents, strict=True):
+        if grad is None:
+            V.graph.additional_buffer_deps[buffer.get_operation_name()].add(first_computed)
+    return _register(packed, written, box)
+
+
+def _overwrite(into: Any, contents: Contents, reads: "list[Read]") -> Any:
+    """Write into the gathered buffer, each slice after its `reads`. Padding stays zero there."""
+    contents = [(segment, grad) for segment, grad in contents if segment.parameter is not None]
+    written = [_write(grad, segment, into.data) for segment, grad in contents]
+    for buffer, (segment, _) in zip(written, contents, strict=True):
+        operation = buffer.get_operation_name()
+        V.graph.additional_star_deps[operation].add(into.get_name())  # the gather has filled it by then
+        V.graph.additional_buffer_deps[operation].update(_reads_of(reads, segment))
+    _hold_products(into.get_name(), written)
+    overwritten = _Overwritten(into.get_name(), ir.NoneLayout(device=into.get_device()))
+    return _register(overwritten, written, into.data)
+
+
+def _register(packed: Any, written: list[Any], box: Any) -> Any:
+    packed.name = V.graph.register_buffer(packed)
+    packed.inputs = ir.ConcatKernel.unwrap_storage(written)
+    V.graph.register_operation(packed)
+    return ir.TensorBox(box)
+
+
+class _Overwritten(ir.NopKernel):
+    """Marks the buffer `target` as mutated by the inputs of this operation."""
+
+    def __init__(self, target: str, layout: Any) -> None:
+        super().__init__(name=None, layout=layout, inputs=[])
+        self.target = target
+
+    def get_mutation_names(self) -> list[str]:
+        return [self.target]
+
+    def should_allocate(self) -> bool:
+        return False
+
+
+def _write(grad: Any, segment: LayoutSegment, box: Any) -> Any:
+    """Compute `grad`, or zeros if it is None, into its slice of the buffer in `box`."""
+    size = [sympy.Integer(segment.numel)] if grad is None else list(grad.get_size())
+    stride, offset = ir.FlexibleLayout.contiguous_strides(size), sympy.Integer(segment.offset)
+    layout = ir.FixedLayout(box.get_device(), box.get_dtype(), size, stride, offset=offset)
+    target = ir.ReinterpretView(data=box, layout=layout)
+    if grad is None:
+        return _fill(target)
+    product: Any = getattr(grad.data, "data", None)
+    fixed = product.layout if isinstance(product, ir.ExternKernelOut) else None
+    if isinstance(fixed, ir.FixedLayout) and fixed.offset == 0 and list(fixed.stride) == list(layout.stride):
+        # With `max_autotune` the layout of a library's product is fixed before it is known where it goes, and Inductor
+        # would copy it. With the strides of the slice it may as well lie there.
+        product.layout = ir.NonOwningLayout(target)
+        return product
+    return ir.ConcatKernel.realize_into(grad, target)
+
+
+def _fill(target: Any) -> Any:
+    """Write zeros for padding and parameters without a gradient, as what is sent must be finite.
+
+    A library call does it: the C++ compiler would take a second for a kernel for each number of zeros.
+    """
+    size, dtype = list(target.get_size()), target.get_dtype()
+    if V.graph.cpp_wrapper:
+        zeros = ir.Pointwise.create(
+            device=target.get_device(), dtype=dtype, inner_fn=lambda index: ops.constant(0, dtype), ranges=size
+        )
+        return ir.ConcatKernel.realize_into(zeros, target)
+    return ir.ExternKernelOut(
+        ir.NonOwningLayout(target), inputs=[], constant_args=(size,), python_kernel_name="torch.zeros"
+    )
+
+
+# --- who reads the gathered buffer ------------------------------------------------------------------------------------
+
+
+class Read(NamedTuple):
+    """A read of the buffer: what the operation computes, by name, and the range of elements that it reads."""
+
+    computed: list[str]
+    first: float
+    end: float
+
+
+def _reads_before(name: str, contents: Contents) -> list[Read] | None:
+    """Find the reads of the gathered buffer `name`; none comes after the node that is being lowered.
+
+    None if gradients cannot be written there: one is computed from its own slice, or two from each other's.
+    """
+    for node, value in V.graph.env.items():  # what would be computed only when it is read: the buffer is intact now
+        if any(user not in V.graph.env for user in node.users):
+            for box in tree_leaves(value):
+                if isinstance(box, ir.TensorBox) and name in box.get_read_names():
+                    box.realize()
+    writes = [(segment, grad) for segment, grad in contents if grad is not None]
+    for _, grad in writes:
+        grad.realize()
+    if any(grad.get_name() == name for _, grad in writes):  # a view of a parameter, as it is
+        return None
+    reads = [
+        Read([output.get_name() for output in operation.get_outputs()], *elements)
+        for operation in _operations_after_wait(name)
+        for elements in _elements_read(operation, name)
+    ]
+    depends_on: dict[str, set[str]] = {}
+    for index, (segment, grad) in enumerate(writes):  # one value may be the gradient of several parameters
+        in_place = isinstance(grad.data, ir.StorageBox)  # a view will be copied into a buffer of its own
+        depends_on.setdefault(grad.get_name() if in_place else f"copy {index}", set()).update(_reads_of(reads, segment))
+    try:
+        TopologicalSorter(depends_on).prepare()
+    except CycleError:
+        return None
+    return reads
+
+
+def _reads_of(reads: Iterable[Read], segment: LayoutSegment) -> list[str]:
+    """Names of the buffers computed from any element of `segment`."""
+    end = segment.offset + segment.numel
+    return [name for read in reads if read.first < end and segment.offset < read.end for name in read.computed]
+
+
+def _operations_after_wait(name: str) -> list[Any]:
+    after: list[Any] = []
+    for operation in reversed(V.graph.operations):
+        if isinstance(operation, WaitKernel) and operation.input_name(0) == name:
+            break
+        after.append(operation)
+    return after[::-1]
+
+
+def _elements_read(operation: Any, name: str) -> list[tuple[float, float]]:
+    """The ranges of elements that an operation reads of the buffer; everything, where that cannot be told."""
+    if isinstance(operation, ir.ComputedBuffer):
+        if name not in operation.get_read_names():
+            return []
+        return [_range_of_loop(read) for read in operation.get_read_writes().reads if read.name == name]
+    if all(read.name != name for read in operation.get_read_writes().reads):
+        return []  # a call's own names are what it computes
+    views = [each for each in operation.inputs if isinstance(each, ir.IRNode) and each.get_name() == name]
+    return [_range_of_view(view.get_layout()) for view in views] or [_EVERYTHING]
+
+
+def _range_of_loop(read: Any) -> tuple[float, float]:
+    index = getattr(read, "index", None)  # a dependency on the whole buffer has none
+    if index is None or any(size.free_symbols for size in read.size):
+        return _EVERYTHING
+    steps = [index.diff(variable) for variable in read.var_names]
+    first = last = index.subs(dict.fromkeys(read.var_names, 0))
+    if not all(each.is_Integer for each in (first, *steps)):
+        return _EVERYTHING
+    for step, size in zip(steps, read.size, strict=True):
+        first, last = first + min(step * (size - 1), 0), last + max(step * (size - 1), 0)
+    return int(first), int(last) + 1
+
+
+def _range_of_view(layout: Any) -> tuple[float, float]:
+    last = sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
+    first, end = sympy.sympify(layout.offset), sympy.sympify(layout.offset + last + 1)
+    return (int(first), int(end)) if first.is_Integer and end.is_Integer else _EVERYTHING
+
+
+def _hold_products(name: str, written: list[Any]) -> None:
+    """Make products that write into the buffer `name` run before the library call that follows their inputs.
+
+    Inductor's memory pass takes each slice for a new allocation and would postpone the product and keep its inputs.
+    """
+    operations = [operation.get_operation_name() for operation in _operations_after_wait(name)]
+    position = {operation: index for index, operation in enumerate(operations)}
+    writing = {buffer.get_operation_name() for buffer in written}
+    library = [each for each in operations if isinstance(V.graph.name_to_op[each], ir.ExternKernel)]
+    for product in (each for each in written if isinstance(each, ir.ExternKernelOut)):
+        own = product.get_operation_name()
+        needed = [V.graph.get_buffer(read).get_operation_name() for read in V.graph.additional_buffer_deps[own]]
+        begin = max(position.get(each, 0) for each in (own, *needed))
+        following = next((call for call in library if call not in writing and position[call] > begin), None)
+        if following is not None:
+            V.graph.additional_buffer_deps[following].add(product.get_name())
+
+
+# --- readers of the pack ----------------------------------------------------------------------------------------------
+
+
+@register_lowering(ADD_ACCUMULATED, type_promotion_kind=None)
+def _lower_add_accumulated(packed: Any, flat_param_id: Any, in_place: bool = False) -> Any:
+    if not in_place:
+        return fallback_handler(ADD_ACCUMULATED, add_to_fallback_set=False)(packed, flat_param_id)
+    packed.realize()
+    ir.FallbackKernel.create(ADD_ACCUMULATED_, packed, flat_param_id)
+    return packed
+
+
+@register_lowering(DEFER_REDUCE, type_promotion_kind=None)
+def _lower_defer_reduce(packed: Any, flat_param_id: Any, layout: str, owned: bool = False) -> Any:
+    if not owned:
+        return fallback_handler(DEFER_REDUCE, add_to_fallback_set=False)(packed, flat_param_id, layout)
+    packed.realize()
+    V.graph.never_reuse_buffers.add(packed.get_name())
+    return ir.TensorBox.create(_OwningCall.create(DEFER_REDUCE, packed, flat_param_id, layout, True))
+
+
+register_lowering(UPDATE_SHARD, type_promotion_kind=None)(fallback_handler(UPDATE_SHARD, add_to_fallback_set=False))
+
+
+class _OwningCall(ir.FallbackKernel):
+    """A call that takes over its first input: the eager runtime reads and writes it later, generated code drops it."""
+
+    def codegen(self, wrapper: Any) -> None:
+        super().codegen(wrapper)
+        wrapper.writeline(wrapper.make_buffer_free(self.inputs[0]))
