@@ -1,22 +1,13 @@
-"""All that sees a graph. `PASSES` lists what is done to it, in order; this is where each step lies.
+"""All that sees a graph: `PASSES` lists the passes in order.
 
-inductor.py    `PASSES`; the two ways in: Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
-pipeline.py    Pass, and GraphContext: one graph, with what its passes have read and decided; graphs as text
-artifacts.py   what compiling leaves behind, in a folder or on the way to other ranks
-_torch.py      private names of the compiler
-
-graph/         reading a graph: what its nodes are to us, what they cost, which tasks and units it has
-joint/         forward and backward in one graph: collectives, smaller gathers, activations, which units reshard
-post_grad/     each graph alone: gradients in place, reading, planning, ordering, lowering, checks, pinning
+inductor.py    `PASSES`; Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
+pipeline.py    Pass, GraphContext, and graphs as text
+artifacts.py   compiled code in a folder or on the way to other ranks
+graph/         reading a graph: tags, kinds of nodes, costs, lifetimes, tasks and units
+joint/         passes on forward and backward in one graph, which the partitioner then splits
+post_grad/     passes on each graph alone
 cost/          seconds of collectives and of computing: hardware, roofline, recorded profiles
 plan/          plans as data, without torch: rules, search, simulation, verification
-
-A step of training goes through
-
-    joint       insert_collectives -> smallest_gather -> choose_activations -> choose_reshard -> reshard
-                then the partitioner splits it in two
-    forward     check_saved -> read_graph -> choose_plan -> verify_plan -> order -> check_order -> ... -> pin_order
-    backward    the same, with separate_reduces, pack_in_place and reuse_gathered before it is read
 """
 
 from typing import Any

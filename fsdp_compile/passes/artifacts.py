@@ -1,20 +1,19 @@
-"""What compiling leaves behind, for others that compile the same graphs: the other ranks, or a later run.
+"""Compiled code for others that compile the same graphs: other ranks, or a later run.
 
     Artifacts.of_this_process()         entries of the compiler's caches, and libraries that the C++ backend built
         through the group's store       from the first rank to the others: `CompileConfig.share_artifacts`
         write(FOLDER), read(FOLDER)     from `fsdp-compile build` to `CompileConfig.artifacts`
     .load()                             into the cache folder of another process, before it compiles
 
-Entries are what `torch.compiler.save_cache_artifacts` returns; they hold no libraries of the C++ backend.
+`torch.compiler.save_cache_artifacts` returns the entries; they hold no libraries of the C++ backend.
 """
 
 # Note [Only time depends on artifacts]
-# The caches are asked by keys that hold what decides generated code: the graph, versions, devices, configuration. An
-# artifact that does not fit is never found, and the process compiles for itself and says so in the log. Two things are
-# missing from these keys that decide how C++ is generated and built: what the processor can do, for code written for
-# wide vectors is wrong on another one, and the number of threads. So artifacts with libraries are loaded only where
-# both are the same. The other things are compared to say what has changed; not the configuration, of which each
-# compilation may have its own.
+# The keys of the caches hold what decides generated code: the graph, versions, devices, configuration. An artifact that
+# does not fit is never found; the process compiles for itself and logs that. The keys lack two things that decide how
+# C++ is generated and built: the processor's instruction sets, as code for wide vectors is wrong on another one, and
+# the number of threads. So artifacts with libraries are loaded only where both are equal. Everything else is compared
+# to say what has changed; not the configuration, which may differ between compilations.
 
 import hashlib
 import json
@@ -47,7 +46,7 @@ from fsdp_compile.passes._torch import (
 
 log = logging.getLogger("fsdp_compile")
 
-_BEGUN = time.time()  # libraries that are younger were built while this process ran
+_BEGUN = time.time()  # this process has built libraries that are younger
 _FORMAT = 2
 _LIST, _ENTRIES = "artifacts.json", "entries.bin"
 
@@ -56,9 +55,9 @@ class Artifacts(NamedTuple):
     """Compiled code from one cache folder, to be loaded into another.
 
     Attributes:
-        entries: of the compiler's caches, as torch serializes them; empty if nothing can be cached.
-        libraries: contents of shared libraries, by their paths in the cache folder.
-        origin: what they were built for (`origin_of_this_process`); they fit where all of it is the same.
+        entries: entries of the compiler's caches, as torch serializes them; empty if nothing can be cached.
+        libraries: paths of shared libraries in the cache folder -> contents.
+        origin: `origin_of_this_process` of the process that compiled.
     """
 
     entries: bytes
@@ -67,7 +66,7 @@ class Artifacts(NamedTuple):
 
     @classmethod
     def of_this_process(cls, device: str = "cpu") -> "Artifacts":
-        """Collect what this process has compiled or loaded so far, for `device`, "cpu" or "cuda"."""
+        """Collect what this process has compiled or loaded so far for `device`, "cpu" or "cuda"."""
         saved = torch.compiler.save_cache_artifacts()
         root = cache_folder()
         libraries = {path.relative_to(root).as_posix(): path.read_bytes() for path in _libraries(root)}
@@ -77,8 +76,8 @@ class Artifacts(NamedTuple):
         """Copy them into the cache folder of this process; files that exist stay.
 
         Raises:
-            ValueError: they come from another version, device or world size, or have libraries for another processor or
-                number of threads; nothing was loaded.
+            ValueError: they were built for another version, device or world size, or hold libraries for another
+                processor or number of threads; nothing was loaded.
             OSError: the folder cannot be written.
         """
         here = origin_of_this_process("cpu" if self.origin["device"] == "cpu" else "cuda")
@@ -126,7 +125,7 @@ class Artifacts(NamedTuple):
 
 
 def origin_of_this_process(device: str) -> dict[str, Any]:
-    """Describe what code compiled here for `device`, "cpu" or "cuda", depends on: versions, world size, hardware."""
+    """Describe what code compiled here for `device`, "cpu" or "cuda", depends on: versions, ranks, hardware."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -143,7 +142,7 @@ def origin_of_this_process(device: str) -> dict[str, Any]:
 
 
 def _libraries(root: Path) -> list[Path]:
-    """List the libraries in the cache folder that this process has loaded, or built for a probe."""
+    """List the libraries in the cache folder that this process has built or loaded."""
     young = {path for path in root.glob("*/*.so") if path.stat().st_mtime >= _BEGUN}
     try:
         mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
@@ -154,7 +153,7 @@ def _libraries(root: Path) -> list[Path]:
 
 @cache
 def hash_of_sources() -> str:
-    """A digest of all files of this package."""
+    """Return a digest of all Python files of this package."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -213,19 +212,19 @@ def load_folder(folder: str) -> None:
 # --- among ranks ------------------------------------------------------------------------------------------------------
 
 # Note [The first rank compiles]
-# All ranks compile the same graphs (Note [Graphs without a rank]), so what one of them put into the caches of the
-# compiler serves the others as well. Of the n-th compilation of a graph with sharded parameters:
+# All ranks compile the same graphs (Note [Graphs without a rank]), so one rank's cache entries serve the others. In the
+# n-th compilation of a graph with sharded parameters
 #
 #     the first rank                                   every other rank
-#     says that it begins                              waits until the first rank has ended
+#     posts that it begins                             waits until the first rank has ended
 #     compiles forward and backward
 #     writes its artifacts into the store              loads them into its caches, if it does not share their folder
 #                                                      traces, and finds both graphs there
 #
-# All waits end: when the first rank does not begin in time or does not end in time, this rank compiles. Ranks that are
-# at another compilation than the first rank compile for themselves (Note [Only time depends on artifacts]).
+# All waits end: if the first rank does not begin or end in time, this rank compiles. A rank that is at another
+# compilation than the first one compiles for itself (Note [Only time depends on artifacts]).
 
-BEGIN_LIMIT = 60.0  # seconds that a rank waits for the first rank to begin its compilation
+BEGIN_LIMIT = 60.0  # seconds to wait for the first rank to begin its compilation
 _CHUNK = 16 << 20  # bytes of a value in the store
 
 
@@ -233,7 +232,7 @@ class ArtifactSharing:
     """Shares the compilations of a process group: its first rank compiles for the others.
 
     Attributes:
-        count: how many compilations were begun; the same number on ranks that run the same program.
+        count: compilations begun so far; equal on ranks that run the same program.
     """
 
     by_group: ClassVar["WeakKeyDictionary[dist.ProcessGroup, ArtifactSharing]"] = WeakKeyDictionary()
@@ -249,7 +248,7 @@ class ArtifactSharing:
         """Call before a graph with sharded parameters is compiled; returns when its artifacts are in the caches.
 
         Args:
-            at_tracing: whether the call comes from tracing, and should come again with the next traced graph.
+            at_tracing: the call comes from tracing, and shall come again with the next traced graph.
         """
         self._begins_at_tracing |= at_tracing
         if self._compiling is not None:  # the same compilation
@@ -286,7 +285,7 @@ class ArtifactSharing:
             for index, chunk in enumerate(chunks):
                 self.board.post(f"{self.count}/{index}", chunk)
             header = hashlib.sha256(content).hexdigest(), len(chunks)
-            _mark_as_loaded(header[0])
+            _marker(header[0]).touch()
         except OSError as error:  # of the cache folder
             log.warning(
                 "share_artifacts: the other ranks compile for themselves, as reading the caches failed: %s", error
@@ -306,26 +305,23 @@ class ArtifactSharing:
         content = b"".join(self.board.read(f"{self.count}/{index}") or b"" for index in range(header[1]))
         try:
             pickle.loads(content).load()
-            _mark_as_loaded(header[0])
+            _marker(header[0]).touch()
         except (OSError, ValueError) as error:
             log.warning("share_artifacts: this rank compiles for itself: %s", error)
 
 
 def _marker(digest: str) -> Path:
-    """The file that marks artifacts as loaded in a cache folder, which ranks of one host may share."""
-    return cache_folder() / "fsdp_compile" / digest
-
-
-def _mark_as_loaded(digest: str) -> None:
-    _marker(digest).parent.mkdir(parents=True, exist_ok=True)
-    _marker(digest).touch()
+    """Return the file that marks artifacts as loaded into a cache folder, which ranks of one host may share."""
+    folder = cache_folder() / "fsdp_compile"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / digest
 
 
 def share_artifacts(limit: float, at_tracing: bool = False) -> None:
     """Let the first rank compile the next graph for all ranks, if there are others.
 
     Args:
-        limit: seconds to wait for the first rank before compiling on this one.
+        limit: seconds to wait for the first rank before this one compiles.
         at_tracing: see `ArtifactSharing.begin`.
     """
     group = dist.group.WORLD if dist.is_initialized() else None

@@ -1,9 +1,8 @@
-"""Where the passes meet Inductor: the default path's hooks and the `fsdp_compile` backend.
+"""Where the passes meet Inductor: `PASSES`, and two ways to run them.
 
-Two ways in, one set of passes:
-  torch.compile(model)                           `install` puts our pipelines into Inductor's custom-pass hooks, after
-                                                 what is there already. Nothing else in the process changes.
-  torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
+torch.compile(model)                           `install` puts our pipelines into Inductor's custom-pass hooks, after
+                                               the passes that are there. Nothing else in the process changes.
+torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
 """
 
 import sys
@@ -78,7 +77,7 @@ def install() -> None:
         if not isinstance(getattr(inductor_config, hook), (Pipeline, AfterFusion)):
             setattr(inductor_config, hook, pipeline)
     _notice.start()
-    _take_artifacts(config, at_tracing=True)
+    _load_artifacts(config, at_tracing=True)
 
 
 def fsdp_compile_backend(
@@ -98,12 +97,11 @@ def fsdp_compile_backend(
         raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
     config = CompileConfig(**(options or {}))
     if is_ours(gm.graph, MARKERS):
-        _take_artifacts(config)
+        _load_artifacts(config)
     return compile_with(gm, example_inputs, PASSES, config)
 
 
-def _take_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
-    """Load artifacts from a folder or from the first rank, if `config` asks for it."""
+def _load_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
     if config.artifacts is not None:
         load_folder(config.artifacts)
     if config.share_artifacts:
@@ -119,14 +117,15 @@ def compile_with(
 
 
 def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline | AfterFusion"]:
-    """Return the pass for each hook of Inductor; it runs the pass that was registered there first."""
+    """Return the pass for each hook of Inductor; it first runs the pass that was registered there before."""
     chosen = enabled(passes, config)
-    registered = {hook: getattr(inductor_config, hook) for hook in (*_HOOKS, _AFTER_FUSION)}
-    previous = {
-        hook: each.previous if isinstance(each, (Pipeline, AfterFusion)) else each for hook, each in registered.items()
-    }
-    hooks = {hook: Pipeline(chosen, stage, config, previous[hook]) for hook, stage in _HOOKS.items()}
-    return {**hooks, _AFTER_FUSION: AfterFusion(previous[_AFTER_FUSION])}
+
+    def previous(hook: str) -> Any:
+        registered = getattr(inductor_config, hook)
+        return registered.previous if isinstance(registered, (Pipeline, AfterFusion)) else registered
+
+    hooks = {hook: Pipeline(chosen, stage, config, previous(hook)) for hook, stage in _HOOKS.items()}
+    return {**hooks, _AFTER_FUSION: AfterFusion(previous(_AFTER_FUSION))}
 
 
 class Pipeline(CustomGraphPass):
@@ -150,18 +149,14 @@ class Pipeline(CustomGraphPass):
             _check_settings(graph)  # again: the joint graph has collectives from now on
 
     def uuid(self) -> Any | None:
-        """Return the part of the caches' key that stands for the passes. See Note [What the compile caches key on].
+        """Return the passes' part of the caches' key. See Note [What the compile caches key on].
 
-        None switches the caches off: the previous pass has no key, or one of ours is no function of this package.
+        None switches the caches off: a previous pass has no key, or one of ours is no function of this package.
         """
-        if any(not _has_known_source(each) for each in self.passes):
+        previous = _as_tuple(self.previous)
+        others = [before.uuid() if isinstance(before, CustomGraphPass) else None for before in previous]
+        if not all(others) or not all(map(_has_known_source, self.passes)):
             return None
-        others = []
-        for before in _as_tuple(self.previous):
-            key = before.uuid() if isinstance(before, CustomGraphPass) else None
-            if not key:
-                return None
-            others.append(key)
         as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
         names = tuple(each.name for each in self.passes)
         return (
@@ -181,7 +176,7 @@ class AfterFusion(CustomSchedulerPass):
         return lower_collectives.wait_before_loops(self.previous(nodes) if self.previous is not None else nodes)
 
     def uuid(self) -> Any | None:
-        """Return the part of the caches' key for this pass; None, which switches them off, if `previous` has none."""
+        """Return this pass's part of the caches' key; None, which switches them off, if `previous` has none."""
         if self.previous is None:
             return hash_of_sources()
         key = self.previous.uuid() if isinstance(self.previous, CustomSchedulerPass) else None
@@ -189,13 +184,12 @@ class AfterFusion(CustomSchedulerPass):
 
 
 # Note [What the compile caches key on]
-# Inductor and AOTAutograd store compiled graphs under a key that holds what `uuid` returns for each custom pass. On a
-# hit no pass runs, so the key must hold everything that our passes and lowerings look at besides the graph: a hash of
-# all our source files (the bodies of our operators and our lowerings decide generated code, and Inductor hashes
-# neither), torch's version, whether the backend for the CPU is gloo (whose collectives are lowered in a way of their
-# own; the fake backend stands for it, so that its entries serve ranks of gloo), the configuration, and the contents of
-# the files that it names. It must not hold the rank: ranks that share a cache directory share entries, see
-# Note [Graphs without a rank].
+# Inductor and AOTAutograd store compiled graphs under a key that holds the `uuid` of each custom pass. On a hit no pass
+# runs, so the key must hold everything besides the graph that our passes and lowerings look at: a hash of our source
+# files (our operators and lowerings decide generated code, and Inductor hashes neither), torch's version, whether the
+# backend for the CPU is gloo (whose collectives are lowered differently; the fake backend stands for it, so that its
+# entries serve ranks of gloo), the configuration, and the contents of the files that it names. It must not hold the
+# rank: ranks that share a cache directory share entries, see Note [Graphs without a rank].
 
 
 def _has_known_source(step: Pass) -> bool:
@@ -205,20 +199,19 @@ def _has_known_source(step: Pass) -> bool:
 
 
 # Note [Collectives and CUDA graphs]
-# A CUDA graph replays kernels and calls no Python. torch captures what lies between operators that are tagged
-# `cudagraph_unsafe`. Its collectives are not, so they would be captured too. A replay would not take what
-# `compile_step` has prefetched, and read the buffer that was taken at the capture, which is another unit's memory by
-# then. Where one of our operators divides the graph (accumulated gradients, deferred reduces), a reduce would start in
-# one capture and be waited for in another, which CUDA refuses. And shards are no parameters to torch, but inputs, which
-# each replay would copy. So graphs with collectives on an accelerator are refused. Graphs without any (blocks that are
-# compiled one by one, models on one rank) may be captured.
+# A CUDA graph replays kernels without Python. torch captures what lies between operators tagged `cudagraph_unsafe`; its
+# collectives are not, so they would be captured too. A replay would ignore what `compile_step` has prefetched, and read
+# the buffer of the capture, which is another unit's memory by then. Where one of our operators divides the graph
+# (accumulated gradients, deferred reduces), a reduce would start in one capture and be waited for in another, which
+# CUDA refuses. And torch takes shards for inputs, which each replay would copy. So graphs with collectives on an
+# accelerator are refused. Graphs without any (blocks compiled one by one, models on one rank) may be captured.
 
 
 def _check_settings(graph: fx.Graph) -> None:
     """RuntimeError if Inductor's configuration cannot be used with our passes or with collectives.
 
-    With only the joint half of the pipeline, results would be right but slow, silently; `check_saved` looks for the
-    other half. Calling collectives from C++ is refused by torch 2.13, and crashes with torch 2.11. For CUDA graphs see
+    With only the joint half of the pipeline, steps would silently be slow; `check_saved` looks for the other half.
+    torch 2.13 refuses to call collectives from C++, and torch 2.11 crashes. For CUDA graphs see
     Note [Collectives and CUDA graphs].
     """
     if not any(isinstance(each, Pipeline) for each in _as_tuple(inductor_config.post_grad_custom_post_pass)):
@@ -248,11 +241,11 @@ def _as_tuple(previous: Any) -> tuple[Any, ...]:
 
 
 class CompileNotice:
-    """Says on rank 0 that a sharded model is being compiled, if that takes more than `after` seconds."""
+    """Prints on rank 0 that a sharded model is being compiled, if that takes more than `after` seconds."""
 
     def __init__(self, after: float = 5.0) -> None:
         self.after = after
-        self.timer: threading.Timer | None = None  # runs until Dynamo says that the compilation has ended
+        self.timer: threading.Timer | None = None  # until the compilation has ended
 
     def start(self) -> None:
         """Call when a compilation begins."""
@@ -263,7 +256,7 @@ class CompileNotice:
             self.timer.start()
 
     def end(self, _: Any = None) -> None:
-        """Call when it has ended."""
+        """Call when the compilation has ended."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

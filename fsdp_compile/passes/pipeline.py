@@ -1,18 +1,12 @@
-"""What a pass is: a named edit of one graph, and what the passes of one graph share.
+"""What a pass is, and what the passes of one graph share.
 
-    Pipeline (inductor.py)  ->  GraphContext(graph, config)  ->  Pass.run(context), one after the other
-                                .info      set by read_graph     the graph as tasks and units
-                                .workload  set by read_graph     the same as plain numbers, for the planner
-                                .plan      set by choose_plan    where each collective goes
-
-The order of all passes is `fsdp_compile.passes.PASSES`. `FSDP_COMPILE_PRINT=FOLDER` writes the graph after each of them
-into a file of its own (1 means `./fsdp_compile_graphs`):
+`FSDP_COMPILE_PRINT=FOLDER` writes the graph after each pass into a file (1 means `./fsdp_compile_graphs`):
 
     FOLDER/rank0/graph0_1_joint/00_insert_collectives.txt      first graph, forward and backward in one
     FOLDER/rank0/graph0_2_forward/05_order.txt                 the same graph's forward, later
 
-Graphs that come out of a compile cache are not written; `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has them compiled. The
-logger `fsdp_compile.graphs` gets the same texts at level DEBUG.
+Graphs from a compile cache are not written; `TORCHINDUCTOR_FORCE_DISABLE_CACHES=1` has them compiled. The logger
+`fsdp_compile.graphs` gets the same texts at level DEBUG.
 """
 
 import logging
@@ -41,17 +35,17 @@ Stage = Literal["joint", "post_grad"]
 
 @dataclass
 class GraphContext:
-    """One graph and what the passes of one stage know about it.
+    """One graph and what the passes of its stage know about it.
 
     Attributes:
         graph: the graph; passes edit it in place.
         config: the configuration of this compilation.
         direction: "joint", "forward", "backward" or "inference".
         graph_index: the index that AOTAutograd gave to the graph; its joint graph, forward and backward share it.
-        specs: by unit, as tags count them, how it is gathered; in a joint graph.
-        info: tasks, units and the nodes of their collectives, as `read_graph` found them.
-        workload: what of that the planner sees, with measured seconds if the configuration names a profile.
-        plan: the plan that the graph follows.
+        specs: in a joint graph, how each unit is gathered, by its number in tags.
+        info: tasks, units and the nodes of their collectives; set by `read_graph`, as is
+        workload: the same as numbers for the planner, with measured seconds if the configuration names a profile.
+        plan: the plan that the graph follows; set by `choose_plan`.
     """
 
     graph: fx.Graph
@@ -69,10 +63,10 @@ class Pass:
     """One named step of compilation: an edit of a graph in place, a decision about it, or a check of it.
 
     Attributes:
-        name: what `CompileConfig.disable` and the printed graphs call it.
-        stage: "joint": forward and backward in one graph, before partitioning; "post_grad": each alone, later.
-        run: the step. It may read and write its context and nothing else: on a hit in a compile cache none runs.
-        needs: the passes whose results this one uses. Where one of them is disabled this one is left out as well.
+        name: its name in `CompileConfig.disable` and printed graphs.
+        stage: "joint": on forward and backward in one graph, before partitioning; "post_grad": on each alone, later.
+        run: the step. It reads and writes its context only, because on a hit in a compile cache no pass runs.
+        needs: passes whose results this one uses; it is left out if one of them is disabled.
     """
 
     name: str
@@ -82,7 +76,7 @@ class Pass:
 
 
 def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:
-    """Return `passes` without the disabled ones and those that need one of them, which are logged.
+    """Return `passes` without the disabled ones and those that need one of them; log the latter.
 
     Raises:
         ValueError: `config.disable` names a pass that does not exist.
@@ -127,12 +121,11 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", t
 
 
 def _folder_of(context: GraphContext) -> Path | None:
-    """Return the folder to print the graph into; None if printing is off."""
+    """Make and return the folder to print the graph into; None if printing is off."""
     asked = os.environ.get("FSDP_COMPILE_PRINT", "0")
     if asked in ("", "0"):
         return None
-    root = Path("fsdp_compile_graphs" if asked == "1" else asked)
-    direction = context.direction
+    root, direction = Path("fsdp_compile_graphs" if asked == "1" else asked), context.direction
     folder = root / f"rank{_rank()}" / f"graph{context.graph_index}_{_ORDER[direction]}_{direction}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,18 +1,18 @@
-"""Markers become functional collectives with separate waits, so that later passes can move start and wait apart.
+"""Replace markers by functional collectives with separate waits, so that later passes can move start and wait apart.
 
-First a unit that the traced forward calls several times is gathered once and reduced once:
+A unit that the traced forward calls several times is gathered once and reduced once:
 
     unshard(s), unshard(s)                  ->  unshard(s)
     add(reduce_grads(a), reduce_grads(b))   ->  reduce_grads(a + b), gradient by gradient
 
 Then each marker is replaced:
 
-    unshard and the split beneath `views`   ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
-                                                two of the former if backward gathers again in a smaller group
-    reduce_grads                            ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
-    defer_reduce, update_shard              ->  stays, and is tagged
-    the concatenation that both read        ->  pack_grads, which Inductor lowers without copies
-    a cast or division of all that          ->  of each gradient: the kernel that writes it into the pack does both
+    unshard and its split           ->  all_gather_into_tensor, wait_tensor, a slice for each parameter in use;
+                                        two stages if backward gathers again in a smaller group
+    reduce_grads                    ->  reduce_scatter_tensor (NO_SHARD: all_reduce), wait_tensor; likewise
+    defer_reduce, update_shard      ->  stays, and is tagged
+    the concatenation of gradients  ->  pack_grads, which Inductor lowers without copies
+    a cast or division of that      ->  of each gradient, so that the kernel that writes it into the pack does both
 """
 
 from dataclasses import replace
@@ -36,23 +36,23 @@ SCALE = aten.div.Scalar  # of gradients in float16, around their sum
 _REDUCES = (ops.REDUCE_GRADS, ops.DEFER_REDUCE)
 
 # Note [Graphs without a rank]
-# All ranks must run the same collectives in the same order, and on the CPU they share one compile cache. So no constant
-# in a graph may depend on the rank, in any pass. The layout of a unit is one string that is equal on all ranks; slices
-# of gathered parameters have offsets in the full buffer; a shard's size is the same everywhere, thanks to padding; and
-# which part of a parameter a rank owns is known to the eager runtime alone. Process groups have names that are equal on
-# all ranks of a mesh (comm/groups.py, Note [Names of groups]).
+# All ranks must run the same collectives in the same order, and on the CPU they share one compile cache. So no pass may
+# put a constant that depends on the rank into a graph. The layout of a unit is the same string on all ranks; slices of
+# gathered parameters have offsets in the full buffer; padding makes shards equally large; only the eager runtime knows
+# which part of a parameter a rank owns. Process groups have names that are equal on all ranks of a mesh
+# (comm/groups.py, Note [Names of groups]).
 
 
 def insert_collectives(context: GraphContext) -> None:
     """Replace the markers by collectives, and tag these."""
     graph = context.graph
     _merge_calls(graph)
-    units = _units_of_markers(graph)
-    context.specs = {unit.unit: _spec(marker) for marker, unit in units.items() if marker.target is ops.UNSHARD}
+    units, context.specs = _units_of_markers(graph)
     for marker, unit in units.items():
         emit = nodes.emitter(graph, marker, unit)
         if marker.target is ops.UNSHARD:
-            new = _expand_unshard(marker, nodes.emitter(graph, marker, replace(unit, reshard=False)), emit)
+            retained = nodes.emitter(graph, marker, replace(unit, reshard=False))
+            new = _expand_unshard(marker, context.specs[unit.unit], retained, emit)
         elif marker.target is ops.REDUCE_GRADS:
             new = _expand_reduce(marker, emit)
         else:
@@ -76,7 +76,7 @@ def insert_collectives(context: GraphContext) -> None:
 
 
 def _tag_updates(graph: fx.Graph) -> None:
-    """Make updates run where they stand in the graph; later passes put them behind all readers of the shard."""
+    """Make updates run where they stand in the graph; `place_updates` puts them behind all readers of the shard."""
     updated: set[Any] = set()
     for update in graph.find_nodes(op="call_function", target=ops.UPDATE_SHARD):
         grad, flat_param_id, *_ = update.args
@@ -91,15 +91,17 @@ def _tag_updates(graph: fx.Graph) -> None:
         nodes.set_tag(update, replace(unit, kind="update"))
 
 
-def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, nodes.Tag]:
-    """Map markers to units: in backward by the autograd sequence number of the unit's unshard."""
+def _units_of_markers(graph: fx.Graph) -> tuple[dict[fx.Node, nodes.Tag], dict[int, ops.UnshardSpec]]:
+    """Map markers to units, in backward by the autograd sequence number of the unshard; and units to their specs."""
     units: dict[fx.Node, nodes.Tag] = {}
+    specs: dict[int, ops.UnshardSpec] = {}
     by_sequence: dict[Any, nodes.Tag] = {}
     for node in graph.nodes:
         sequence = node.meta.get("seq_nr")
         if node.target is ops.UNSHARD:
-            tag = nodes.Tag("gather", len(units), nodes.module_path(node), _spec(node).reshard_after_forward)
-            units[node] = by_sequence[sequence] = tag
+            spec = ops.UnshardSpec.parse(node.args[3])
+            tag = nodes.Tag("gather", len(units), nodes.module_path(node), spec.reshard_after_forward)
+            specs[tag.unit], units[node], by_sequence[sequence] = spec, tag, tag
         elif node.target in _REDUCES:
             if sequence is None or sequence not in by_sequence:
                 raise RuntimeError(
@@ -107,20 +109,16 @@ def _units_of_markers(graph: fx.Graph) -> dict[fx.Node, nodes.Tag]:
                     f"compile the sharded module with torch.compile, which sets it"
                 )
             units[node] = by_sequence[sequence]
-    return units
-
-
-def _spec(unshard: fx.Node) -> ops.UnshardSpec:
-    return ops.UnshardSpec.parse(unshard.args[3])  # type: ignore[arg-type]  # fx arguments are untyped
+    return units, specs
 
 
 # --- several calls of one unit ----------------------------------------------------------------------------------------
 
 
 def _merge_calls(graph: fx.Graph) -> None:
-    """Merge equal unshards, and reduces whose results are only added up."""
+    """Merge equal unshards, and reduces whose results are only added."""
     first_calls: dict[tuple[Any, ...], fx.Node] = {}
-    sequences: dict[Any, Any] = {}  # by that of an unshard that is merged: that of the other
+    sequences: dict[Any, Any] = {}  # of a merged unshard -> of the one that stays
     for marker in graph.find_nodes(op="call_function", target=ops.UNSHARD):
         first = first_calls.setdefault(marker.args, marker)
         if first is not marker:
@@ -136,7 +134,7 @@ def _merge_calls(graph: fx.Graph) -> None:
 
 
 def _merge_reduces(graph: fx.Graph, total: fx.Node) -> bool:
-    """If `total` adds up two reduces of one unit, replace it by one reduce of the sum; return whether it did."""
+    """Replace `total`, if it adds two reduces of one unit, by one reduce of the sum; return whether it did."""
     one, other = (_marker_beneath(addend) for addend in total.args)
     if one is None or other is None or total.kwargs or one.meta["seq_nr"] is None:
         return False
@@ -184,16 +182,15 @@ def _copy_with(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node
 
 
 def _is_zeros(segment: fx.Node) -> bool:
-    """Whether a segment is zeros, which the derivative of the split puts where there is no gradient."""
+    """Whether a segment has no gradient: the derivative of the split puts zeros there."""
     return segment.target is aten.full.default and bool(segment.args[1] == 0)
 
 
 # --- each marker ------------------------------------------------------------------------------------------------------
 
 
-def _expand_unshard(marker: fx.Node, retained: nodes.Emit, emit: nodes.Emit) -> fx.Node:
+def _expand_unshard(marker: fx.Node, spec: ops.UnshardSpec, retained: nodes.Emit, emit: nodes.Emit) -> fx.Node:
     """Emit the all-gather; the result of an earlier stage is `retained` for backward."""
-    graph, spec = marker.graph, _spec(marker)
     full: Any = marker.args[0]
     if spec.compute_dtype is not None:
         full = emit("cast", nodes.CAST, full, spec.compute_dtype)
@@ -206,8 +203,8 @@ def _expand_unshard(marker: fx.Node, retained: nodes.Emit, emit: nodes.Emit) -> 
             segment = spec.layout.segments[element.args[1]]  # type: ignore[index]  # fx arguments are untyped
             begin, end = segment.offset, segment.offset + segment.numel
             element.replace_all_uses_with(emit("view", aten.slice.Tensor, full, 0, begin, end))
-            graph.erase_node(element)
-        graph.erase_node(split)
+            marker.graph.erase_node(element)
+        marker.graph.erase_node(split)
     return full
 
 
@@ -237,9 +234,9 @@ def _expand_reduce(marker: fx.Node, emit: nodes.Emit) -> fx.Node:
 
 
 def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) -> fx.Node:
-    """Replace the concatenation that autograd derived from the split of a unit by `pack_grads`.
+    """Replace the concatenation that autograd derived from a unit's split by `pack_grads`.
 
-    Anything else (a unit of a single segment, gradients that were combined before) is reduced as it is.
+    Anything else (a unit of a single segment, gradients combined before) is reduced as it is.
     """
     dtype = sent.args[1] if sent.target is nodes.CAST else None
     concatenated = sent if dtype is None else sent.args[0]
@@ -261,10 +258,10 @@ def _pack(sent: Any, layout: FlatParamLayout, divisor: float, emit: nodes.Emit) 
 
 
 def _view_at_once(gradient: fx.Node) -> None:
-    """Move a gradient that is a view next to the node that computes its memory.
+    """Move a gradient that is a view next to the node that computes it.
 
-    It stands where autograd ended with the parameter: for what the model's own unit holds, at the end of backward. From
-    there on a planner would take it to be ready.
+    Autograd puts the view where it ends with the parameter, which for the root unit is the end of backward; the planner
+    would take the gradient to be ready only there.
     """
     source = nodes.source_of(gradient)
     while gradient is not source and len(gradient.all_input_nodes) == 1 and source.op != "placeholder":

@@ -1,8 +1,8 @@
-"""Which values of a joint graph follow from one parameter alone, so that each rank can compute its segment of them.
+"""Find the values of a joint graph that follow from one parameter alone: each rank can compute its segment of them.
 
-    w -> cast -> permute                 elements of w: each is computed from the element of w in the same place
-    w -> abs -> amax -> reciprocal       a scale: the largest of all ranks' maxima, and what follows from it
-    w -> abs -> amax over columns        scales: the largest of each row, likewise
+    w -> cast -> permute                 elements of w: each follows from the element of w in the same place
+    w -> abs -> amax -> reciprocal       a scale: the maximum over all ranks, and what follows from it
+    w -> abs -> amax over columns        scales: the maximum of each row, likewise
     w -> mul by that -> clamp -> cast    elements again, computed with one scalar, or with one of each row
     w.sum(), w @ x, dropout(w), w * v    neither: they depend on an order of addition, inputs, chance, other parameters
 
@@ -51,13 +51,12 @@ class Elements:
     """A tensor computed element by element from one parameter.
 
     Attributes:
-        root: the slice of the gathered buffer that is the parameter, 1-D.
-        size: the tensor's shape.
+        root: the parameter, a 1-D slice of the gathered buffer.
+        size: shape of the tensor.
         stride: its strides over `root`: a permutation of a contiguous shape.
-        program: what is computed, as a text without names of nodes: equal for parameters whose elements are computed
-            alike, whatever the scales are.
+        program: the computation as text without names of nodes; parameters with equal programs are computed together.
         scales: the scales that the program takes.
-        level: how many all-reduces of maxima, one after the other, these need.
+        level: the number of successive all-reduces of maxima that these need.
     """
 
     root: fx.Node
@@ -75,10 +74,10 @@ class Scales:
     It has one element, or one for each block of consecutive elements of one parameter, such as each row.
 
     Attributes:
-        program: what is computed, with the names of the nodes that it is computed from.
-        level: how many all-reduces, one after the other, it needs.
-        root: the parameter whose blocks have an element each; None: there is one element, whatever it follows from.
-        size: the tensor's shape, if it has a root; likewise:
+        program: the computation, with the names of its inputs.
+        level: the number of successive all-reduces that it needs.
+        root: the parameter whose blocks have an element each; None if the tensor has one element, without blocks.
+        size: shape of the tensor, if it has a root.
         stride: its strides over the blocks in order: a permutation of a contiguous shape.
         block: elements in a block.
     """
@@ -98,15 +97,15 @@ class ParameterValues:
     """Finds the nodes of a graph that can be computed from shards of parameters.
 
     Attributes:
-        values: what each such node is, in the order of the graph. Of nodes that compute the same, only the first.
-        same: for each node that computes the same as an earlier one, which one that is.
+        values: what each such node is, in graph order; of nodes that compute the same, only the first.
+        same: duplicates -> the first node that computes the same.
     """
 
     def __init__(self, graph: fx.Graph, roots: Iterable[fx.Node]) -> None:
         self.values: dict[fx.Node, Elements | Scales] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self._alike: dict[fx.Node, list[fx.Node]] = {}  # the reverse of `same`
-        self._programs: dict[str, str] = {}  # short names of long texts: those that contain others would only grow
+        self._programs: dict[str, str] = {}  # short names, as texts that contain others would grow
         parameters = set(roots)
         first: dict[tuple[object, ...], fx.Node] = {}
         for node in graph.nodes:
@@ -123,11 +122,11 @@ class ParameterValues:
                     self._alike.setdefault(one, []).append(node)
 
     def of(self, node: fx.Node) -> Elements | Scales | None:
-        """Return what `node` is; None if it depends on anything else, or in another way."""
+        """Return what `node` is; None if it does not follow from one parameter."""
         return self.values.get(self.first(node))
 
     def elements(self, node: Any) -> Elements:
-        """Return what `node` is, which must have the elements of a parameter."""
+        """Return what `node` is, elements of a parameter."""
         value = self.of(node)
         assert isinstance(value, Elements)
         return value
@@ -137,11 +136,11 @@ class ParameterValues:
         return self.same.get(node, node)
 
     def alike(self, node: fx.Node) -> list[fx.Node]:
-        """Return the later nodes that compute the same as `node`, the first that does."""
+        """Return the duplicates of `node`, in graph order."""
         return self._alike.get(node, [])
 
     def users(self, node: fx.Node) -> list[fx.Node]:
-        """Return the users of `node` and of its duplicates, without users that are duplicates themselves."""
+        """Return the users of `node` and of its duplicates, without duplicates among them."""
         alike = [node, *self.alike(node)]
         return list(dict.fromkeys(user for each in alike for user in each.users if user not in self.same))
 
@@ -182,10 +181,10 @@ class ParameterValues:
         return self._programs.setdefault(program, f"p{len(self._programs)}")
 
     def _further_scales(self, node: fx.Node, of_blocks: list[Scales], level: int) -> Scales | None:
-        """Classify a node that is computed from scales alone; those of blocks must be of the same blocks."""
+        """Classify a node that is computed from scales alone."""
         if not of_blocks:
             is_reshaped = is_view(node) and node.target is not aten.expand.default
-            is_one = node.meta["val"].numel() == 1 and (is_reshaped or is_deterministic_pointwise(node))
+            is_one = node.meta["val"].numel() == 1 and (is_reshaped or _is_deterministic_pointwise(node))
             return Scales(self._program(node), level) if is_one else None
         first = of_blocks[0]
         if is_view(node) or node.target is aten.clone.default:
@@ -193,7 +192,7 @@ class ParameterValues:
         else:
             blocks = {(each.root, each.size, each.stride, each.block) for each in of_blocks}
             is_alike = len(blocks) == 1 and _has_strides(node, first.size, first.stride)
-            shape = (first.size, first.stride) if is_alike and is_deterministic_pointwise(node) else None
+            shape = (first.size, first.stride) if is_alike and _is_deterministic_pointwise(node) else None
         if shape is None:
             return None
         return Scales(self._program(node), level, first.root, *shape, first.block)
@@ -220,7 +219,7 @@ class ParameterValues:
         return replace(scales, size=size, stride=stride) if _has_strides(node, size, stride) else None
 
     def _pointwise(self, node: fx.Node, like: Elements, takes_scales: bool) -> Elements | None:
-        """See Note [What is exact on a shard]. A scale of another dtype would be promoted otherwise if spread."""
+        """See Note [What is exact on a shard]. An expanded scale of another dtype would be promoted differently."""
         dtypes = {each.meta["val"].dtype for each in node.all_input_nodes}
         if not _is_exact(node) or not _has_strides(node, like.size, like.stride) or (takes_scales and len(dtypes) > 1):
             return None
@@ -240,14 +239,13 @@ class ParameterValues:
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
-    """The nodes in the arguments of a call, in order; one that occurs twice is there twice."""
+    """Return the nodes in the arguments of a call, in order, with repetitions."""
     nodes: list[fx.Node] = []
     fx.map_arg(arguments, nodes.append)
     return nodes
 
 
-def is_deterministic_pointwise(node: fx.Node) -> bool:
-    """Whether the node is elementwise, deterministic and has no side effect."""
+def _is_deterministic_pointwise(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     is_pointwise = torch.Tag.pointwise in node.target.tags and not node.target._schema.is_mutable
@@ -260,14 +258,14 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _is_exact(node: fx.Node) -> bool:
     takes_tensors = node.target is not aten.masked_fill.Tensor  # its value must be a scalar
-    return _is_cast(node) or (is_deterministic_pointwise(node) and packet_of(node) in _EXACT and takes_tensors)
+    return _is_cast(node) or (_is_deterministic_pointwise(node) and packet_of(node) in _EXACT and takes_tensors)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | None:
-    """Return size and strides of a view or copy of all elements of `seen`; None if `node` is anything else."""
+    """Return size and strides of `node` if it is a view or copy of all elements of `seen`, else None."""
     size, stride = seen.size, seen.stride
     if node.target is not aten.clone.default:
         base = torch.empty_strided(size, stride, device="meta")

@@ -1,9 +1,4 @@
-"""Reshard after forward in a joint graph: which units do, how the partitioner is told, and a check that it happened.
-
-choose_reshard   joint       units that leave it open (`reshard_after_forward="auto"`) are decided
-reshard          joint       each gather is tagged: computed again in backward, or saved by the forward
-check_saved      post_grad   the forward saves nothing that was to be freed
-"""
+"""Decide which units reshard after forward, tell the partitioner, and check that it happened."""
 
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -27,16 +22,14 @@ from fsdp_compile.passes.plan.workload import with_update
 
 
 def choose_reshard(context: GraphContext) -> None:
-    """Decide the units whose tags leave `reshard` open, and which units the step before prefetches.
+    """Decide the units whose tags leave `reshard` open (`reshard_after_forward="auto"`), and which are prefetched.
 
-    With a link, by cost: a unit is kept unsharded if its second gather would make the step longer, as far as the
-    budget allows. The budget applies to forward and backward together: a unit that is kept unsharded occupies memory
-    in both graphs. Without a link, the unit that backward reads first is kept unsharded: no computation could hide its
-    second all-gather.
+    With a link, by cost: a unit stays unsharded if its second gather would make the step longer, as far as the budget
+    for forward and backward together allows. Without a link, the unit that backward reads first stays unsharded: no
+    computation could hide its second all-gather.
 
-    If the configuration says what the optimizer's update is, the step is planned with it, and tags say at what time the
-    gathers end that are launched behind updates. (Where activations may be computed again, `choose_activations` has
-    done so.)
+    If the configuration describes the optimizer's update, the step is planned with it, and tags tell when the gathers
+    end that are launched behind updates. (With recomputed activations `choose_activations` has done so.)
 
     Raises:
         PlanError: no plan fits into `config.budget`, or the profile is of another model.
@@ -63,20 +56,20 @@ def choose_reshard(context: GraphContext) -> None:
 
 
 # Note [Why gathers are tagged for recomputation]
-# AOTAutograd's partitioner decides what the forward saves for backward. Left alone it saves a view of the gathered
-# buffer, so that the full parameters of every unit are alive from forward to backward. A second collective in the joint
-# graph does not help: the partitioner merges equal collectives and saves the result. What works is the tag that
-# activation checkpointing uses. `MUST_RECOMPUTE` on the gather, its wait, and all views and casts of that makes the
-# partitioner copy them into the backward graph, where they read the shard, which is alive anyway. The nodes must carry
-# no `ac_graph_id`. With one, a gather inside a checkpoint region whose result a later region uses would be saved.
+# AOTAutograd's partitioner decides what forward saves for backward. Left alone it saves a view of the gathered buffer,
+# so that the full parameters of every unit live from forward to backward. A second collective in the joint graph does
+# not help: the partitioner merges equal collectives. What works is the tag of activation checkpoints, `MUST_RECOMPUTE`,
+# on the gather, its wait, and all views and casts of that: the partitioner copies them into backward, where they read
+# the shard, which is alive anyway. The nodes must carry no `ac_graph_id`: with one, a gather inside a checkpoint region
+# would be saved if a later region uses its result.
 #
 # The same holds for what is computed from gathered parameters: a scaled weight is as large as the weight. It is
-# computed again if that needs only gathered parameters, beside these inputs of the graph, which live anyway, and
-# tensors that are much smaller, such as a maximum or a scale, which the partitioner may save in its place.
+# recomputed if that needs only gathered parameters, inputs of the graph, which live anyway, and much smaller tensors,
+# such as a maximum or a scale, which the partitioner may save in its place.
 
 
 def reshard(context: GraphContext) -> None:
-    """Tag gathers for the partitioner: recompute them in backward if the unit reshards after forward, else save them.
+    """Tag gathers: recompute them in backward if the unit reshards after forward, else save them.
 
     See Note [Why gathers are tagged for recomputation].
     """
@@ -89,14 +82,11 @@ def reshard(context: GraphContext) -> None:
     set_policy(_computed_from_parameters(context.graph), CheckpointPolicy.MUST_RECOMPUTE)
 
 
-_SMALL = 16  # how many times smaller than a parameter a tensor is that may be saved to compute from it again
+_SMALL = 16  # a tensor that is this many times smaller than a parameter may be saved
 
 
 def _computed_from_parameters(graph: fx.Graph) -> list[fx.Node]:
-    """Find nodes as large as parameters that backward can recompute from gathered parameters.
-
-    Only of units that reshard after forward. See Note [Why gathers are tagged for recomputation].
-    """
+    """Find nodes as large as parameters that backward can recompute from those of units that reshard."""
     numels: dict[fx.Node, int] = {}  # of the largest parameter that a node is computed from
     backward = nodes.backward_nodes(graph)
     for node in [each for each in graph.nodes if each not in backward]:

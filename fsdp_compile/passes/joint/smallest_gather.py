@@ -1,4 +1,4 @@
-"""Gather the smallest thing: what is computed from a parameter alone is computed on the shard, if that is smaller.
+"""Gather fewer bytes: compute on the shard what follows from a parameter alone, and gather the result if it is smaller.
 
     before   gather float32  ->  slice w  ->  cast bfloat16  ->  mm           4 bytes an element on the wire
     after    shard  ->  cast bfloat16  ->  gather  ->  slice w  ->  mm        2
@@ -8,21 +8,21 @@
              shard / scales  ->  cast float8  ->  gather  ->  slice w  ->  mm      1 byte an element; a scale of each
                                                                                    row, or of each block, likewise
 
-All values stay the same bit for bit (parameter_values.py says what follows from a parameter alone, and exactly so). For
-each parameter a minimum cut finds what to gather: the fewest bytes from which the rest of the graph follows. Parameters
-of one unit with equal programs are computed on the whole shard at once. The program that makes the unit's gathers
-smallest is that of the first gather, which keeps the places of all parameters; where others need another program or
-none, their segments travel in a second gather beside the first.
+All values stay the same bit for bit (parameter_values.py finds what follows from a parameter alone, exactly). For each
+parameter a minimum cut finds the fewest bytes from which the rest of the graph follows. Parameters of one unit with
+equal programs are computed on the whole shard at once. The program that makes the unit's gathers smallest runs in the
+first gather, which keeps the places of all parameters; segments of parameters with another program travel in a second
+gather beside the first.
 
-Local programs read the shard and scales. They come again in backward, where the unit is gathered again. No constant
+Local programs read the shard and scales, and run again in backward where the unit is gathered again. No constant
 depends on the rank, as Note [Graphs without a rank] demands: operators that need the rank ask for it when they run
 (core/ops.py).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx
 import torch
@@ -30,7 +30,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, WAIT
-from fsdp_compile.core.layout import FlatParamLayout
 from fsdp_compile.core.ops import EXPAND_SCALES, PACK_SEGMENTS, SEGMENT_MAXIMA, UnshardSpec, packed_numel, segments_of
 from fsdp_compile.passes.graph.nodes import CAST, Emit, Kind, Tag, emitter, get_tag, is_view, set_tag, tag_of, tagged
 from fsdp_compile.passes.joint.parameter_values import MAXIMA, UNCHANGED, Elements, ParameterValues, Scales, nodes_in
@@ -51,10 +50,10 @@ class GatheredUnit:
 
     Attributes:
         spec: its layout and groups.
-        shard: what is gathered: the shard, or a cast of it.
+        shard: the shard that is gathered, or a cast of it.
         starts: the all-gather of each stage.
-        roots: by the slice of the gathered buffer that is a parameter, the parameter's index.
-        tag: that of the last gather.
+        roots: parameters as slices of the gathered buffer -> their indices.
+        tag: of the last gather.
     """
 
     spec: UnshardSpec
@@ -65,17 +64,12 @@ class GatheredUnit:
 
     @property
     def groups(self) -> list[str]:
-        """The names of the groups that it is gathered through."""
+        """Names of the groups that the unit is gathered through."""
         return [group.name for group in self.spec.groups]
-
-    @property
-    def layout(self) -> FlatParamLayout:
-        """Where parameters lie."""
-        return self.spec.layout
 
 
 def smallest_gather(context: GraphContext) -> None:
-    """Compute on the shards what makes all-gathers smaller, and gather the results."""
+    """Compute on shards what makes all-gathers smaller, and gather the results."""
     graph = context.graph
     units = _units(graph, context.specs)
     values = ParameterValues(graph, [root for unit in units for root in unit.roots])
@@ -89,7 +83,12 @@ def smallest_gather(context: GraphContext) -> None:
                 if values.of(each) is not None and each not in local:
                     local.add(each)
                     work.append(each)
-        _LocalPrograms(graph, values, units, choices).run(local)
+        edit = _LocalPrograms(graph, values, units)
+        first = min(unit.starts[0] for unit, _ in choices)
+        edit.reduce_maxima([node for node in values.values if node in local], first)
+        for unit, items in choices:
+            _UnitPrograms(edit, unit, unit.starts[0]).gather(*items)
+        edit.replace_nodes([unit for unit, _ in choices])
 
 
 def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUnit]:
@@ -111,20 +110,17 @@ def _units(graph: fx.Graph, specs: Mapping[int, UnshardSpec]) -> list[GatheredUn
 # --- what to gather ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """The nodes of one parameter that are gathered, and all nodes that are computed on the shard for it."""
-
-    gathered: tuple[fx.Node, ...]
-    local: Set[fx.Node]
+class _Cut(NamedTuple):
+    gathered: list[fx.Node]
+    local: list[fx.Node]  # all that is computed on the shard for them
 
 
 def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
     """Choose what to gather of one parameter: the fewest bytes; of equal choices the earlier nodes.
 
-    In the network a node with elements is an edge whose capacity are its bytes. What is computed on the shard is
-    computed from nothing but that: edges back, without a limit, keep the source's side closed. A maximum on that side
-    costs its bytes in the all-reduce.
+    Each node with elements is an edge of the network whose capacity is its bytes. Edges back without a limit close the
+    source's side: what is computed on the shard needs only what is there too. A maximum on that side costs its bytes
+    in the all-reduce.
     """
     region = [node for node, value in values.values.items() if isinstance(value, Elements) and value.root is root]
     members = set(region)
@@ -157,19 +153,14 @@ def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
             elif user in scales:
                 network.add_edge(user, node)
     if "sink" not in network:
-        return _Cut((), set())
+        return _Cut([], [])
     _, (near, _) = networkx.minimum_cut(network, "source", "sink")
-    gathered = tuple(node for node in region if (node, "in") in near and (node, "out") not in near)
-    return _Cut(
-        gathered, frozenset([node for node in region if (node, "in") in near] + [n for n in scales if n in near])
-    )
+    local = [node for node in region if (node, "in") in near]
+    return _Cut([node for node in local if (node, "out") not in near], [*local, *(n for n in scales if n in near)])
 
 
 def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterValues) -> list[Items]:
-    """Choose what to gather of a unit: first what keeps the places of the parameters, then what travels as segments.
-
-    Empty if the parameters themselves are best.
-    """
+    """Choose the items of a unit's first gather, then those that travel as segments; empty: gather the parameters."""
     classes: dict[tuple[str, torch.dtype], list[tuple[int, fx.Node]]] = defaultdict(list)
     for root, param in unit.roots.items():
         for node in cuts[root].gathered:
@@ -179,11 +170,11 @@ def _choose(unit: GatheredUnit, cuts: Mapping[fx.Node, _Cut], values: ParameterV
 
     def total(main: tuple[str, torch.dtype]) -> int:
         rest = [(dtype, items) for (program, dtype), items in classes.items() if (program, dtype) != main]
-        sizes = [packed_numel(unit.layout, tuple(p for p, _ in items)) * dtype.itemsize for dtype, items in rest]
-        return unit.layout.numel * main[1].itemsize + unit.layout.world_size * sum(sizes)
+        sizes = [packed_numel(unit.spec.layout, tuple(p for p, _ in items)) * dtype.itemsize for dtype, items in rest]
+        return unit.spec.layout.numel * main[1].itemsize + unit.spec.layout.world_size * sum(sizes)
 
     main = min(classes, key=total)
-    if total(main) >= unit.layout.numel * unit.shard.meta["val"].element_size():
+    if total(main) >= unit.spec.layout.numel * unit.shard.meta["val"].element_size():
         return []
     return [classes[main], *(items for key, items in classes.items() if key != main)]
 
@@ -195,36 +186,22 @@ class _LocalPrograms:
     """Puts local programs into the graph: on shards, with one all-reduce of maxima, before smaller gathers.
 
         scales      segment_maxima of each shard  ->  cat  ->  all-reduce(max)  ->  what follows from them
-        each unit   spread of its scales, the program on the whole shard, gather, slices of what was gathered
-                    take of the segments that need another program, gather, segments joined to parameters
+        each unit   expand_scales, the program on the whole shard, gather, slices of the gathered buffer
+                    pack_segments of parameters with another program, gather, segments joined to parameters
 
     Attributes:
-        new: what takes the place of a node that is gathered, and of a scale that is computed from shards.
+        new: the replacement of each node that is gathered, and of each scale.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        values: ParameterValues,
-        units: Sequence[GatheredUnit],
-        choices: Sequence[tuple[GatheredUnit, list[Items]]],
-    ) -> None:
-        self.graph, self.values, self.choices = graph, values, choices
+    def __init__(self, graph: fx.Graph, values: ParameterValues, units: Sequence[GatheredUnit]) -> None:
+        self.graph, self.values = graph, values
         self.unit_of = {root: unit for unit in units for root in unit.roots}
         self.new: dict[fx.Node, fx.Node] = {}
 
-    def run(self, local: set[fx.Node]) -> None:
-        """Edit the graph; `local` are the nodes to compute on shards."""
-        first = min(unit.starts[0] for unit, _ in self.choices)
-        self._reduce_maxima([node for node in self.values.values if node in local], first)
-        for unit, items in self.choices:
-            _UnitPrograms(self, unit, unit.starts[0]).gather(*items)
-        self._replace()
-
-    def _reduce_maxima(self, local: list[fx.Node], first: fx.Node) -> None:
+    def reduce_maxima(self, local: list[fx.Node], first: fx.Node) -> None:
         """Compute scales before all gathers, level by level, with one all-reduce of maxima per process group."""
         scales = {node: value for node in local if isinstance(value := self.values.of(node), Scales)}
-        for level in range(1 + max((value.level for value in scales.values()), default=0)):
+        for level in sorted({value.level for value in scales.values()}):
             of_level = [node for node, value in scales.items() if value.level == level]
             by_groups: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
             for node in of_level:
@@ -244,7 +221,7 @@ class _LocalPrograms:
         return self.unit_of[self.values.elements(node.args[0]).root]
 
     def _all_reduce(self, maxima: list[fx.Node], groups: tuple[str, ...], first: fx.Node) -> None:
-        """All-reduce maxima through each of the groups: the values, and which of them are NaN."""
+        """All-reduce maxima through each of the groups: values, and which of them are NaN."""
         alike: dict[Any, list[fx.Node]] = defaultdict(list)  # maxima of one computation on one shard
         for node in maxima:
             program = self.values.elements(node.args[0]).program
@@ -258,7 +235,7 @@ class _LocalPrograms:
             sources = [self.values.first(node.args[0]) for node in nodes]  # type: ignore[arg-type]  # fx arguments are untyped
             local = programs.evaluate(list(zip(params, sources, strict=True)))
             counts = [node.meta["val"].numel() for node in nodes]
-            arguments = (local, unit.layout.text, unit.groups, params, counts, smallest)
+            arguments = (local, unit.spec.layout.text, unit.groups, params, counts, smallest)
             shares.append(programs.emit("local", SEGMENT_MAXIMA, *arguments))
         emit = emitter(self.graph, first, _MAXIMUM, first)
         reduced = shares[0] if len(shares) == 1 else emit("maximum", aten.cat.default, shares, 1)
@@ -283,13 +260,13 @@ class _LocalPrograms:
                 self.new[node] = new if value.dtype == torch.float32 else emit("maximum", CAST, new, value.dtype)
                 begin += value.numel()
 
-    def _replace(self) -> None:
-        """Replace the nodes by their new ones, and erase what nothing reads any more."""
+    def replace_nodes(self, units: Sequence[GatheredUnit]) -> None:
+        """Replace the nodes by their new ones, and erase the old programs and the gathers of `units`."""
         made, output = set(self.new.values()), self.graph.output_node()
         for node, new in self.new.items():
             for other in (node, *self.values.alike(node)):
                 if output in other.users:  # a copy: others read the gathered buffer, and callers write in place
-                    emit = emitter(self.graph, output, replace(self.choices[0][0].tag, reshard=False), new)
+                    emit = emitter(self.graph, output, replace(units[0].tag, reshard=False), new)
                     output.replace_input_with(other, emit("view", aten.clone.default, new))
                 other.replace_all_uses_with(new, delete_user_cb=lambda user: user not in made)
         for node in reversed(list(self.graph.nodes)):
@@ -297,7 +274,7 @@ class _LocalPrograms:
             is_local = tag is not None and tag.kind in ("local", "maximum") and node.target not in (ALL_REDUCE, WAIT)
             if node.op == "call_function" and not node.users and (is_local or self.values.of(node) is not None):
                 self.graph.erase_node(node)
-        for unit, _ in self.choices:
+        for unit in units:
             for start in reversed(unit.starts):
                 (wait,) = start.users
                 self.graph.erase_node(wait)
@@ -307,17 +284,15 @@ class _LocalPrograms:
 
 
 def _shaped(run: fx.Node, size: Sequence[int], stride: Sequence[int], kind: Kind, emit: Emit) -> fx.Node:
-    """A 1-D tensor in that shape, with those strides: a permutation of a contiguous shape."""
-    dims = range(len(size))
-    order = sorted(dims, key=lambda dim: (-stride[dim], size[dim] == 1, dim))
+    """Give a 1-D tensor that shape and those strides, a permutation of a contiguous shape."""
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], size[dim] == 1, dim))
     shaped = emit(kind, aten.view.default, run, [size[dim] for dim in order])
-    if order != list(dims):
-        shaped = emit(kind, aten.permute.default, shaped, [order.index(dim) for dim in dims])
-    return shaped
+    back = [order.index(dim) for dim in range(len(size))]
+    return shaped if back == sorted(back) else emit(kind, aten.permute.default, shaped, back)
 
 
 def _move_before(first: fx.Node, node: fx.Node) -> None:
-    """Move `node`, and what it is computed from, before `first` where that stands earlier."""
+    """Move `node` and its inputs before `first`."""
     if node.op != "placeholder" and first < node:
         for each in node.all_input_nodes:
             _move_before(first, each)
@@ -333,9 +308,9 @@ class _UnitPrograms:
         self._evaluated: dict[tuple[tuple[int, fx.Node], ...], fx.Node] = {}
 
     def gather(self, main: Items, *rest: Items) -> None:
-        """Gather what is chosen, and take the new nodes from the result."""
-        layout, emit = self.unit.layout, self.emit
-        # In which dtype all can be sent: the narrowest of theirs, or bytes, which every backend knows.
+        """Gather the chosen items, and take the new nodes from the result."""
+        layout, emit = self.unit.spec.layout, self.emit
+        # Send everything as the narrowest dtype, or as bytes, which every backend knows.
         wire = min((items[0][1].meta["val"].dtype for items in (main, *rest)), key=lambda dtype: dtype.itemsize)
         wire = torch.uint8 if wire.itemsize == 1 else wire
         groups, taken = self.unit.groups, []
@@ -349,7 +324,7 @@ class _UnitPrograms:
             sent.insert(0, taken[0] if len(taken) == 1 else emit("local", aten.cat.default, taken))
         row = sent[0].meta["val"].numel()
         retained = emitter(self.edit.graph, self.unit.starts[0], replace(self.unit.tag, reshard=False))
-        for group in self.unit.spec.groups:  # what an earlier stage brings is retained
+        for group in self.unit.spec.groups:  # results of an earlier stage are retained
             emit_stage = emit if group is self.unit.spec.groups[-1] else retained
             started = [emit_stage("gather", ALL_GATHER, each, group.size, group.name) for each in sent]
             sent = [emit_stage("wait", WAIT, each) for each in started]
@@ -372,7 +347,7 @@ class _UnitPrograms:
         return self._evaluated[key]
 
     def _computed(self, node: fx.Node) -> fx.Node:
-        """The node beneath views and copies: order does not matter on the shard."""
+        """Strip views and copies: order does not matter on the shard."""
         node = self.values.first(node)
         while isinstance(self.values.of(node), Elements) and (is_view(node) or node.target is aten.clone.default):
             if node in self.unit.roots:
@@ -398,20 +373,20 @@ class _UnitPrograms:
         for _, node in sorted(scales.items()):
             new, stride = self.edit.new[node], self.values.of(node).stride  # type: ignore[union-attr]  # these are scales
             order = sorted(range(len(stride)), key=lambda dim: (-stride[dim], dim))
-            if order != list(range(len(stride))):
+            if order != sorted(order):
                 new = self.emit("local", aten.permute.default, new, order)
             flat.append(self.emit("local", aten.reshape.default, new, [-1]))
-        params = range(len(self.unit.layout.shapes))
+        params = range(len(self.unit.spec.layout.shapes))
         counts = [scales[param].meta["val"].numel() if param in scales else 0 for param in params]
         values = self.emit("local", aten.cat.default, flat)
-        return self.emit("local", EXPAND_SCALES, values, self.unit.layout.text, self.unit.groups, counts)
+        return self.emit("local", EXPAND_SCALES, values, self.unit.spec.layout.text, self.unit.groups, counts)
 
     def _join(self, items: Items, full: fx.Node, row: int, begin: int) -> None:
-        """Join parameters from their segments in the ranks' rows of `full`; offsets count elements on the wire."""
+        """Join parameters from their segments in the ranks' rows of `full`; `row` and `begin` count its elements."""
         wire = full.meta["val"].dtype
         params, dtype = tuple(param for param, _ in items), items[0][1].meta["val"].dtype
         wide = dtype.itemsize // wire.itemsize
-        by_rank = [segments_of(self.unit.layout, params, rank) for rank in range(self.unit.layout.world_size)]
+        by_rank = [segments_of(self.unit.spec.layout, params, rank) for rank in range(self.unit.spec.layout.world_size)]
         for position, (_, node) in enumerate(items):
             shares = []
             for rank, segments in enumerate(by_rank):

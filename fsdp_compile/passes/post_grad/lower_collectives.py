@@ -1,11 +1,11 @@
-"""How each collective is issued once the order is decided: single calls are replaced by forms that cost less.
+"""Issue collectives in cheaper forms, once the order is decided.
 
-    coalesce_launches               what the plan launches at once is one coalesced call, one kernel of NCCL
+    coalesce_launches               collectives that the plan launches at once are one call, one kernel of NCCL
     reduce_scatter_by_all_to_all    on gloo a reduce-scatter is an all-to-all and a reduction of the received rows
     all_gather_into_buffer          every all-gather writes into a buffer that the graph allocates
 
-The graph keeps torch's operators, so that Inductor knows what it deals with. The all-to-all and the all-gather are
-waited for by an operator of ours, whose lowering lets generated code call the process group itself (comm/direct.py).
+The graph keeps torch's operators, which Inductor knows. An operator of ours waits for the all-to-all and the
+all-gather; its lowering lets generated code call the process group itself (comm/direct.py).
 """
 
 import operator
@@ -30,7 +30,7 @@ _OVER_ROWS = {"avg": aten.mean.dim, "sum": aten.sum.dim_IntList}
 
 
 def coalesce_launches(context: GraphContext) -> None:
-    """Replace the starts of one launch by one coalesced call, where there is one.
+    """Replace the starts of one launch by one coalesced call, if that exists.
 
     gather a  gather b  ->  wait a  wait b                                   two launches, next to each other
     both = coalesced gather [a, b]  ->  both[0]  both[1]  ->  their waits    one launch, which the first wait completes
@@ -42,35 +42,29 @@ def coalesce_launches(context: GraphContext) -> None:
         if launch is not None:
             launches.setdefault(launch, []).append(start)
     for starts in filter(can_coalesce, launches.values()):
-        _coalesce(graph, starts)
-
-
-def _coalesce(graph: fx.Graph, starts: list[fx.Node]) -> None:
-    """Replace `starts` by one call in the place of the last: all inputs have been computed there."""
-    last, names = starts[-1], [start.name for start in starts]
-    with graph.inserting_before(last):
-        sent = [start.args[0] for start in starts]
-        call = graph.call_function(collectives.COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
-        results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(starts))]
-    call.meta["val"] = [start.meta["val"] for start in starts]
-    set_tag(call, replace(tag_of(starts[0]), path=" ".join(tag_of(start).path or "root" for start in starts)))
-    for start, result in zip(starts, results, strict=True):
-        result.meta["val"] = start.meta["val"]
-        start.replace_all_uses_with(result)
-        graph.erase_node(start)
-    call.name = "_".join([names[0], *(name.partition("_")[2] for name in names[1:])])
-    for result, name in zip(results, names, strict=True):
-        result.name = name
+        last, names = starts[-1], [start.name for start in starts]
+        with graph.inserting_before(last):  # all inputs have been computed there
+            sent = [start.args[0] for start in starts]
+            call = graph.call_function(collectives.COALESCED[last.target], (sent, *last.args[1:]))  # type: ignore[index]  # can_coalesce
+            results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(starts))]
+        call.meta["val"] = [start.meta["val"] for start in starts]
+        set_tag(call, replace(tag_of(starts[0]), path=" ".join(tag_of(start).path or "root" for start in starts)))
+        for start, result in zip(starts, results, strict=True):
+            result.meta["val"] = start.meta["val"]
+            start.replace_all_uses_with(result)
+            graph.erase_node(start)
+        call.name = "_".join([names[0], *(name.partition("_")[2] for name in names[1:])])
+        for result, name in zip(results, names, strict=True):
+            result.name = name
 
 
 # --- reduce-scatter on gloo -------------------------------------------------------------------------------------------
 
 # Note [Why gloo's reduce-scatter is an all-to-all]
 # Gloo reduce-scatters by an all-reduce of a copy (Note [What gloo copies]). Eager steps therefore send each rank its
-# slice by an all-to-all and reduce the received rows; compiled graphs do the same, so that both put the same bytes on
-# the wire and add up the rows in the same order, which makes their gradients equal bit for bit under aot_eager. The
-# reduction of the rows is pinned right behind the wait: fused with the reduction of a later unit it would keep all
-# received rows alive until then.
+# slice by an all-to-all and reduce the received rows. Compiled graphs do the same: both send the same bytes and add the
+# rows in the same order, so that their gradients are equal bit for bit under aot_eager. The reduction of the rows is
+# pinned right behind the wait: fused with that of a later unit it would keep the received rows alive until then.
 
 
 def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
@@ -81,28 +75,25 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
     """
     graph = context.graph
     for reduce in tagged(graph, "reduce"):
-        group: str = reduce.args[collectives.GROUP_ARGUMENT[reduce.target]]  # type: ignore[assignment,index]  # fx arguments are untyped
-        if reduce.target is collectives.REDUCE_SCATTER and collectives.copies(reduce.meta["val"], group):
-            _use_all_to_all(graph, reduce)
-
-
-def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
-    args: Any = reduce.args
-    packed, op, ranks, group = args
-    (wait,) = (user for user in reduce.users if user.target is collectives.WAIT)
-    part = reduce.meta["val"].numel()
-    received = reduce.meta["val"].new_empty(part * ranks)
-    unit = wait.name.removeprefix("wait_reduce_")
-    with graph.inserting_before(wait.next):
-        rows = graph.create_node("call_function", aten.view.default, (wait, [ranks, part]), name=f"rows_{unit}")
-        mean = graph.create_node("call_function", _OVER_ROWS[op], (rows, [0]), name=f"mean_{unit}")
-    wait.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not rows)
-    mean.meta = dict(wait.meta)
-    set_tag(mean, replace(tag_of(reduce), kind="mean"))
-    rows.meta = {"val": received.view(ranks, part)}
-    reduce.target, reduce.args = collectives.ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
-    reduce.meta["val"] = wait.meta["val"] = received
-    _call_directly(reduce)
+        args: Any = reduce.args
+        group = args[collectives.GROUP_ARGUMENT[reduce.target]]  # type: ignore[index]  # fx targets are untyped
+        if reduce.target is not collectives.REDUCE_SCATTER or not collectives.copies(reduce.meta["val"], group):
+            continue
+        packed, op, ranks, _ = args
+        (wait,) = (user for user in reduce.users if user.target is collectives.WAIT)
+        part = reduce.meta["val"].numel()
+        received = reduce.meta["val"].new_empty(part * ranks)
+        unit = wait.name.removeprefix("wait_reduce_")
+        with graph.inserting_before(wait.next):
+            rows = graph.create_node("call_function", aten.view.default, (wait, [ranks, part]), name=f"rows_{unit}")
+            mean = graph.create_node("call_function", _OVER_ROWS[op], (rows, [0]), name=f"mean_{unit}")
+        wait.replace_all_uses_with(mean, delete_user_cb=lambda user, rows=rows: user is not rows)  # type: ignore[misc]
+        mean.meta = dict(wait.meta)
+        set_tag(mean, replace(tag_of(reduce), kind="mean"))
+        rows.meta = {"val": received.view(ranks, part)}
+        reduce.target, reduce.args = collectives.ALL_TO_ALL, (packed, [part] * ranks, [part] * ranks, group)
+        reduce.meta["val"] = wait.meta["val"] = received
+        _call_directly(reduce)
 
 
 # --- all-gather into a buffer -----------------------------------------------------------------------------------------
@@ -111,28 +102,25 @@ def _use_all_to_all(graph: fx.Graph, reduce: fx.Node) -> None:
 def all_gather_into_buffer(context: GraphContext) -> None:
     """Give every all-gather an `out` buffer that the graph allocates; from here on the graph has mutations.
 
-    torch 2.13 runs the allocating form as a coalesced collective. Gloo's worker threads note the name of the collective
-    that they finished last in one string without a lock, and only the coalesced all-gather's name is too long to be
-    stored inside that string: two threads that finish at once free its memory twice. Eager code never uses that form.
+    torch 2.13 runs the allocating form as a coalesced collective, whose name is too long for the string into which
+    gloo's worker threads write it without a lock: two threads that finish at once free its memory twice.
     """
-    for gather in tagged(context.graph, "gather"):
+    graph = context.graph
+    for gather in tagged(graph, "gather"):
         if gather.target is collectives.ALL_GATHER:
-            _allocate(context.graph, gather)
-            _mark_sent(context.graph, gather)
+            full, name = gather.meta["val"], f"full_{gather.name.removeprefix('gather_')}"
+            options = {"dtype": full.dtype, "device": full.device, "pin_memory": False}
+            args = (list(full.shape),)
+            with graph.inserting_before(gather):
+                buffer = graph.create_node("call_function", aten.empty.memory_format, args, options, name)
+            buffer.meta["val"] = full
+            gather.target, gather.kwargs = collectives.ALL_GATHER_INTO, {"out": buffer}
+            _mark_sent(graph, gather)
             _call_directly(gather)
 
 
-def _allocate(graph: fx.Graph, gather: fx.Node) -> None:
-    full, name = gather.meta["val"], f"full_{gather.name.removeprefix('gather_')}"
-    options = {"dtype": full.dtype, "device": full.device, "pin_memory": False}
-    with graph.inserting_before(gather):
-        buffer = graph.create_node("call_function", aten.empty.memory_format, (list(full.shape),), options, name)
-    buffer.meta["val"] = full
-    gather.target, gather.kwargs = collectives.ALL_GATHER_INTO, {"out": buffer}
-
-
 def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
-    """Mark what was computed from a shard as sent; a cast of the stored shard is left to the start of the gather."""
+    """Mark what was computed from a shard as sent; the start of the gather casts a stored shard itself."""
     computed: fx.Node = gather.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     if computed.op != "call_function" or computed.target in (collectives.WAIT, WAIT_COLLECTIVE):
         return
@@ -148,16 +136,16 @@ def _mark_sent(graph: fx.Graph, gather: fx.Node) -> None:
 
 @register_lowering(SEND_BUFFER, type_promotion_kind=None)
 def _lower_send(payload: Any) -> Any:
-    """Realize what is sent: Inductor would compute it anew for the gather and for its wait."""
+    """Realize what is sent, as Inductor would compute it both for the gather and for its wait."""
     payload.realize()
     return payload
 
 
 @register_lowering(SEND_BUFFER_AS, type_promotion_kind=None)
 def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
-    """The stored shard under the dtype to which generated code casts it when it starts the gather.
+    """Give the stored shard the dtype to which generated code casts it when it starts the gather.
 
-    Under its own dtype Inductor would promote the dtypes of the gather's arguments.
+    With its own dtype Inductor would promote the dtypes of the gather's arguments.
     """
     layout = ir.FixedLayout(shard.get_device(), dtype, shard.get_size(), shard.get_stride())
     return ir.TensorBox.create(ir.InputBuffer(name=shard.get_name(), layout=layout))
@@ -165,8 +153,7 @@ def _lower_send_as(shard: Any, dtype: torch.dtype) -> Any:
 
 # --- calls of the process group ---------------------------------------------------------------------------------------
 
-# By operator, methods of `DirectCollectives`.
-_DIRECT = {collectives.ALL_GATHER_INTO: "all_gather", collectives.ALL_TO_ALL: "all_to_all"}
+_DIRECT = {collectives.ALL_GATHER_INTO: "all_gather", collectives.ALL_TO_ALL: "all_to_all"}  # of DirectCollectives
 
 
 def _call_directly(start: fx.Node) -> None:
@@ -188,7 +175,7 @@ class _DirectWait(WaitKernel):
 def _lower_wait(full: Any, sent: Any) -> Any:
     """Rename both calls, and keep what is sent alive until the wait; Inductor does so for allocating collectives only.
 
-    `sent` itself may be a view of what has no buffer. The collective has put it into one of its own then.
+    `sent` may be a view without a buffer; the collective has copied it into one of its own then.
     """
     _DirectWait.create_wait(collectives.WAIT, full)
     wait = V.graph.operations[-1]
@@ -214,14 +201,13 @@ def _lower_wait_copy(copy: Any, source: Any) -> Any:
 # --- after fusion -----------------------------------------------------------------------------------------------------
 
 # Note [Loops that forget the wait]
-# A collective fills its buffer in place, and so does its wait: to Inductor's scheduler both are mutations, and who
-# reads the buffer later reads it under the name of the last of them. The C++ backend fuses loops of different shapes
-# that run over equally many elements, such as the gradient of an embedding and a loop over its rows. For that it finds
-# out again what one of them reads, and forgets the new names (torch 2.11: all that the node waited for besides). When
-# it sorts the nodes next, the fused loops may come before the wait, and compute from memory that no collective has
-# filled.
+# To Inductor's scheduler a collective and its wait both mutate the buffer, and later readers read it under the name of
+# the last mutation. The C++ backend fuses loops of different shapes over equally many elements, such as the gradient of
+# an embedding and a loop over its rows. To do so it derives anew what one of them reads, and loses the new names (torch
+# 2.11: also everything else that the node waited for). When it next sorts the nodes, the fused loops may come before
+# the wait, and compute from memory that no collective has filled.
 
 
 def wait_before_loops(nodes: list[Any]) -> list[Any]:
-    """The scheduler's nodes after fusion, each after all that it waits for (Note [Loops that forget the wait])."""
+    """Return fused nodes of the scheduler, each after all that it waits for (Note [Loops that forget the wait])."""
     return restore_dependencies(nodes) if any(isinstance(each, WaitKernel) for each in V.graph.operations) else nodes

@@ -1,13 +1,4 @@
-"""The graph in the order of its plan, that order held through Inductor's scheduler, and compared among ranks.
-
-place_deferred_reduces    gradients whose reduce is deferred leave the graph as soon as they are there
-order                     moves the nodes that start collectives and wait for them where the plan wants them
-check_order               compares the graph with the plan
-place_updates             lets no update of a unit come before the graph's last all-gather of it
-name_prefetched           says which units the step before the next forward gathers
-check_ranks               lets ranks compare which collectives they are about to run
-pin_order                 chains what must not change places (Note [Why the order is pinned])
-"""
+"""Put a graph into the order of its plan, pin that order for Inductor's scheduler, and compare it among ranks."""
 
 import hashlib
 from collections.abc import Mapping
@@ -31,7 +22,7 @@ from fsdp_compile.passes.plan.plan import PlanError, Step
 
 
 def place_deferred_reduces(context: GraphContext) -> None:
-    """Move the packing of gradients whose reduce is deferred right behind the last of them."""
+    """Pack gradients whose reduce is deferred as soon as the last of them is computed."""
     for deferred in tagged(context.graph, "defer_reduce"):
         moved = with_preparation(deferred)
         last = max(moved[0].all_input_nodes)
@@ -43,11 +34,11 @@ def place_deferred_reduces(context: GraphContext) -> None:
 def order(context: GraphContext) -> None:
     """Put the nodes of the graph into the order of the plan.
 
-    The first stage of a gather in two stages is issued one launch ahead of the second. Maxima of parameters are the
-    first collective; they are waited for where a gather reads what follows from them, behind gathers that do not.
+    The first stage of a two-stage gather is issued one launch ahead of the second. The maxima of parameters are the
+    first collective; the wait for them comes before the first gather that needs them.
     """
     info, plan = context.info, context.plan
-    for launch, step in enumerate(plan.of("gather", "reduce")):  # what the plan launches at once is tagged
+    for launch, step in enumerate(plan.of("gather", "reduce")):  # tag what the plan launches at once
         by_unit = [info.gathers[n].starts if step.kind == "gather" else info.reduces[n].start[-1:] for n in step.units]
         starts = list(chain(*by_unit))
         for start in starts if len(starts) > 1 else ():
@@ -73,7 +64,7 @@ def order(context: GraphContext) -> None:
 
 
 def _nodes_of(step: Step, info: GraphInfo, ahead: Mapping[str, list[fx.Node]]) -> list[fx.Node]:
-    """The nodes of a step. If it has several units, all that prepares the launch comes before the launch itself."""
+    """Return the nodes of a step; with several units, all that prepares the launch comes before the launch itself."""
     if step.kind == "free":
         return []  # Inductor frees what nothing reads any more
     by_unit = info.gathers if step.kind in ("gather", "wait") else info.reduces
@@ -104,9 +95,9 @@ def check_order(context: GraphContext) -> None:
 
 
 def place_updates(context: GraphContext) -> None:
-    """Move each update behind the waits for all-gathers of the same unit: they read the shard that it changes.
+    """Move each update behind the waits for all-gathers of the same unit, which read the shard that it changes.
 
-    That a gradient comes first is rare. The product that computes it would have to read nothing that was gathered.
+    They rarely are in the wrong order: the product that computes the gradient would read nothing gathered.
     """
     waits = tagged(context.graph, "wait")
     for update in tagged(context.graph, "update"):
@@ -118,7 +109,7 @@ def place_updates(context: GraphContext) -> None:
 def name_prefetched(context: GraphContext) -> None:
     """Put `fsdp_flat::prefetch_next` before a forward: it tells `compile_step` what to gather for the next one.
 
-    Needs a link and an update in the configuration; without them `compile_step` goes by a rule.
+    Needs a link and an update in the configuration; without them `compile_step` follows a rule.
     """
     graph, info, config = context.graph, context.info, context.config
     starts = tagged(graph, "gather")
@@ -140,14 +131,14 @@ def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], l
 # Note [Why the order is pinned]
 # Inductor lowers an FX graph in its order, but its scheduler reorders operations afterwards. Its memory pass
 # (`reorder_for_peak_memory`, on by default) moves each all-gather right before its wait, which undoes all prefetching,
-# and puts reduce-scatters and the products that feed them off to the end of backward. Horizontal fusion may compute the
-# gradients of two units in one kernel, so that the first reduce-scatter waits for the second unit.
+# and postpones reduce-scatters and the products that feed them to the end of backward. Horizontal fusion may compute
+# the gradients of two units in one kernel, so that the first reduce-scatter waits for the second unit.
 #
-# So collectives, waits and the matrix products between them are chained by control dependencies: each comes after the
-# one before it. Two kinds of nodes are special. A product that writes into a pack stays out of the chain, for inside a
-# `control_deps` it would get a buffer of its own and be copied; its reduce-scatter, which is in the chain, holds it
-# early enough. The reduction of the rows that an all-to-all brought is in the chain although it is no product: fused
-# with a later one it would keep the received rows alive (Note [Why gloo's reduce-scatter is an all-to-all]).
+# So control dependencies chain collectives, waits and the matrix products between them. Two kinds of nodes are special.
+# A product that writes into a pack stays out of the chain: inside `control_deps` it would get a buffer of its own and
+# be copied; its reduce-scatter, which is in the chain, holds it early enough. The reduction of the rows that an
+# all-to-all brought is in the chain although it is no product: fused with a later one it would keep the received rows
+# alive (Note [Why gloo's reduce-scatter is an all-to-all]).
 
 
 def pin_order(context: GraphContext) -> None:
@@ -179,14 +170,14 @@ def _is_event(node: fx.Node) -> bool:
 
 # Note [Why ranks compare before the first collective]
 # Ranks that run different collectives wait for each other for ever, or read each other's parameters as their own. Which
-# collectives a graph has, and in which order, depends on the model, its inputs and the plan, so it can differ by a
-# mistake of the user's that no rank can see alone. Therefore each graph names its collectives, and ranks compare this
-# before they run the first one.
-#   - The sequence is text in the graph, so a graph that comes out of a compile cache is compared as well. Groups are
-#     numbered in order of first appearance: under hybrid sharding their names differ from rank to rank, and the graph
-#     must not hold the rank.
+# collectives a graph has depends on the model, its inputs and the plan, so a mistake of the user's can make them differ
+# and no rank can see it alone. Therefore each graph names its collectives, and ranks compare the names before they run
+# the first one.
+#   - The sequence is text in the graph, so that a graph from a compile cache is compared as well. Groups are numbered
+#     in order of first appearance: under hybrid sharding their names differ from rank to rank, and the graph must not
+#     hold the rank.
 #   - The comparison goes through the store of the process group. A collective could not time out, and would itself be
-#     one of the collectives that ranks run in different order.
+#     one of those that ranks run in different order.
 #   - `pin_order` keeps the operator before the first collective.
 #
 # At the first run of a sequence in a process the operator compares it with the other ranks of each group that the graph
@@ -213,16 +204,13 @@ def check_ranks(context: GraphContext) -> None:
 
 
 def _sent(start: fx.Node) -> list[fx.Node]:
-    """What a collective sends; several tensors, if one call launches several."""
+    """What a collective sends: one tensor, or several if it is coalesced."""
     sent = start.args[0]
     return [sent] if isinstance(sent, fx.Node) else list(sent)  # type: ignore[arg-type]  # fx arguments are untyped
 
 
 def _local_programs(starts: list[fx.Node]) -> list[str]:
-    """Digests of what each rank computes on its shard for each collective; numbers in it may differ by mistake.
-
-    Groups count as nothing: their names differ, and the collectives' own are compared.
-    """
+    """For each collective, a digest of what ranks compute on their shards for it, without the names of groups."""
     numbers: dict[fx.Node, int] = {}
     texts: list[str] = []
     for start in starts:
@@ -230,7 +218,7 @@ def _local_programs(starts: list[fx.Node]) -> list[str]:
         for node in with_ancestors(_sent(start)) if tag_of(start).kind != "reduce" else ():
             if (tag := get_tag(node)) is not None and tag.kind in ("local", "maximum") and node.target not in STARTS:
                 numbers[node] = len(numbers)
-                known = [arg for arg in node.args if not _are_groups(arg)]
+                known = [arg for arg in node.args if not _holds_text(arg)]
                 args, kwargs = fx.map_arg((known, dict(node.kwargs)), lambda each: f"%{numbers.get(each, '')}")
                 lines.append(f"{node.target}{args}{kwargs}")
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
@@ -238,7 +226,7 @@ def _local_programs(starts: list[fx.Node]) -> list[str]:
     return texts
 
 
-def _are_groups(argument: object) -> bool:
+def _holds_text(argument: object) -> bool:
     return isinstance(argument, (list, tuple)) and any(isinstance(each, str) for each in argument)
 
 

@@ -1,9 +1,4 @@
-"""Which plan a graph gets: it is read with its costs, a plan is chosen, and the plan is verified.
-
-    read_graph      the graph as tasks and units, with seconds and bytes, for a planner that knows nothing of graphs
-    choose_plan     the plan in a file, the best one that a search finds for these costs, or the one of a fixed rule
-    verify_plan     refuses a plan that breaks a rule or exceeds the budget
-    record_times    seconds of tasks, measured while graphs run
+"""Read a graph with its costs, choose its plan and verify it; record seconds of tasks while graphs run.
 
 Costs are estimates by the files of a named device and link (passes/cost/hardware.py). A recorded profile replaces the
 seconds of tasks.
@@ -84,7 +79,7 @@ def choose_plan(context: GraphContext) -> None:
         in_flight = config.reduces_in_flight or len(workload.units)
         plan = prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=in_flight)
     context.plan = plan
-    plan_log.debug("%s:\n%s", context.direction, plan, extra={"workload": workload})  # for who wants to time it
+    plan_log.debug("%s:\n%s", context.direction, plan, extra={"workload": workload})  # for handlers that time it
 
 
 def plan_in_file(path: str, heading: str) -> Plan:
@@ -114,18 +109,18 @@ def verify_plan(context: GraphContext) -> None:
 
 # --- measured seconds -------------------------------------------------------------------------------------------------
 
-# What `CompileConfig.profile` names is a file that `TaskProfile` has saved:
+# `CompileConfig.profile` names a file that `TaskProfile` has saved:
 #
 #     compiled = torch.compile(model, backend="fsdp_compile", options={"record_profile": True})
 #     step(compiled)                                   compiles
 #     with TaskProfile() as profile:
 #         for _ in range(5):
 #             step(compiled)
-#     profile.save("profile.json")                     then options={"link": ..., "profile": "profile.json"}, where all
-#                                                      ranks read the same file
+#     profile.save("profile.json")                     then options={"link": ..., "profile": "profile.json"}, the same
+#                                                      file on all ranks
 #
-# The pass puts an operator before and one after the nodes of each task, outside of the collectives that are started and
-# waited for before it. On CUDA the operators record events, so that the stream is timed and not the host.
+# The pass puts an operator before and after the nodes of each task, without the collectives that are started and waited
+# for before it. On CUDA the operators record events, which time the stream and not the host.
 
 Moment = float | torch.cuda.Event
 
@@ -153,12 +148,12 @@ def record_times(context: GraphContext) -> None:
 
 
 class TaskProfile:
-    """Records when tasks of compiled graphs, and updates of `compile_step`, begin and end, in a `with` statement.
+    """Context manager: record when tasks of compiled graphs, and updates of `compile_step`, begin and end.
 
-    There is one for all threads at a time, as backward may run in a thread of its own.
+    One is active for all threads at a time, as backward may run in a thread of its own.
 
     Args:
-        clock: seconds, as time passes on the CPU.
+        clock: returns seconds on the CPU.
     """
 
     _active: ClassVar["TaskProfile | None"] = None
@@ -176,7 +171,7 @@ class TaskProfile:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """By name of a graph, the seconds of each of its stretches: the sum of the medians of its tasks."""
+        """Name of a graph -> seconds of each of its stretches: the sum of the medians of its tasks."""
         table: dict[str, list[float]] = {}
         for (graph, stretch, moment), begins in self._moments.items():
             stretches = table.setdefault(graph, [])
@@ -187,7 +182,7 @@ class TaskProfile:
         return table
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write what was measured to `path`, as JSON."""
+        """Write the seconds to `path` as JSON."""
         pathlib.Path(path).write_text(json.dumps(self.seconds, indent=1) + "\n")
 
 
