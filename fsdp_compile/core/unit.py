@@ -49,6 +49,7 @@ class Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     SUMMONED = "summoned"
+    __hash__ = object.__hash__  # that of Enum is a Python function, called several times per unit and step
 
 
 TRANSITIONS = {

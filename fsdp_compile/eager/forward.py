@@ -1,12 +1,10 @@
 """The forward of a sharded module: unshard, run the module's own forward, free.
 
-Where a module has hooks, they run with it: its call gathers around them, and the forward inside finds that done.
-
-Under Dynamo only the marker operators and the look-up of parameters are traced; the graph passes decide what is freed
-and gathered again. `torch.compiler.is_compiling()` in `sharded_forward` is the one place where the two ways part.
+Under Dynamo only the marker operators and the look-up of parameters are traced; graph passes decide what is freed and
+gathered again. `torch.compiler.is_compiling()` in `sharded_forward` is the one place where the two ways part.
 
 A module inside a sharded one that was compiled by itself goes both ways: `compiled_forward` gathers and frees eagerly,
-as for its neighbours, and the graph in between reads unsharded flat parameters and packs their gradients.
+as for its neighbors, and the graph in between reads unsharded flat parameters and packs their gradients.
 """
 
 import functools
@@ -31,23 +29,22 @@ from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.streams import Streams
 from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_kept, free_prefetched
 from fsdp_compile.eager.writeback import refresh
 
 # Note [Graph breaks in the forward of a sharded module]
-# Where the code of a module breaks the graph, that module's unit is gathered eagerly, and Dynamo compiles what it would
-# compile without sharding. Two things ensure that. Dynamo cannot leave a frame in the middle of a `try`, so it traces
-# `sharded_forward` as a whole or not at all: hence the `try` with an empty `finally`. And it does not trace functions
-# that are disabled, which are all that gather and free. An all-gather that was traced alone would be worse than an
-# eager one: its results would be outputs of one graph and inputs of another, and so stay in memory until backward.
+# Where a module's code breaks the graph, its unit is gathered eagerly, and Dynamo compiles what it would without
+# sharding. Dynamo cannot leave a frame in the middle of a `try`, so it traces `sharded_forward` as a whole or not at
+# all: hence the `try` with an empty `finally`. Functions that gather and free are disabled, so it does not trace them.
+# An all-gather that was traced alone would be worse than an eager one: its results would be outputs of one graph and
+# inputs of another, and so stay in memory until backward.
 
 
 def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `forward(module, *args, **kwargs)` with the units in `module._fsdp.units` unsharded.
 
-    A unit that is unsharded already, by an enclosing module or by the backward pass that recomputes this forward, is
-    used as it is. If forward raises, the units are resharded and the module stays usable.
+    Units that are unsharded already, by an enclosing module or by the backward pass that recomputes this forward, are
+    used as they are. If forward raises, the units are resharded and the module stays usable.
     """
     if module._fsdp.in_hooked_call:
         return cast_outputs(module, forward(module, *args, **kwargs))
@@ -66,10 +63,7 @@ def sharded_forward(module: Any, forward: Callable[..., Any], args: tuple, kwarg
 
 
 def compiled_forward(module: Any, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `compiled`, which traces the call of `module`, with its units unsharded around it; a root does that inside.
-
-    Where a module around it is traced, this one is traced with it.
-    """
+    """Run `compiled`, which traces the call of `module`, with its units gathered around it; a root does so inside."""
     if torch.compiler.is_compiling():
         return module._call_impl(*args, **kwargs)
     if module._fsdp.is_root:
@@ -95,7 +89,7 @@ def _set_in_hooked_call(sharding: ModuleSharding, in_hooked_call: bool) -> None:
 
 
 class CheckParams:
-    """Before a compiled forward, checks the parameters of all units below the module, once and outside of Dynamo.
+    """Mixin: before a compiled forward, checks the parameters of all units below the module, outside of Dynamo.
 
         torch.compile(model), model.compile()   the call of the module is not traced: the check happens here
         a function that calls the model         the call is traced with it: nothing is checked, nor guarded on
@@ -125,10 +119,9 @@ class CheckParams:
 
     @never_trace
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module._call_impl`: run forward and hooks, these too with unsharded parameters.
+        """As `nn.Module._call_impl`, with unsharded parameters around forward and hooks alike.
 
-        Dynamo does not trace backward hooks: of the module that it compiles they, and all its hooks with them, run
-        outside of the graph, as they do without sharding.
+        Dynamo does not trace backward hooks: if the module it compiles has any, all its hooks run outside of the graph.
         """
         backward = self._backward_hooks or self._backward_pre_hooks
         hooks = backward or self._forward_pre_hooks or self._forward_hooks or has_global_hooks()
@@ -151,7 +144,7 @@ def gathering(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_around_own_forward(module: nn.Module) -> None:
-    """Let a `forward` that was set on `module` itself, instead of its class, run with the module's units gathered."""
+    """Gather the module's units around a `forward` that was set on `module` itself instead of its class."""
     own: Any = vars(module)["forward"]
     if hasattr(own, "gathers"):
         return
@@ -209,13 +202,12 @@ def _in_backward() -> bool:
 @torch.compiler.disable
 def _is_inside_itself(module: Any) -> bool:
     """Whether a forward that was set on the root `module` calls the one of its class."""
-    iteration: object | None = module._fsdp_runtime.iteration
-    return iteration is not None
+    return bool(module._fsdp_runtime.iteration)
 
 
 @torch.compiler.disable
 def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
-    """Gather the module's units, let module code read them, and begin to gather what comes next."""
+    """Gather the module's units, show them to module code, and begin to gather what comes next."""
     runtime: Runtime = module._fsdp_runtime
     full_precision = computes_in_full_precision(module)
     sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
@@ -238,7 +230,7 @@ def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
 
 @torch.compiler.disable
 def _hide(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
-    """The forward has ended, or failed: module code no longer reads the units."""
+    """Hide the units from module code: the forward has ended or failed."""
     runtime: Runtime = module._fsdp_runtime
     try:
         if completed:
@@ -264,30 +256,27 @@ def _check_unwritten(opened: list[UnshardedUnit], cause: BaseException | None = 
 
 @torch.compiler.disable
 def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
-    """Arrange for backward, and free what it will gather again."""
+    """Prepare for backward, and free what it will gather again."""
     _hide(module, opened, completed=True)
     for gathered in opened:
         gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
         if gathered.opaque and gathered.unit.reshard_after_forward is not False and not module._fsdp.is_root:
             warn_caller(
-                f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ...: "
-                f"expected outputs of tensors in tuples, lists, dicts, sets and dataclasses, found a "
-                f"{gathered.opaque.__name__}; as tensors inside of it cannot be seen, these parameters stay unsharded "
-                f"until backward; return a dataclass"
+                f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ... returns "
+                f"a {gathered.opaque.__name__}, which may have tensors inside that cannot be seen, so its parameters "
+                f"stay unsharded until backward; return tensors, containers of them or a dataclass"
             )
         module._fsdp_runtime.end_forward(gathered)
 
 
 def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, as_flats: bool) -> Any:
-    """Run the forward again within backward, with the units unsharded that are not yet."""
+    """Run the forward again within backward, with all units unsharded."""
     sharded = [unit for unit in module._fsdp.units if not unit.is_unsharded]
     for unit in module._fsdp.units:
         for gathered in unit.awaiting_backward:
             if gathered.views is unit.unsharded_params or gathered.views is unit.unsharded_flats:
                 gathered.recompute()
-    full_precision, streams_for = computes_in_full_precision(module), module._fsdp_runtime.streams_for
-    opened = [_open_for_recomputation(unit, full_precision, streams_for(unit.device), as_flats) for unit in sharded]
-    gathered_here = list(filter(None, opened))
+    gathered_here = list(filter(None, [_open_for_recomputation(module, unit, as_flats) for unit in sharded]))
     try:
         output = run(*args, **kwargs)
         for gathered in gathered_here:  # a reentrant checkpoint: a backward pass of its own follows, and may free them
@@ -299,12 +288,12 @@ def _recomputed(module: Any, run: Callable[..., Any], args: tuple, kwargs: Any, 
     return output
 
 
-def _open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, as_flats: bool) -> UnshardedUnit | None:
-    """Let the recomputed forward read the parameters that were unsharded for the forward of `unit` it recomputes.
+def _open_for_recomputation(module: Any, unit: Unit, as_flats: bool) -> UnshardedUnit | None:
+    """Show the recomputed forward the parameters that were unsharded for the first one.
 
-    If several forwards await their backward this is the last, as backward reverses forward: all ranks choose the same.
-    Without one (a reentrant checkpoint ran the first forward without gradients) the recomputed forward is the real one
-    and gathers for itself, which is returned.
+    If several forwards of `unit` await their backward it is the last, as backward reverses forward: all ranks choose
+    the same. Without one (a reentrant checkpoint ran the first forward without gradients) the recomputed forward is the
+    real one and gathers for itself; return what it gathered.
     """
     awaiting = list(unit.awaiting_backward)
     if awaiting:
@@ -312,7 +301,8 @@ def _open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, 
         gathered.readers |= Reader.RECOMPUTED_FORWARD
         gathered.reopen()
         return None
-    gathered = UnshardedUnit(unit, full_precision, streams)
+    streams = module._fsdp_runtime.streams_for(unit.device)
+    gathered = UnshardedUnit(unit, computes_in_full_precision(module), streams)
     gathered.open(as_flats)
     if not torch.is_grad_enabled():  # nothing will run backward through this one
         return gathered
@@ -327,11 +317,14 @@ def _open_for_recomputation(unit: Unit, full_precision: bool, streams: Streams, 
 
 @torch.compiler.disable
 def _has_unsharded_flats(module: Any) -> bool:
-    return any(unit.unsharded_params is None and unit.is_unsharded for unit in module._fsdp.units)
+    return any(
+        unit.unsharded_flats is not None and unit.unsharded_params is None and unit.is_unsharded
+        for unit in module._fsdp.units
+    )
 
 
 def _run_with_flats(module: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run eagerly what `compiled_forward` was to run compiled: torch was told so, or gave up."""
+    """Run eagerly inside `compiled_forward`: torch was told not to compile, or gave up."""
     units = [unit for unit in module._fsdp.units if unit.unsharded_params is None]
     try:
         for unit in units:
@@ -360,8 +353,8 @@ def _traced(module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict[
 
 
 def _set_unsharded_params(unit: Unit, params: list[Tensor] | None) -> None:
-    """In a function of its own: Dynamo refuses side effects in a checkpointed region, but for calls that it is told of.
+    """A function of its own, as Dynamo allows side effects in a checkpointed region only in calls that it is told of.
 
-    This one is undone before the region ends. Around a whole forward the permission would be the user's code's too.
+    It is undone before the region ends. Around a whole forward the permission would cover the user's code too.
     """
     unit.trace_unsharded(params)

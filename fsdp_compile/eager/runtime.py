@@ -3,17 +3,16 @@
     forward    unit 0   unit 1   unit 2          forward prefetch follows the order of the first iteration (E-PRE-2)
     backward   unit 2   unit 1   unit 0          backward prefetch reverses this iteration's forward (E-PRE-3)
 
-At most one unit is prefetched. A wrong prediction costs one all-gather, whose result is freed as soon as the prediction
-has shown itself wrong: by the next prediction, or at the end of the pass.
+At most one unit is prefetched. A wrong prediction costs one all-gather, whose result is freed by the next prediction or
+at the end of the pass.
 
-What forward uses is `unit.prefetched`, whoever asked for it: forward prefetch, `set_modules_to_forward_prefetch` or
-`FSDPModule.unshard`. Within one forward of the root no parameter may change. Outside of it one may, on some ranks only
+Forward uses `unit.prefetched`, whoever asked for it: forward prefetch, `set_modules_to_forward_prefetch` or
+`FSDPModule.unshard`. Within one forward of the root no parameter may change. Outside of it one may on some ranks only
 (an optimizer skips parameters without a gradient): the ranks then agree by an all-reduce of one number.
 """
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +32,20 @@ from fsdp_compile.eager.writeback import refresh
 
 
 class Runtime:
-    """Run-time state of a root, that is of a module that no sharded module encloses.
+    """Run-time state of a root: a sharded module that no other one encloses.
 
     Args:
         settings: of the call of `fully_shard` on the root.
         is_divided: whether "auto" chose units inside the root, which become one if a module around it is sharded.
 
     Attributes:
-        iteration: an object that stands for the forward of the root module that is running, or None.
+        iteration: an object that stands for the running forward of the root, or None.
         order: the units of the first iteration, each at its first use (E-ORD-1).
-        reduces_in_flight: reduces that backward passes have started and not yet waited for, oldest first. Owned by the
-            root: a thread that waited for the reduce of another thread's model could wait for ever.
+        reduces_in_flight: reduces that backward passes have started and not yet waited for, oldest first. One queue for
+            each root: a thread that waited for the reduce of another thread's model could wait for ever.
         shared_in_forward: units of several modules that the running forward has gathered; the root closes them.
-        unread: buffers that a backward pass, which then failed, had begun to fill. The next forward waits for them:
-            a rank that failed alone would wait for ever for the others.
+        unread: buffers that a failed backward pass had begun to fill. The next forward waits for them: a rank that
+            failed alone would wait for ever for the others.
         post_optim_event: what the next forward's all-gathers wait for, instead of all work queued before; or None.
         converting: whether `Module._apply` is running (eager/casting.py).
     """
@@ -81,17 +80,17 @@ class Runtime:
         return self._streams[device]
 
     def share_streams(self, other: "Runtime") -> None:
-        """Use the streams of `other`, a root of the same process whose forwards and backwards alternate with these."""
+        """Use the streams of `other`, a root whose forwards and backwards alternate with these."""
         self._streams = other._streams
 
     def check(self, module: nn.Module) -> None:
-        """Before the first forward of the root `module`: ValueError if none can be right, eager or compiled."""
+        """Before the first forward of the root `module`, raise ValueError if none can be right."""
         if not self._is_checked:
             check_root(module)
             self._is_checked = True
 
     def compare(self, module: nn.Module, compiled: bool) -> None:
-        """Before the first forward of the root `module` that communicates: RuntimeError if ranks differ."""
+        """Before the first forward of the root `module` that communicates, raise RuntimeError if ranks differ."""
         if not self._is_compared:
             given = self.settings
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
@@ -100,7 +99,7 @@ class Runtime:
     # --- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self, module: nn.Module) -> None:
-        """A forward of the root `module` starts. Raises as `check` and `compare` do."""
+        """Begin a forward of the root `module`. Raises as `check` and `compare` do."""
         self.check(module)
         self.compare(module, compiled=False)
         self._drop_prediction()
@@ -119,10 +118,7 @@ class Runtime:
             self._changed_in_forward += [name for gathered in opened for name in gathered.find_changed()]
 
     def complete_iteration(self, module: nn.Module) -> None:
-        """The forward of the root `module` has run to its end.
-
-        RuntimeError if it was the first, and ranks differ or it changed parameters.
-        """
+        """After the first complete forward of the root `module`, raise RuntimeError if ranks differ or it changed parameters."""
         if not self._order_is_known:
             changed, self._changed_in_forward = self._changed_in_forward, []
             compare_order(module, filter(None, (unit() for unit in self.order)))
@@ -130,7 +126,7 @@ class Runtime:
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
 
     def end_iteration(self) -> None:
-        """The forward of the root module has ended, or failed."""
+        """End the forward of the root module, which has returned or failed."""
         self.iteration = None
         self._drop_prediction()
         if not torch.is_grad_enabled():  # no backward follows, after which the host may change what copies still read
@@ -138,7 +134,7 @@ class Runtime:
                 streams.block_on_unshard()
 
     def reset(self, module: nn.Module) -> None:
-        """Free and forget what a forward or backward of the root `module` left that raised, gradients included."""
+        """Free and forget what a failed forward or backward of the root `module` left, gradients included."""
         while self.reduces_in_flight:
             self.reduces_in_flight.popleft().wait()
         self._drop_unread()
@@ -153,7 +149,7 @@ class Runtime:
         self.end_iteration()
 
     def abandon(self, module: nn.Module) -> None:
-        """As `reset`, and without any wait: the process groups that collectives in flight belong to have failed.
+        """As `reset`, without any wait, after the process groups of collectives in flight have failed.
 
         Memory that these may still write to stays with them. Ranks are compared anew before the next forward.
         """
@@ -169,7 +165,7 @@ class Runtime:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit, full_precision: bool) -> UnshardedUnit:
-        """The unit's buffers, being filled: prefetched ones if they are up to date, else new ones."""
+        """The unit's buffers, being filled: prefetched ones if up to date, else new ones."""
         running = self.iteration is not None
         if running and not self._order_is_known and self._position(unit) is None:
             self.order.append(weakref.ref(unit))
@@ -183,7 +179,7 @@ class Runtime:
         return self._take_prefetched(unit, full_precision) or UnshardedUnit(unit, full_precision, streams)
 
     def _take_prefetched(self, unit: Unit, full_precision: bool) -> UnshardedUnit | None:
-        """What was gathered for this forward of `unit`; None if there is nothing or it is out of date on some rank."""
+        """What was gathered for this forward of `unit`, unless it is out of date on some rank."""
         if self._predicted is unit:
             self._predicted = None
         gathered, unit.prefetched = unit.prefetched, None
@@ -199,7 +195,7 @@ class Runtime:
         return gathered if current else None
 
     def prefetch_forward(self, gathered: UnshardedUnit) -> None:
-        """Begin to gather the unit after that of `gathered`, which is about to compute (E-PRE-2), or those chosen."""
+        """Begin to gather the units that the user chose, else the one after that of `gathered` (E-PRE-2)."""
         chosen = gathered.unit.options.prefetch_in_forward
         if chosen is not None:
             self.unshard(chosen, gathered.full_precision)
@@ -214,7 +210,7 @@ class Runtime:
             self._predicted = following
 
     def unshard(self, units: Sequence[Unit], full_precision: bool) -> UnshardHandle:
-        """Begin to gather the sharded ones of `units` for their next forward. AssertionError if one is summoned."""
+        """Begin to gather `units` for their next forward. Raises AssertionError if one is summoned."""
         for unit in units:
             unit.check_not_summoned("unshard")
         started = []
@@ -254,13 +250,13 @@ class Runtime:
                 buffer.free()
 
     def prefetch_backward(self, gathered: UnshardedUnit, when: BackwardPrefetch) -> None:
-        """Begin to gather the unit whose backward is likely to come next (E-PRE-1), or the units that were chosen."""
+        """Begin to gather the units that the user chose, else the one whose backward comes next (E-PRE-1)."""
         chosen = gathered.unit.options.prefetch_in_backward
         if chosen is not None:
             for unit in chosen if when is BackwardPrefetch.BACKWARD_PRE else ():
-                last = next(reversed(list(unit.awaiting_backward)), None)
-                if last is not None and last.backward_pass != current_backward():
-                    self._prefetch_again(last)
+                last = list(unit.awaiting_backward)[-1:]
+                if last and last[0].backward_pass != current_backward():
+                    self._prefetch_again(last[0])
             return
         target = gathered.previous() if gathered.previous is not None else None
         if when is not self.settings.backward_prefetch or target is None or target.backward_pass == current_backward():
@@ -272,21 +268,18 @@ class Runtime:
             self._prefetched_in_backward = weakref.ref(target)
 
     def _prefetch_again(self, target: UnshardedUnit) -> bool:
-        """Begin to gather again what `target` freed; whether anything was. If values changed, its backward says so."""
+        """Begin to gather again what `target` freed, unless values changed; return whether anything was."""
         if not target.is_current() or not target.prefetch():
             return False
-        leave = partial(_leave_unread, self.unread, target.buffers)
-        call_after_backward(partial(_free_prefetched, weakref.ref(target)), if_failed=leave)
+        weak, unread, buffers = weakref.ref(target), self.unread, target.buffers
+
+        def free_unread() -> None:  # at the end of a backward pass in which nothing read it (E-PRE-5)
+            prefetched = weak()
+            if prefetched is not None:
+                prefetched.free_prefetched()
+
+        def leave_unread() -> None:
+            unread.extend(buffer for buffer in buffers if buffer.filling)
+
+        call_after_backward(free_unread, if_failed=leave_unread)
         return True
-
-
-def _leave_unread(unread: list[UnshardedBuffer], buffers: Sequence[UnshardedBuffer]) -> None:
-    """A backward pass that had begun to fill `buffers` has failed."""
-    unread.extend(buffer for buffer in buffers if buffer.filling)
-
-
-def _free_prefetched(prefetched: weakref.ref[UnshardedUnit]) -> None:
-    """At the end of a backward pass that prefetched a unit: free it if nothing read it (E-PRE-5)."""
-    gathered = prefetched()
-    if gathered is not None:
-        gathered.free_prefetched()

@@ -30,6 +30,7 @@ from fsdp_compile.core.unit import Unit, VersionCounters
 # all-gather would take new memory each time. So it waits before it gathers while `GATHERS_IN_FLIGHT` freed units may
 # still be read (E-RATE-1).
 
+_CURRENT: AbstractContextManager[None] = nullcontext()
 GATHERS_IN_FLIGHT = 2
 """Units freed on the host whose memory the device may still read; the host waits before it gathers one more."""
 
@@ -56,7 +57,7 @@ class Device:
 
     def run_in(self, stream: Any) -> AbstractContextManager[Any]:
         """Queue the work of the block to `stream`."""
-        return self.module.stream(stream) if self.module else nullcontext()
+        return self.module.stream(stream) if self.module else _CURRENT
 
     def order(self, first: Any, then: Any) -> None:
         """Work queued to `then` from now on waits for what is queued to `first` already."""

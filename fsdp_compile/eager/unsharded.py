@@ -1,13 +1,8 @@
 """The unsharded parameters of one forward of a unit, from its all-gather to the end of its backward.
 
-    forward    all-gather -> module code reads the parameters -> free
-    backward   all-gather again, when the first gradient reaches an output -> module code may read the parameters, where
-               it is recomputed -> free, when the gradients of all parameters are there -> pack and reduce these
-
-UnshardParams      the differentiable step from a unit's shards to its unsharded parameters
-UnshardedUnit      what one forward of a unit gathered, and when it is freed and gathered again
-UnshardHandle      all-gathers that `FSDPModule.unshard` started
-reshard, free_*    free what no forward or backward reads
+forward    all-gather -> module code reads the parameters -> free
+backward   all-gather again when the first gradient reaches an output -> module code may read the parameters, where
+           it is recomputed -> free once the gradients of all parameters are there -> pack and reduce these
 """
 
 import weakref
@@ -50,15 +45,15 @@ from fsdp_compile.eager.writeback import refresh
 
 
 class UnshardParams(torch.autograd.Function):
-    """From the shards of the flat parameters that train to their unsharded parameters.
+    """From the shards of flat parameters that train to their unsharded parameters.
 
-    Backward lets the unit free these, packs their gradients and starts to reduce them. With `as_flats` the unsharded
-    parameters are flat ones: a compiled graph splits them and packs their gradients.
+    Backward frees these, packs their gradients and starts to reduce them. With `as_flats` the unsharded parameters are
+    flat: a compiled graph splits them and packs their gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, gathered: "UnshardedUnit", flats: list[FlatParam], *shards: Tensor) -> tuple[Tensor, ...]:
-        """The parameters of `flats`, unsharded, or these themselves, `[layout.numel]`; `shards`: their shards."""
+        """Return the unsharded parameters of `flats`, whose shards are `shards`, or flat ones `[layout.numel]`."""
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.flats, ctx.gathered = gathered.unit, flats, weakref.ref(gathered)
         ctx.reduce = reduce_packed if gathered.as_flats else reduce_gradients
@@ -78,7 +73,7 @@ class UnshardParams(torch.autograd.Function):
     @once_differentiable
     @never_compile
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
-        """The gradients of the shards, 1-D `[shard_numel]`, being reduced."""
+        """Return the gradients of the shards, 1-D `[shard_numel]`, being reduced."""
         gathered = ctx.gathered()
         if gathered is not None:
             gathered.gradients_ready()
@@ -86,7 +81,7 @@ class UnshardParams(torch.autograd.Function):
 
 
 class Reader(Flag):
-    """Who reads unsharded parameters in a backward pass, so that they cannot be freed yet."""
+    """Who still reads unsharded parameters in a backward pass."""
 
     NOBODY = 0
     FROZEN_PARAMETERS = auto()  # their part of backward runs until the unit's inputs have their gradients
@@ -109,15 +104,15 @@ class UnshardedUnit:
         as_flats: whether `views` are flat parameters, which a compiled forward splits itself.
         reused: whether the buffers were left by an earlier backward pass.
         can_free: whether backward can gather again what is freed after the forward.
-        backward_pass: the backward pass that has last read the parameters; -1: none.
-        recomputed_in: the backward pass in which a recomputed forward has last read the open parameters; -1: none.
+        backward_pass: the backward pass that last read the parameters, or -1.
+        recomputed_in: the backward pass in which a recomputed forward last read the open parameters, or -1.
         prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
         is_differentiated: whether a backward pass made a graph of its own (`create_graph`), which has saved the
             parameters: their buffers go with that graph.
         readers: who else reads the parameters in that backward pass.
-        prefetch_backward: gathers the unit whose backward comes next, if that is wanted now; of the root's runtime.
+        prefetch_backward: gathers the unit whose backward comes next, if that is wanted now.
         previous: the forward of a unit that ended before this one.
-        in_root_forward: whether it was part of a forward of the root, and not recomputed or called by itself.
+        in_root_forward: whether it was part of a forward of the root, not recomputed or called by itself.
     """
 
     def __init__(
@@ -152,8 +147,8 @@ class UnshardedUnit:
     def _take_kept(self) -> KeptUnsharded | None:
         """The buffers that an earlier backward pass left, if they have the values that an all-gather would bring.
 
-        A backward pass under no_sync has no collectives: some ranks may have left it out, and have nothing. So whether
-        ranks ask each other follows from what all of them did, namely this unit's last all-gather.
+        Some ranks may have skipped a backward pass under no_sync and have nothing. So whether ranks ask each other
+        follows from what all of them did: this unit's last all-gather.
         """
         unit = self.unit
         asks, unit.keep_unsharded = unit.keep_unsharded, not unit.reshard_after_backward and torch.is_grad_enabled()
@@ -176,7 +171,7 @@ class UnshardedUnit:
         return earlier
 
     def is_current(self) -> bool:
-        """Whether the parameters are still those that were gathered, but for edits through `.data` (E-STRAT-10)."""
+        """Whether the parameters are still those that were gathered, except edits through `.data` (E-STRAT-10)."""
         same = all(mine is param for mine, param in zip(self.params, self.unit.params, strict=True))
         return same and self.unit.version_counters() == self.versions
 
@@ -258,7 +253,7 @@ class UnshardedUnit:
         return list(dict.fromkeys(changed))
 
     def end_forward(self, inputs: Any, output: Any, keep: bool) -> None:
-        """Arrange for backward; free the buffers unless `keep` or backward could not fill them again."""
+        """Prepare for backward; free the buffers unless `keep` or backward could not fill them again."""
         if not torch.is_grad_enabled():  # nothing was saved: the buffers go with their last views
             if self.reused:
                 self._keep()
@@ -275,9 +270,16 @@ class UnshardedUnit:
 
         False if the buffers must stay: an output lies in one, or may have tensors inside that cannot be hooked.
         """
-        leaves = list(leaves_of(output))
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or leaf.grad_fn is None:  # an autograd leaf is an input passed through
+        memory = {buffer.storage.data_ptr() for buffer in self.buffers}
+        lies_in_buffer = False
+        for leaf in leaves_of(output):
+            if not isinstance(leaf, Tensor):
+                if self.opaque is None and not isinstance(leaf, WITHOUT_TENSORS):
+                    self.opaque = type(leaf)
+                continue
+            if leaf.layout is torch.strided and not lies_in_buffer:
+                lies_in_buffer = any(part.untyped_storage().data_ptr() in memory for part in inner_tensors(leaf))
+            if leaf.grad_fn is None:  # an autograd leaf is an input passed through
                 continue
             leaf.register_hook(self._before_backward)
             # If a view is then changed in place, autograd drops its node and keeps that of its base. If the base is an
@@ -287,22 +289,25 @@ class UnshardedUnit:
                 given = [each for each in leaves_of(inputs) if isinstance(each, Tensor)]
                 if all((each if each._base is None else each._base).grad_fn is not node for each in given):
                     node.register_prehook(self._before_backward)
-        self.opaque = next((type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *WITHOUT_TENSORS))), None)
-        in_buffers = {buffer.storage.data_ptr() for buffer in self.buffers}
-        strided = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-        return self.opaque is None and in_buffers.isdisjoint(
-            inner.untyped_storage().data_ptr() for leaf in strided for inner in inner_tensors(leaf)
-        )
+        return self.opaque is None and not lies_in_buffer
 
     def _hook_inputs(self, inputs: Any) -> None:
-        """Frozen parameters are read until the unit's inputs have their gradients, not only the trained ones'."""
+        """Frozen parameters are read until the unit's inputs have their gradients."""
         needed = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if needed:
             self.readers |= Reader.FROZEN_PARAMETERS
             if self.unit.trains:  # autograd computes the gradient of an input that is a leaf before those of parameters
                 self.readers |= Reader.TRAINED_PARAMETERS
-            hook = torch.autograd.graph.register_multi_grad_hook(needed, _weak_call(self._inputs_ready))
-            weakref.finalize(self, hook.remove)  # an input that outlives this forward collects no hooks
+            weak = weakref.WeakMethod(self._inputs_ready)
+
+            @never_trace
+            def hook(_grads: Any) -> None:
+                inputs_ready = weak()
+                if inputs_ready is not None:
+                    inputs_ready()
+
+            handle = torch.autograd.graph.register_multi_grad_hook(needed, hook)
+            weakref.finalize(self, handle.remove)  # an input that outlives this forward collects no hooks
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -335,13 +340,13 @@ class UnshardedUnit:
         self._prefetch_next(BackwardPrefetch.BACKWARD_PRE)
 
     def recompute(self) -> None:
-        """A recomputed forward reads the open parameters. The second in a backward pass is of another forward."""
+        """Note that a recomputed forward reads the open parameters; the second in a backward pass is another one."""
         if self.recomputed_in == current_backward():
             self.readers |= Reader.RECOMPUTED_FORWARD
         self.recomputed_in = current_backward()
 
     def prefetch(self) -> bool:
-        """Begin to gather again what was freed; whether anything was."""
+        """Begin to gather again what was freed; return whether anything was."""
         freed = [buffer for buffer in self.buffers if buffer.is_free]
         if freed:
             self._check_unchanged()
@@ -359,10 +364,10 @@ class UnshardedUnit:
             self.free(keep_slices=True)
 
     def gradients_ready(self) -> None:
-        """The gradients of all parameters that train are there: free the parameters, unless something reads them yet.
+        """All gradients of trained parameters are there: free the parameters, unless something still reads them.
 
-        The several parts of one unit that are recomputed in one backward pass all read these parameters: the last
-        closes them. A reentrant checkpoint runs a backward pass of its own within the one that opened them.
+        Parts of one unit that are recomputed in one backward pass all read these parameters: the last closes them. A
+        reentrant checkpoint runs a backward pass of its own within the one that opened them.
         """
         self.readers &= ~Reader.TRAINED_PARAMETERS
         in_this_pass = self.backward_pass in (-1, current_backward())
@@ -387,7 +392,7 @@ class UnshardedUnit:
         return Reader.RECOMPUTED_FORWARD in self.readers and len(self.unit.awaiting_backward) > 1
 
     def close(self) -> None:
-        """Backward no longer needs the parameters: free the buffers, or keep them where that saves an all-gather."""
+        """End backward: free the buffers, or keep them where that saves an all-gather."""
         self.unit.awaiting_backward.pop(self, None)
         self.hide()
         if self.is_differentiated:
@@ -402,7 +407,7 @@ class UnshardedUnit:
         self.free()
 
     def hide(self) -> None:
-        """Let module code no longer read these parameters."""
+        """Hide the parameters from module code."""
         self.unit.hide_unsharded(self.views)
 
     def _keep(self) -> None:
@@ -412,17 +417,15 @@ class UnshardedUnit:
         self.unit.kept = KeptUnsharded(self.buffers, self.versions, self.full_precision)
 
     def _check_unchanged(self) -> None:
-        if [param._version for param in self.unit.params] == self.versions.params:
-            return
         for name, param, version in zip(self.unit.names, self.unit.params, self.versions.params, strict=True):
             if param._version != version:
                 raise RuntimeError(
-                    f"parameter {name}: expected the values of the forward pass in its backward pass, found it "
-                    f"changed in place in between; run backward before the optimizer's step"
+                    f"parameter {name} was changed in place between forward and backward; run backward before the "
+                    f"optimizer's step"
                 )
 
     def free(self, keep_slices: bool = False) -> None:
-        """Free the buffers; with `keep_slices` all but what the second of two groups gathers from again."""
+        """Free the buffers; with `keep_slices`, not what the second of two groups gathers from again."""
         self.wait()
         self._free(self.buffers, keep_slices)
 
@@ -443,7 +446,7 @@ class UnshardHandle:
         self._gathers = gathers
 
     def wait(self) -> None:
-        """Order what follows on the current stream after the all-gathers; without streams, wait for them."""
+        """Order the current stream after the all-gathers; without streams, wait for them."""
         for gathered in self._gathers:
             gathered.wait()
         self._gathers = ()
@@ -452,10 +455,10 @@ class UnshardHandle:
 def reshard(unit: Unit) -> None:
     """Free all unsharded parameters of an idle unit; a backward that still needs them gathers again.
 
-    ValueError if a forward or backward of the unit is under way.
+    Raises ValueError in a forward or backward of the unit.
     """
     if unit.is_unsharded:
-        raise ValueError(f"reshard: expected an idle unit, found {unit} in its forward or backward")
+        raise ValueError(f"reshard: {unit} is in its forward or backward; call it between steps")
     free_prefetched(unit)
     free_kept(unit)
     for gathered in unit.awaiting_backward:
@@ -479,16 +482,3 @@ def free_kept(unit: Unit) -> None:
 
 def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)  # NaN equals itself
-
-
-def _weak_call(method: Callable[[], None]) -> Callable[[Any], None]:
-    """A hook that calls `method` while its object lives (Note [Freeing buffers that autograd has saved])."""
-    weak = weakref.WeakMethod(method)
-
-    @never_trace
-    def hook(_grads: Any) -> None:
-        target = weak()
-        if target is not None:
-            target()
-
-    return hook

@@ -1,30 +1,31 @@
-"""Steps of elementwise optimizers on flat shards: `flat_step`, and `FlatStep`, which `compile_step` uses.
+"""Elementwise optimizers on flat shards: `flat_step`, and `FlatStep`, which `compile_step` uses.
 
-Parameters that lie side by side in a flat shard and are in one parameter group are updated alike, and so as one tensor,
-a segment:
+A segment is a run of parameters that lie side by side in a flat shard and belong to one parameter group. The optimizer
+treats them alike, so it may treat them as one tensor:
 
     flat shard      | a a a . b b b b c c c |        .: padding
     the segment     | ----------------------|        one parameter, its gradient, and one tensor for each kind of state
 
 `flat_step(optimizer)`    the optimizer's own `step` sees each segment as one parameter
-`FlatStep.begin()`        the updates of single flat parameters, which `compile_step` runs one by one:
-    fused                 one compiled kernel for each flat shard, of operators that program.py records at every step
+`FlatStep.begin()`        updates of single flat parameters, which `compile_step` runs one by one:
+    fused                 one compiled kernel per flat shard, of operators that program.py records in every step
     exact                 the optimizer's own `step` on the parameters of one flat parameter
 
-Between steps everything is what an ordinary step leaves: `param_groups`, sharded state of each parameter, which is a
-view of the segment's, and a step count. So ordinary steps may come in between, and state dicts are ordinary ones.
+Between steps everything is as an ordinary step leaves it: `param_groups`, sharded state of each parameter (a view of
+the segment's), and step counts. So ordinary steps may come in between, and state dicts are ordinary ones.
 """
 
 # Note [Fused and exact updates]
-# Inductor fuses the operators into one loop over the segment, which is what makes the update fast. It rounds as it
-# likes: results differ from those of the optimizer's own kernels in the last bits. Where the backend is to be exact
-# (`aot_eager`, `eager`), the optimizer steps on each parameter by itself: the last elements of a tensor go through
-# other instructions than the rest, so a kernel on the whole segment would differ in the last bit.
+# Inductor fuses the operators into one loop over the segment, which is what makes the update fast, but its results
+# differ from those of the optimizer's own kernels in the last bits. Where the backend is exact (`aot_eager`, `eager`),
+# the optimizer steps on each parameter by itself: kernels compute the last elements of a tensor with other instructions
+# than the rest, so one call on the whole segment would differ in the last bit too.
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from types import MethodType
 from typing import Any
 
@@ -49,8 +50,8 @@ from fsdp_compile.optim.program import NotRecordable, Recorded, UpdateProgram, f
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers that update each element by its own gradient and state alone, and keep zeros where all of these are."""
-
 ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+_VERSION = operator.attrgetter("_version")
 
 
 def flat_step(optimizer: Optimizer) -> Optimizer:
@@ -58,10 +59,10 @@ def flat_step(optimizer: Optimizer) -> Optimizer:
 
         optimizer = flat_step(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    Nearly all of the host time of a step is Python code that runs for each parameter. Results are those without it, but
-    for the last bit of some elements: kernels compute the last few elements of a tensor with other instructions. The
-    first step is an ordinary one, which makes the state. A step updates those parameters one by one whose gradients do
-    not lie side by side, or whose state differs (after a gradient was None in some step, or was assigned).
+    This saves host time: nearly all of a step is Python code that runs per parameter. Results differ in the last bit of
+    some elements, as kernels compute the last few elements of a tensor with other instructions. The first step is an
+    ordinary one, which makes the state. Parameters are updated one by one where gradients do not lie side by side or
+    where state differs (after a gradient was None in some step, or was assigned).
 
     Args:
         optimizer: of one of the classes in `ELEMENTWISE` exactly; subclasses may do anything.
@@ -103,12 +104,13 @@ class Segment:
     def __init__(self, flat: FlatParam, indices: list[int], group: int) -> None:
         self.flat, self.shard, self.group, self._indices = flat, flat.shard, group, indices
         self.params = [flat.params[index] for index in indices]
-        stored = [record for index in indices if (record := flat.records[index])]
+        records = [flat.records[index] for index in indices]
+        stored = [record for record in records if record]
         self.start = stored[0].offset if stored else 0
         self.stop = stored[-1].offset + stored[-1].numel if stored else 0
         if len(indices) == len(flat.params):  # with padding, whose zeros stay: of one size on all ranks
             self.start, self.stop = 0, flat.shard.numel()
-        self._offsets = [record.offset - self.start if (record := flat.records[index]) else None for index in indices]
+        self._offsets = [record.offset - self.start if record else None for record in records]
         # With a storage of its own: a compiled function would copy inputs that share one.
         self.data = torch.from_dlpack(flat.shard.detach()[self.start : self.stop])
         self.param = nn.Parameter(self.data, requires_grad=False)
@@ -118,8 +120,9 @@ class Segment:
         self.tensors: dict[str, Tensor] = {}
         self.scalars: dict[str, list[Tensor]] = {}
         self.state: dict[str, Any] = {}
-        self._values: list[Any] | None = None  # of the state when it was taken
-        self._versions: list[int] = []  # of the scalars, after the last update
+        self._values: list[Any] = []  # of the state when it was taken
+        self._counted: list[Tensor] = []  # all scalars
+        self._versions: list[int] = []  # theirs, after the last update
 
     def gradient(self) -> Tensor | None:
         """The gradients of all parameters as one tensor, 1-D; None if they do not lie side by side."""
@@ -131,13 +134,13 @@ class Segment:
         return gradient[self.start : self.stop]
 
     def take_state(self, states: Sequence[dict[str, Any]], shares: bool = False) -> bool:
-        """Let the parameters' state become views of `tensors`; False if it differs in more than its elements.
+        """Turn the parameters' state into views of `tensors`; return False if it differs in more than its elements.
 
-        `shares`: parameters share one scalar of each kind until `release`, so that no step copies it to each of them.
+        With `shares`, parameters share one scalar of each kind until `release`: no step copies it to each of them.
         """
-        values = [value for state in states for value in state.values()]
-        same = self._values is not None and len(values) == len(self._values)
-        if same and all(map(operator.is_, values, self._values or ())) and self._scalar_versions() == self._versions:
+        values = list(chain.from_iterable(map(dict.values, states)))
+        same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        if same and list(map(_VERSION, self._counted)) == self._versions:
             return True
         self._forget()
         if any(state.keys() != states[0].keys() for state in states):
@@ -147,7 +150,11 @@ class Segment:
             if isinstance(value, ShardedTensor):
                 if any(type(each) is not ShardedTensor or each.dtype != value.dtype for each in of_each):
                     return False
-                self.state[name] = self.tensors[name] = self._joined([each.local for each in of_each])
+                joined = torch.zeros(self.stop - self.start, dtype=value.dtype, device=value.local.device)
+                for each, offset in zip(of_each, self._offsets, strict=True):
+                    if offset is not None:
+                        joined[offset : offset + each.local.numel()] = each.local
+                self.state[name] = self.tensors[name] = joined
                 continue
             if isinstance(value, Tensor):
                 if any(type(each) is not Tensor or each.dim() for each in of_each):
@@ -168,35 +175,20 @@ class Segment:
             spec = self.flat.specs[index]
             for name, tensor in self.tensors.items():
                 state[name] = ShardedTensor(tensor[offset or 0 : (offset or 0) + spec.numel], spec)
-        self._values = [value for state in states for value in state.values()]
+        self._values = list(chain.from_iterable(map(dict.values, states)))
+        self._counted = list(chain.from_iterable(self.scalars.values()))
         self.record_versions()
         return True
 
     def release(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give each parameter scalars of its own again: parameters are going to be updated one by one."""
+        """Give each parameter scalars of its own again, before parameters are updated one by one."""
         for state in states:
             state.update({name: state[name].clone() for name in self.scalars if name in state})
         self._forget()
 
-    def _joined(self, locals: Sequence[Tensor]) -> Tensor:
-        joined = torch.zeros(self.stop - self.start, dtype=locals[0].dtype, device=locals[0].device)
-        for local, offset in zip(locals, self._offsets, strict=True):
-            if offset is not None:
-                joined[offset : offset + local.numel()] = local
-        return joined
-
-    def write_scalars(self, scalars: dict[str, Tensor]) -> None:
-        """Let each parameter have `scalars` as its state now."""
-        for name, of_each in self.scalars.items():
-            copy_to_each(of_each, scalars[name])
-        self.record_versions()
-
     def record_versions(self) -> None:
-        """Take the scalars' values for known: who changes them later makes `take_state` look again."""
-        self._versions = self._scalar_versions()
-
-    def _scalar_versions(self) -> list[int]:
-        return [each._version for of_each in self.scalars.values() for each in of_each]
+        """Expect the scalars' present values: `take_state` looks again after any other change."""
+        self._versions = list(map(_VERSION, self._counted))
 
 
 @dataclass(eq=False)
@@ -205,9 +197,9 @@ class FlatUpdate:
 
     Attributes:
         segments: what it changes.
-        params: the parameters of these.
+        params: their parameters.
         gradients: of the segments, 1-D; empty until they are there.
-        recorded: what is fused for each segment; empty: the optimizer's own step runs.
+        recorded: what is fused for each segment; if empty, the optimizer's own step runs.
     """
 
     flat: FlatParam
@@ -226,15 +218,13 @@ class FlatUpdate:
 
     @torch.no_grad()
     def run(self, coefficient: Tensor | None = None) -> None:
-        """Change the shard and the state of the segments, and free their gradients.
-
-        Args:
-            coefficient: what gradients are multiplied by, shape `()`; None: 1.
-        """
+        """Change the shard and the state of the segments; multiply gradients by `coefficient` first; free them."""
         if self.recorded:
             self.step.run_fused(self, coefficient)
             for segment, recorded in zip(self.segments, self.recorded, strict=True):
-                segment.write_scalars(recorded.state)
+                for name, of_each in segment.scalars.items():
+                    copy_to_each(of_each, recorded.state[name])
+                segment.record_versions()
             self.gradients.clear()
             torch.autograd.graph.increment_version([*self.params, self.flat.shard])
         else:
@@ -245,7 +235,7 @@ class FlatUpdate:
             param.grad = None
 
     def run_with(self, gradient: Tensor) -> None:
-        """As `run`, with the gradient of the flat parameter, 1-D `[shard_numel]`, which arrives here."""
+        """As `run`, with `gradient` of the flat parameter, 1-D `[shard_numel]`."""
         if self.recorded:
             self.gradients = [gradient[segment.start : segment.stop] for segment in self.segments]
         else:
@@ -254,15 +244,15 @@ class FlatUpdate:
 
 
 class FlatStep:
-    """Updates flat shards by an optimizer: all of them by `step`, or each by itself between `begin` and `step_others`.
+    """Updates flat shards by an optimizer: all of them by `step`, or each by itself:
 
-        updates = flat_step.begin()        for each flat parameter what will change it in this step
-        flat_step.step_others(updates)     all other parameters step as they are
+        updates = flat_step.begin()        the update of each flat parameter in this step
+        flat_step.step_others(updates)     steps on all other parameters
         updates[0].run()                   changes the shard and the state in place
 
     Args:
         optimizer: over parameters of sharded modules, and maybe others.
-        fuses: whether Inductor compiles single updates; if not, they are exact (Note [Fused and exact updates]).
+        fuses: whether Inductor compiles single updates; otherwise they are exact (Note [Fused and exact updates]).
     """
 
     def __init__(self, optimizer: Optimizer, fuses: bool) -> None:
@@ -273,10 +263,8 @@ class FlatStep:
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._programs: dict[Any, UpdateProgram] = {}  # one for all equal ones, by what they do
 
-    # --- segments -----------------------------------------------------------------------------------------------------
-
     def _divide(self) -> None:
-        """Divide the groups into segments, again if parameters or their shards are other ones now."""
+        """Divide the groups into segments; again if parameters or shards were replaced."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         same = len(groups) == len(self._params) and all(
             len(now) == len(before) and all(map(operator.is_, now, before))
@@ -299,13 +287,11 @@ class FlatStep:
                     self._segments.append(Segment(flat, indices[start:stop], group))
 
     def _states(self, segment: Segment) -> list[dict[str, Any]]:
-        return [self.optimizer.state.get(param, {}) for param in segment.params]
-
-    # --- the optimizer's own step -------------------------------------------------------------------------------------
+        return list(map(self.optimizer.state.get, segment.params, repeat({})))
 
     @contextmanager
     def _stepping(self, params: Iterable[list[nn.Parameter]]) -> Iterator[None]:
-        """Let the optimizer's groups have `params` in this block."""
+        """Temporarily restrict the optimizer's groups to `params`."""
         groups = self.optimizer.param_groups
         own = [group["params"] for group in groups]
         try:
@@ -328,15 +314,18 @@ class FlatStep:
         """The optimizer's own step, which sees each segment as one parameter where it can."""
         optimizer, step = self.optimizer, type(self.optimizer).step
         self._divide()
-        ready = []
+        ready: list[Segment] = []
+        updated: set[int] = set()
+        changed: list[Tensor] = []
         for segment in self._segments if optimizer.state else ():  # the first step makes the state
             gradient, states = segment.gradient(), self._states(segment)
             if gradient is not None and all(states) and segment.take_state(states, shares=True):
                 segment.param.grad = gradient
                 ready.append(segment)
+                updated.update(map(id, segment.params))
+                changed += [*segment.params, segment.shard]
             elif segment.scalars:
                 segment.release(states)
-        updated = {id(param) for segment in ready for param in segment.params}
         params = [[param for param in group["params"] if id(param) not in updated] for group in optimizer.param_groups]
         for segment in ready:
             params[segment.group].append(segment.param)
@@ -349,9 +338,9 @@ class FlatStep:
                 del optimizer.state[segment.param]
                 segment.param.grad = None
                 segment.record_versions()
-                torch.autograd.graph.increment_version([*segment.params, segment.shard])
+            torch.autograd.graph.increment_version(changed)
 
-    # --- single updates -----------------------------------------------------------------------------------------------
+    # --- updates of single flat parameters ----------------------------------------------------------------------------
 
     def can_update(self) -> bool:
         """Whether flat parameters can be updated one by one; if not, the optimizer steps as it is."""
@@ -361,7 +350,7 @@ class FlatStep:
 
     @torch.no_grad()
     def begin(self) -> list[FlatUpdate]:
-        """The updates of this step, in the order of the optimizer's parameters; `step_others` does the rest."""
+        """The updates of this step, in the order of the optimizer's parameters; call `step_others` for the rest."""
         if not self.can_update():
             return []
         announce_step(self.optimizer)
@@ -375,7 +364,7 @@ class FlatStep:
 
     @torch.no_grad()
     def before_backward(self) -> dict[FlatParam, FlatUpdate]:
-        """For each flat parameter its update by a gradient that is still to come (`FlatUpdate.run_with`)."""
+        """For each flat parameter the update by a gradient that is still to come (`FlatUpdate.run_with`)."""
         self._divide()
         updates = self._updates(has_gradients=False) if self.can_update() else {}
         complete = {flat: update for flat, update in updates.items() if len(update.params) == len(flat.params)}
@@ -405,7 +394,7 @@ class FlatStep:
 
     @torch.no_grad()
     def step_others(self, updates: Sequence[FlatUpdate]) -> None:
-        """Let the parameters that none of `updates` changes step as they are."""
+        """Step on the parameters that none of `updates` changes."""
         if not self.can_update():
             self.optimizer.step()
             return
@@ -419,7 +408,7 @@ class FlatStep:
                 note_step(self.optimizer)
 
     def _recorded(self, segment: Segment, known: dict[Any, Recorded | None]) -> Recorded | None:
-        """What the step does to parameters of the segment; None: they step as they are. `known`: of this step."""
+        """What the step does to the segment, `known` to this step; None: the optimizer's own step runs."""
         if not segment.take_state(self._states(segment)):
             return None
         tensors = {name: value for name, value in segment.state.items() if isinstance(value, Tensor)}
@@ -432,9 +421,8 @@ class FlatStep:
             group = self.optimizer.param_groups[segment.group]
             with suppress(NotRecordable):
                 recorded = record(self.optimizer, group, segment.state, segment.shard.dtype)
-                program = recorded.program
-                program = self._programs.setdefault((program.names, program.operations), program)
-                known[key] = recorded._replace(program=program)
+                own = recorded.program
+                known[key] = recorded._replace(program=self._programs.setdefault((own.names, own.operations), own))
         return known[key]
 
     def run_fused(self, update: FlatUpdate, coefficient: Tensor | None) -> None:
@@ -463,9 +451,9 @@ class FlatStep:
 
 # Note [Where the norm is computed]
 # Clipping needs the norm of all gradients before it changes the first one, so no update can begin before the last
-# reduce has ended. Only the sums of squares could be computed earlier. At the end they are one read of each gradient
-# shard, in one kernel on a GPU, which takes less than the all-reduce that follows; in the backward graph they would be
-# further outputs, also for loops that do not clip.
+# reduce has ended. At the end the norm costs one read of each gradient shard, in one kernel on a GPU, which takes less
+# than the all-reduce that follows. In the backward graph the sums of squares would be further outputs, also for loops
+# that do not clip.
 #
 # Each rank sees for itself which gradients lie side by side in a flat shard. What it sends does not depend on that: one
 # number for each group of ranks, in the order of their names.
@@ -474,8 +462,8 @@ class FlatStep:
 def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate]) -> Tensor:
     """The 2-norm of the gradients of all `params` together, over all ranks; equal on all of them, with shape `()`.
 
-    It is that of `torch.nn.utils.get_total_norm` up to rounding: sums are of flat shards, whose padding is zero, and
-    not of one parameter after the other. It takes one all-reduce for each group of ranks, and no wait of the host.
+    Equals `torch.nn.utils.get_total_norm` up to rounding, as it sums over flat shards, whose padding is zero. Takes one
+    all-reduce for each group of ranks; the host does not wait.
 
     Args:
         params: those that are clipped.

@@ -248,7 +248,7 @@ def _edit_between(rank: int) -> None:
         with summon_full_params(each), torch.no_grad():
             for param in each.parameters():
                 param.data.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"parameter .*: .*changed in place in between"):
+    with pytest.raises(RuntimeError, match=r"parameter .* was changed in place between forward and backward"):
         loss.backward()
     model.zero_grad()
     follow(model, reference, MLP)
