@@ -1,4 +1,4 @@
-"""The arguments of `fully_shard` in one form: FSDP1 and FSDP2 have different names and classes for the same choices.
+"""One form for the arguments of `fully_shard`, for which FSDP1 and FSDP2 have different names and classes.
 
 mixed_precision, mp_policy               -> dtypes, and that of outputs
 cpu_offload, offload_policy              -> whether to offload, whether to pin
@@ -34,11 +34,7 @@ except ImportError:  # torch 2.11 and 2.12
 
     @dataclass
     class DataParallelMeshDims:  # type: ignore[no-redef]  # in torch 2.11 it is the only one
-        """Which dimensions of a mesh, by name, to shard and to replicate over; several for one role are one dimension.
-
-        Raises:
-            ValueError: there is neither.
-        """
+        """Names of the mesh dimensions to shard and to replicate over; ValueError if there is neither."""
 
         shard: str | tuple[str, ...] | None = None
         replicate: str | tuple[str, ...] | None = None
@@ -46,16 +42,6 @@ except ImportError:  # torch 2.11 and 2.12
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
                 raise ValueError("DataParallelMeshDims: set at least one of shard and replicate")
-
-        @property
-        def shard_names(self) -> tuple[str, ...]:
-            """The dimensions to shard over."""
-            return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
-
-        @property
-        def replicate_names(self) -> tuple[str, ...]:
-            """The dimensions to replicate over."""
-            return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
 def check_type(name: str, value: Any, expected: type | UnionType) -> None:
@@ -76,10 +62,7 @@ def check_one(**given: Any) -> None:
 def precision_of(
     mixed_precision: MixedPrecision | None, mp_policy: MixedPrecisionPolicy | None
 ) -> tuple[MixedPrecision, torch.dtype | None]:
-    """The dtypes of the unit, and that of its floating outputs, which only FSDP2 sets.
-
-    FSDP2's policy casts the inputs of every unit, and exempts no classes.
-    """
+    """The dtypes of the unit, and that of its floating outputs, which only FSDP2 sets."""
     check_type("mixed_precision", mixed_precision, MixedPrecision | None)
     check_type("mp_policy", mp_policy, MixedPrecisionPolicy | None)
     check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
@@ -87,7 +70,7 @@ def precision_of(
         return mixed_precision or MixedPrecision(), None
     if mp_policy.param_dtype is None and mp_policy.reduce_dtype is None:
         return MixedPrecision(), mp_policy.output_dtype
-    casts = mp_policy.cast_forward_inputs
+    casts = mp_policy.cast_forward_inputs  # of every unit; no classes are exempt
     dtypes = MixedPrecision(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
@@ -115,13 +98,17 @@ def mesh_to_shard(mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | 
     check_type("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims)
     check_type("mesh", mesh, DeviceMesh)
     assert mesh is not None
-    if not dp_mesh_dims.shard_names:
+    roles = [
+        (names,) if isinstance(names, str) else tuple(names or ())
+        for names in (dp_mesh_dims.replicate, dp_mesh_dims.shard)
+    ]
+    if not roles[1]:
         raise ValueError(
             "dp_mesh_dims has no dimension to shard over; to replicate only, pass mesh[name] and "
             "sharding_strategy=ShardingStrategy.NO_SHARD"
         )
     names = []
-    for role in filter(None, (dp_mesh_dims.replicate_names, dp_mesh_dims.shard_names)):
+    for role in filter(None, roles):
         if len(role) > 1:
             mesh[role]._flatten("_".join(role))
         names.append("_".join(role))
@@ -153,12 +140,7 @@ CPU = torch.device("cpu")
 
 
 def given_device(device_id: int | str | torch.device | None) -> torch.device | None:
-    """The device that the argument names, with an index unless it is the CPU (E-INIT-14).
-
-    Raises:
-        TypeError: neither an int, a torch.device nor the name of one.
-        ValueError: the meta device, or an index without an accelerator to count.
-    """
+    """The device that `device_id` names, with an index unless it is the CPU (E-INIT-14)."""
     if device_id is None:
         return None
     if isinstance(device_id, str):
@@ -189,17 +171,13 @@ def current_device() -> torch.device | None:
 
 
 # Note [Which elements a rank stores]
-# FSDP2 cuts each parameter along a dimension, so that its collectives copy every parameter in and out. Here the flat
-# parameter is cut, at any element, so that they copy nothing. A dimension that `shard_placement_fn` chooses would say
+# FSDP2 cuts each parameter along a dimension, so its collectives copy every parameter in and out. Here the flat
+# parameter is cut, at any element, and nothing is copied. The dimension that `shard_placement_fn` chooses would say
 # which elements a rank stores; no value that a script computes depends on that, so it is checked and has no effect.
 
 
 def check_placements(path: str, params: Iterable[tuple[str, nn.Parameter]], placement_fn: PlacementFn | None) -> None:
-    """Ask `shard_placement_fn` about each parameter (Note [Which elements a rank stores]).
-
-    Raises:
-        ValueError: it chose a dimension that the parameter does not have, or a mesh for a single parameter.
-    """
+    """Check what `shard_placement_fn` says of each parameter (Note [Which elements a rank stores])."""
     if placement_fn is None:
         return
     for name, param in params:

@@ -17,7 +17,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.groups import HYBRID, resolve_groups
-from fsdp_compile.construct.arguments import CPU, check_placements, current_device, given_device, offload_of
+from fsdp_compile.construct.arguments import (
+    CPU,
+    check_placements,
+    check_type,
+    current_device,
+    given_device,
+    offload_of,
+)
 from fsdp_compile.construct.wrap_policy import Chosen, Ignored
 from fsdp_compile.core.inner_params import InnerParams, has_attributes, is_subclass_around_others, plain_tensors
 from fsdp_compile.core.settings import Settings, warn_caller
@@ -27,10 +34,9 @@ from fsdp_compile.core.unit import unit_of
 
 # Note [Nothing is changed on refusal]
 # `fully_shard` has two halves. `prepare_units` works out all units and makes every check that can be made from modules,
-# parameters and arguments; it changes nothing, so that a model which is refused is as it was. Only then are units
-# made one by one (units.py): initialized, moved, broadcast, sharded. What user code raises in that half
-# (`param_init_fn`, `reset_parameters`) cannot be foreseen and leaves a model that is sharded in part; a warning names
-# the module.
+# parameters and arguments; it changes nothing, so a model that is refused is as it was. Only then are units made one by
+# one (units.py): initialized, moved, broadcast, sharded. What user code raises in that half (`param_init_fn`,
+# `reset_parameters`) cannot be foreseen and leaves a model that is sharded in part; a warning names the module.
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
@@ -52,12 +58,7 @@ class PreparedUnit:
 
 
 def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored: Ignored) -> list[PreparedUnit]:
-    """Prepare a unit for each chosen module; every check of modules and parameters is made here.
-
-    Raises:
-        RuntimeError: a unit's parameters are spread over devices.
-        ValueError: a module or parameter cannot be sharded; the message says which and what to do.
-    """
+    """Prepare a unit for each chosen module; make every check of modules and parameters."""
     paths = {module: path for path, module in model.named_modules()}
     for module, path in paths.items():
         sharding, now = sharding_of(module), settings.full_precision_in_eval
@@ -68,10 +69,7 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
             )
     of_units = [_settings_of(paths[module], differs, settings) for module, differs in chosen.items()]
     carried = frozenset(backends(settings.groups.shard))  # device types
-    divided = [
-        (module, params, [(paths[each], each) for each in modules])
-        for module, params, modules in _divide(chosen, ignored)
-    ]
+    divided = list(_divide(chosen, ignored, paths))
     some_stay_on_meta = [  # a list: each call checks
         must_stay_on_meta(modules, own.param_init_fn, ignored)
         for (_, _, modules), own in zip(divided, of_units, strict=True)
@@ -102,7 +100,9 @@ def prepare_units(model: nn.Module, chosen: Chosen, settings: Settings, ignored:
     return prepared
 
 
-def _divide(chosen: Chosen, ignored: Ignored) -> Iterator[tuple[nn.Module, NamedParams, list[nn.Module]]]:
+def _divide(
+    chosen: Chosen, ignored: Ignored, paths: Mapping[nn.Module, str]
+) -> Iterator[tuple[nn.Module, NamedParams, list[tuple[str, nn.Module]]]]:
     """Each chosen module with the parameters and the modules, breadth-first, that no unit before it has taken."""
     params: set[nn.Parameter] = set(ignored.params)
     modules: set[nn.Module] = set(ignored.modules)
@@ -118,7 +118,7 @@ def _divide(chosen: Chosen, ignored: Ignored) -> Iterator[tuple[nn.Module, Named
         own_modules = [each for each in reachable if each not in modules]
         params.update(param for _, param in own_params)
         modules.update(own_modules)
-        yield module, own_params, own_modules
+        yield module, own_params, [(paths[each], each) for each in own_modules]
 
 
 _MAY_DIFFER: dict[str, Any] = {  # what a policy may set for a unit, and its types
@@ -136,7 +136,7 @@ _OF_THE_ROOT = ("backward_prefetch", "forward_prefetch", "use_orig_params")  # a
 
 
 def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Settings:
-    """The settings of one unit, where a `CustomPolicy` may ask for others than the model's."""
+    """The settings of one unit, in which a `CustomPolicy` may differ from the model's."""
     what = f"auto_wrap_policy, module {path}"
     unknown = sorted(differs.keys() - {*_MAY_DIFFER, *_OF_THE_ROOT})
     if unknown:
@@ -145,9 +145,8 @@ def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Sett
             f"set them in fully_shard, or shard the module by a call of its own"
         )
     for name, kind in _MAY_DIFFER.items():
-        if name in differs and not isinstance(differs[name], kind):
-            words = " or ".join(getattr(each, "__name__", "None") for each in getattr(kind, "__args__", (kind,)))
-            raise TypeError(f"{what}: {name} must be of type {words}, not {type(differs[name]).__name__}")
+        if name in differs:
+            check_type(f"{what}: {name}", differs[name], kind)
     if differs.get("limit_all_gathers", settings.limit_all_gathers) != settings.limit_all_gathers:
         raise ValueError(f"{what}: limit_all_gathers must be {settings.limit_all_gathers}, as it is for the model")
     strategy = differs.get("sharding_strategy") or settings.strategy
@@ -159,8 +158,7 @@ def _settings_of(path: str, differs: dict[str, Any], settings: Settings) -> Sett
             f"{what}: {strategy.name} in a model of {settings.strategy.name} needs other process groups; use hybrid "
             f"strategies for all units or for none, or set process_group too"
         )
-    as_given = {"param_init_fn", "sync_module_states"}
-    changed: dict[str, Any] = {name: value for name, value in differs.items() if name in as_given}
+    changed: dict[str, Any] = {n: differs[n] for n in ("param_init_fn", "sync_module_states") if n in differs}
     if "mixed_precision" in differs:
         changed["precision"] = differs["mixed_precision"] or MixedPrecision()
     if "cpu_offload" in differs:
@@ -177,10 +175,7 @@ def must_stay_on_meta(modules: Iterable[tuple[str, nn.Module]], init: Any, ignor
     """Whether what is on the meta device must stay there, because a module has nothing that initializes it.
 
     Without `init` each module that directly owns meta tensors needs a `reset_parameters()`, and these must not be
-    DTensors, of which it would draw other values on each rank.
-
-    Raises:
-        ValueError: `init` cannot be called, or a tensor that would be initialized has weak references.
+    DTensors, for which it would draw other values on each rank.
     """
     if init is not None and not callable(init):
         raise ValueError(f"param_init_fn must be a callable (module) -> None, not a {type(init).__name__}")
@@ -227,8 +222,8 @@ def _are_on_meta(params: NamedParams, path: str) -> bool:
 
 # --- devices ----------------------------------------------------------------------------------------------------------
 
-# The CPU is treated as any other device. Each unit decides for itself where it computes, from the devices of the
-# parameters it manages (E-INIT-12 to 17). Parameters on the meta device have no device yet: they follow the others.
+# Each unit decides where it computes from the devices of its parameters (E-INIT-12 to 17). Those on the meta device
+# have no device yet: they follow the others.
 
 
 def compute_device(
@@ -237,13 +232,9 @@ def compute_device(
     """The device that a unit computes on.
 
     Args:
-        devices: name and device of each parameter that the unit manages; names are for messages.
-        given: what `device_id` says, or None.
+        devices: name and device of each parameter.
+        given: `device_id`.
         carried: the device types that the unit's group communicates from.
-
-    Raises:
-        RuntimeError: the parameters are spread over devices in a way that `given` does not settle (E-INIT-12, 13).
-        ValueError: they are on another device than `given` (E-INIT-16).
     """
     first: dict[torch.device, str] = {}
     for name, device in devices:
@@ -290,7 +281,6 @@ def compute_device(
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
-    """Refuse parameters that are not real plain tensors with a known shape, and gradients."""
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter {name} is lazy and has no shape yet; run a forward first")
     if isinstance(param, FlatParameter):
@@ -333,7 +323,6 @@ def _check_subclass(name: str, param: nn.Parameter) -> None:
 
 
 def _check_distributions(params: NamedParams, path: str, settings: Settings) -> None:
-    """Refuse DTensors that cannot be sharded as well."""
     for name, param in params:
         if isinstance(param, DTensor):
             group, shards, _, replicas, _ = settings.placement

@@ -81,9 +81,9 @@ def check_module(module: Any) -> None:
 
 
 def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin: type) -> None:
-    """Give one unit's tensors values, a device and equality, in this order; then shard it.
+    """Give one unit's tensors values, a device and equality, in this order; then shard its module or modules.
 
-    Its module, or each module of a list, becomes an instance of `mixin`.
+    These become instances of `mixin`.
     """
     settings = prepared.settings
     has_data = any(param.numel() for _, param in prepared.params)  # else there is nothing to communicate (E-FLAT-12)
@@ -127,33 +127,32 @@ def make_unit(model: nn.Module, prepared: PreparedUnit, ignored: Ignored, mixin:
 
 # Note [A unit around other units has several flat parameters]
 # A model's own unit holds what is outside of its blocks: an embedding, which forward reads first, and a head, which it
-# reads last. In one flat parameter the head would be gathered before forward can begin, and its gradients would be
-# reduced when backward has ended, although they are ready at its beginning; nothing hides either. In large models both
-# are larger than a block. So what lies before, between and after the units inside, in the order of registration, has a
-# flat parameter for itself, if it is large enough to be worth a collective. The unit stays one: outside of graphs all
-# of it is gathered when the module's forward begins, and the module finds its parameters wherever it reads them.
+# reads last. In one flat parameter the head would be gathered before forward can begin, and its gradients, ready when
+# backward begins, would be reduced when it has ended; nothing hides either, and both may be larger than a block. So
+# what lies before, between and after the units inside, in the order of registration, has a flat parameter for itself,
+# if it is large enough to be worth a collective. The unit stays one: outside of graphs all of it is gathered when the
+# module's forward begins, and the module finds its parameters wherever it reads them.
 
 _WORTH_A_COLLECTIVE = 2**22  # elements
 
 
 def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]:
     """Divide the parameters of a unit of `module` where other units lie between them, if both sections are large."""
-    numels: list[int] = [0]
     position = {name: index for index, (name, _) in enumerate(module.named_parameters())}
-    sections: list[list[tuple[str, nn.Parameter]]] = [[]]
-    following = 0
+    sections: list[NamedParams] = [[]]
+    numel = following = 0
     for name, param in params:
         at = position.get(name, following)
-        if at > following and numels[-1] >= _WORTH_A_COLLECTIVE:
+        if at > following and numel >= _WORTH_A_COLLECTIVE:
             sections.append([])
-            numels.append(0)
+            numel = 0
         sections[-1].append((name, param))
-        numels[-1] += param.numel()
+        numel += param.numel()
         following = at + 1
-    if len(sections) > 1 and numels[-1] < _WORTH_A_COLLECTIVE:
+    if len(sections) > 1 and numel < _WORTH_A_COLLECTIVE:
         small = sections.pop()
         sections[-1] += small
-    return list[NamedParams](sections)
+    return sections
 
 
 # --- initial values ---------------------------------------------------------------------------------------------------
@@ -164,12 +163,11 @@ def divide_at_units(params: NamedParams, module: nn.Module) -> list[NamedParams]
 #
 # Note [Initializing without changing what has values]
 # `reset_parameters` and `param_init_fn` initialize a whole module. Some of its tensors may have values that must stay:
-# they were on a device from the start, or they are shared with a unit that has been sharded already, in which case
-# their full values do not exist any more. While such a module is initialized it has copies of these tensors in full
-# shape, which are dropped afterwards. A tensor on the meta device cannot be given memory in place, because `data` of
-# another device cannot be assigned to it. So the function works on a new tensor, and `swap_tensors` then exchanges the
-# contents of the two objects: the parameter that optimizers and other modules know gets the values. So every parameter
-# stays the object it was, and a tied one is initialized in the first module that has it.
+# they were on a device from the start, or are shared with a unit that is sharded already, so that their full values no
+# longer exist. While such a module is initialized it has copies of these tensors in full shape, which are dropped then.
+# A tensor on the meta device cannot be given memory in place. So the function works on a new tensor, and `swap_tensors`
+# then exchanges the contents of the two objects: every parameter stays the object that optimizers and other modules
+# know, and a tied one is initialized in the first module that has it.
 
 
 def materialize(
@@ -177,13 +175,10 @@ def materialize(
 ) -> None:
     """Give all meta tensors of a unit's `modules` memory and values; nothing happens if there are none.
 
-    Only modules that directly own meta tensors are initialised, and values that are there stay (E-META-4). `init` is
+    Only modules that directly own meta tensors are initialized, and values that are there stay (E-META-4). `init` is
     called with tensors still on meta, also on modules that own nothing at all (E-META-2); what it puts on the CPU stays
-    there. Without it tensors are made empty on `device`, and `module.reset_parameters()` is called (E-META-3).
-
-    Raises:
-        ValueError: `init` left a tensor on meta, or changed its shape, dtype or device.
-        Exception: what `init` or `reset_parameters` raised, after a UserWarning that names the module.
+    there. Without it tensors are made empty on `device`, and `module.reset_parameters()` is called (E-META-3). What
+    these raise is raised after a UserWarning that names the module.
     """
     if not any(meta_tensors(module, ignored) for _, module in modules):
         return
@@ -281,12 +276,10 @@ def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUC
 
 
 def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Groups of tensors of one device that fill a bucket; a tensor that is larger than a bucket gets its own.
-
-    Wide dtypes come first, so that every tensor starts at a multiple of its item size in a bucket of bytes.
-    """
+    """Groups of tensors of one device that fill a bucket; a larger tensor gets its own."""
     bucket: list[Tensor] = []
     nbytes = 0
+    # Wide dtypes come first, so that every tensor starts at a multiple of its item size in a bucket of bytes.
     for tensor in sorted(tensors, key=lambda t: (str(t.device), -t.itemsize)):
         if bucket and (nbytes + tensor.nbytes > bucket_bytes or tensor.device != bucket[0].device):
             yield bucket
@@ -301,10 +294,7 @@ def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]
 
 
 def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
-    """Let all modules, now instances of `mixin`, find their parameters; tied ones are gathered around all their users.
-
-    `runtime` is what the units below `model` share (eager/runtime.py).
-    """
+    """Give all modules, now instances of `mixin`, look-ups of their parameters, and units the root's `runtime`."""
     roots: list[Any] = list(model.children()) if isinstance(model, ModuleGroup) else [model]
     for root in roots:
         root._fsdp.ignored_modules, root._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
@@ -346,14 +336,11 @@ def join_divided(model: nn.Module, mixin: type) -> None:
     """Make one unit of each module below that an earlier call divided by "auto"; all ranks take part.
 
     `fully_shard(block)` cannot know whether the block is a model of its own, which "auto" divides into units, or will
-    lie in a model that is sharded by a later call. Only that call tells, so it undoes the division and makes one unit
-    of the block, as FSDP2 does.
-
-    Raises:
-        ValueError: a unit is not idle, or has gradients. Nothing has been changed then.
+    lie in a model that is sharded later. That later call undoes the division and makes one unit, as FSDP2 does. Raises
+    ValueError, before anything is changed, if a unit is not idle or has gradients.
     """
-    roots: Iterable[Any] = (each for each in model.modules() if sharding_of(each))
-    divided = [each for each in roots if each._fsdp.is_root and each._fsdp_runtime.is_divided]
+    sharded: list[Any] = list(filter(sharding_of, model.modules()))
+    divided = [each for each in sharded if each._fsdp.is_root and each._fsdp_runtime.is_divided]
     for module in divided:
         units = units_gathered_below(module)
         check_idle(units, "fully_shard")

@@ -1,6 +1,4 @@
-"""Which modules become units of their own: the automatic choice, and the policies that torch's wrapper takes; and what
-is left alone: modules and parameters that the caller names, or that another API has sharded.
-"""
+"""Which modules become units, automatically or by torch's policies, and which modules and parameters are ignored."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -33,13 +31,12 @@ def collect_ignored(
 ) -> Ignored:
     """All that is ignored in `model`, whole subtrees included (E-INIT-7 to 10).
 
-    Nested units and what is below them are not ignored with the module around them; what was ignored when they were
-    made stays so (E-INIT-9).
+    Nested units and what is below them are not ignored with the module around them; what they ignore stays ignored.
 
     Raises:
         TypeError: an argument is not iterable.
-        ValueError: both are given, or one holds anything but modules, or anything but parameters, or a unit; or another
-            sharding API has `model` itself.
+        ValueError: both are given; or one mixes modules and parameters, or holds a unit; or another API has sharded
+            `model` itself.
     """
     if isinstance(model, _FOREIGN):
         raise ValueError(f"module: torch has sharded this {type(model).__name__} already; shard it once")
@@ -102,17 +99,9 @@ def choose_units(
 ) -> Chosen:
     """The submodules of `model` that become units, innermost first, and `model` itself last.
 
-    Modules that are sharded already and their submodules are left alone.
-
-    Args:
-        model: the module that `fully_shard` was called on.
-        policy: "auto", None, a set of module classes, or a policy as `torch.distributed.fsdp` takes it.
-        ignored: modules that are left alone as well, and parameters that do not count.
-        precision: names classes whose modules are units without mixed precision, unless `policy` is None (E-INIT-6).
-
-    Raises:
-        TypeError: `policy` is none of these.
-        ValueError: `policy` is a string other than "auto".
+    Leaves out modules that are sharded already or ignored, and what is below them. `policy` is "auto", None, a set of
+    module classes or a policy of `torch.distributed.fsdp`; else TypeError or ValueError. `precision` names classes
+    whose modules are units without mixed precision, unless `policy` is None (E-INIT-6).
     """
     chosen = _ask(model, policy, ignored)
     casts = precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype

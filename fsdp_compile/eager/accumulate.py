@@ -45,7 +45,7 @@ class AccumulatedGradient:
         self.show(flat)
 
     def show(self, flat: FlatParam) -> None:
-        """Let `.grad` be the views, where it is not."""
+        """Set `.grad` to the views."""
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             if param.requires_grad and (param.grad is None or param.grad is not self.shown[index]):
                 shown = UnreducedGradient(view.view(-1), flat.specs[index]) if flat.specs else view
@@ -57,13 +57,9 @@ class AccumulatedGradient:
         return any(grad is shown for shown in self.shown)
 
     def collect(self, flat: FlatParam) -> None:
-        """Apply to the sum what the user did to the shown gradients.
+        """Apply to the sum what the user did to the shown gradients; RuntimeError if one now has another size.
 
-        A gradient that was cleared, to None or in place to zeros, counts as zero, and the reduced one that it hid is
-        dropped as well.
-
-        Raises:
-            RuntimeError: a gradient was replaced by one of another size.
+        A gradient that was cleared, to None or to zeros, counts as zero, and drops the reduced one that it hid.
         """
         for index, (param, view) in enumerate(zip(flat.params, self.views, strict=True)):
             grad, shown = param.grad, self.shown[index]
@@ -128,20 +124,20 @@ def drop_cleared(flat: FlatParam) -> None:
 
 # Note [Units that take no part in the last backward]
 # A unit may have accumulated gradients under no_sync and then be left out of the backward pass that reduces, because
-# forward did not use it or the loss did not. Nothing in that pass belongs to the unit; its gradients are reduced when
-# the pass has ended. A rank may have left out the backward under no_sync and have accumulated nothing, so ranks first
-# ask each other; whether they ask follows from what all of them did: from `set_sync`, and from reduces.
+# forward or the loss did not use it. Its gradients are reduced when that pass has ended. A rank may have skipped the
+# backward under no_sync and have accumulated nothing, so ranks first ask each other; whether they ask follows from what
+# all of them did: from `set_sync`, and from reduces.
 
 
 def wait_for_reduce(unit: Unit) -> None:
-    """Note that ranks may accumulate gradients of `unit`, if no_sync was in force since its last reduce."""
+    """Note that `unit` may have accumulated gradients, if no_sync was in force since its last reduce."""
     queue = unit.reduces_in_flight
     if _awaits_reduce(unit) and all(other() is not unit for other in queue.awaiting_reduce):
         queue.awaiting_reduce.append(weakref.ref(unit))
 
 
 def settle_after_backward(unit: Unit) -> None:
-    """When the running backward pass, of a forward of the unit's root, has ended, reduce what it left accumulated.
+    """Reduce what is still accumulated when this backward pass of a forward of the unit's root has ended.
 
     See Note [Units that take no part in the last backward].
     """
@@ -186,10 +182,7 @@ def check_optimizers() -> None:
 
 
 def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Increment the version counters of plain parameters that a fused kernel is about to change, which does not.
-
-    Otherwise what was cast before would look up to date (E-STRAT-10). Sharded tensors do this themselves.
-    """
+    """Count versions of plain parameters for fused kernels, which do not (E-STRAT-10); sharded tensors do so."""
     fused = [param for group in optimizer.param_groups if group.get("fused") for param in group["params"]]
     stepped = [param for param in fused if unit_of(param) is not None and not isinstance(param, ShardedTensor)]
     if stepped:
@@ -197,10 +190,7 @@ def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError if the optimizer is about to use gradients that were not reduced (E-GRAD-9).
-
-    A closure runs a backward pass of its own, which may reduce them; the optimizer's operators refuse what remains.
-    """
+    """Refuse gradients that were not reduced (E-GRAD-9), unless a closure runs a backward pass that may reduce them."""
     if not _with_accumulated or any(callable(each) for each in (*args, *kwargs.values()) if each is not optimizer):
         return
     for group in optimizer.param_groups:

@@ -3,8 +3,7 @@
 Parameters and gradients are cast where they are gathered and reduced (streams.py, reduce.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_compile.core._torch import tree_map
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.unsharded import free_prefetched
-from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.eager.writeback import refresh, set_grads
 
 
 def computes_in_full_precision(module: Any) -> bool:
@@ -29,8 +28,8 @@ def computes_in_full_precision(module: Any) -> bool:
 def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Cast and move the tensors among the arguments, also in dataclasses, sets and packed sequences.
 
-    Floating ones are cast to `param_dtype`, where the settings ask for it (E-MP-13, E-MP-14). At the root, all go to
-    the accelerator that it computes on, if it does (E-FWD-2).
+    Floating ones are cast to `param_dtype` where the settings ask for it (E-MP-13, E-MP-14). The root moves all of them
+    to the accelerator that it computes on, if any (E-FWD-2).
     """
     policy, dtype = module._fsdp.settings.precision, None
     if policy.param_dtype is not None and not computes_in_full_precision(module):
@@ -53,13 +52,10 @@ def prepare_inputs(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
         return value
 
     def prepare_all(values: Any) -> Any:
-        return tree_map(prepare, values, is_leaf=_is_packed)
+        # A packed sequence is a named tuple, of which one part stays on the CPU.
+        return tree_map(prepare, values, is_leaf=lambda value: isinstance(value, PackedSequence))
 
     return prepare_all((args, kwargs))
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)  # a named tuple, of which one part stays on the CPU
 
 
 def cast_outputs(module: Any, output: Any) -> Any:
@@ -75,9 +71,9 @@ def cast_outputs(module: Any, output: Any) -> Any:
 
 
 def cast_buffers(module: Any) -> None:
-    """Give the module's buffers the dtype that it computes in now: `buffer_dtype`, or their own (E-MP-16, E-MP-17).
+    """Cast the module's buffers to the dtype that it computes in: `buffer_dtype`, or their own (E-MP-16, E-MP-17).
 
-    Buffers are found by name, whatever was put in their place since (E-MP-18); one that has two names stays one.
+    Buffers are found by name, whatever was put in their place (E-MP-18); one that has two names stays one.
     """
     policy = module._fsdp.settings.precision
     if policy.buffer_dtype is None:
@@ -94,10 +90,10 @@ def cast_buffers(module: Any) -> None:
 
 # --- conversions ------------------------------------------------------------------------------------------------------
 
-# `module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`: shards follow. `_apply` would give
-# each parameter new data. Here the function that it applies is called with the shards of flat parameters instead, and
-# parameters are bound to the results; compute dtype and device follow, but for what was set explicitly (E-MP-4).
-# Buffers and ignored parameters are converted by `nn.Module` itself.
+# `module.to()`, `.half()`, `.cuda()` and all else that goes through `Module._apply`, which would give each parameter
+# new data. Instead, the function that it applies is called with the shards, and parameters are bound to the results;
+# compute dtype and device follow, unless they were set explicitly (E-MP-4). `nn.Module` converts buffers and ignored
+# parameters.
 
 
 T = TypeVar("T")
@@ -107,11 +103,8 @@ Convert = Callable[[Tensor], Tensor]
 def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
     """Call `function` with the shards and gradients of all units below `module`; `transform` converts all else.
 
-    Raises:
-        ValueError: a unit is not idle.
-        RuntimeError: gradients were accumulated under `no_sync` and not reduced; or shards come out in another size,
-            on several devices, on the meta device, or, offloaded, not on the CPU; or tensors within subclasses change
-            dtype or device. Nothing has been converted then.
+    Raises, before anything is converted, ValueError if a unit is not idle, and RuntimeError if gradients from `no_sync`
+    are not reduced or if a conversion does not fit a unit (`_check_shards`).
     """
     runtime = module._fsdp_runtime
     if runtime.converting:  # a sharded module below one that is being converted
@@ -137,14 +130,28 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
         for unit, new in zip(units, shards, strict=True):
             _check_shards(unit, new)
         grads = [[None if p.grad is None else converted(p.grad) for p in unit.params] for unit in units]
+    locations = [location for unit in units for of_param in unit.locations.of for location in of_param]
+    held = [(parameters, name, parameters[name]) for parameters, name in locations if parameters.get(name) is not None]
     runtime.converting = True
     try:
-        with _hidden(units):
-            result = transform()
+        for parameters, name, _ in held:
+            parameters[name] = None  # `nn.Module` does not see it
+        result = transform()
     finally:
         runtime.converting = False
+        for parameters, name, param in held:
+            parameters[name] = param
     for unit, new, of_params in zip(units, shards, grads, strict=True):
-        _bind(unit, new, of_params)
+        set_grads(unit.params, [None] * len(unit.params))
+        for flat, shard in zip(unit.flats, new, strict=True):
+            if shard is not flat.shard:
+                with torch.inference_mode(False), torch.no_grad():  # what inference mode made may not be trained
+                    trainable = shard.clone() if shard.is_inference() else shard
+                flat.bind(trainable)
+        set_grads(unit.params, of_params)
+        if not unit.settings.offload:
+            unit.device = unit.flats[0].shard.device
+        unit.update_dtypes()
     return result
 
 
@@ -168,35 +175,3 @@ def _check_shards(unit: Unit, shards: Sequence[Tensor]) -> None:
                 f"parameter {name}: expected a conversion that leaves the {flat.shard.numel()} elements of its shard, "
                 f"found shape {tuple(shard.shape)}; change dtype or device only"
             )
-
-
-@contextmanager
-def _hidden(units: Sequence[Unit]) -> Iterator[None]:
-    """Within, `nn.Module` does not see the units' parameters."""
-    locations = [location for unit in units for of_param in unit.locations.of for location in of_param]
-    held = [parameters.get(name) for parameters, name in locations]
-    try:
-        for (parameters, name), param in zip(locations, held, strict=True):
-            if param is not None:
-                parameters[name] = None
-        yield
-    finally:
-        for (parameters, name), param in zip(locations, held, strict=True):
-            if param is not None:
-                parameters[name] = param
-
-
-def _bind(unit: Unit, shards: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    for param in unit.params:
-        param.grad = None
-    for flat, shard in zip(unit.flats, shards, strict=True):
-        if shard is not flat.shard:
-            with torch.inference_mode(False), torch.no_grad():  # what inference mode made may not be trained
-                trainable = shard.clone() if shard.is_inference() else shard
-            flat.bind(trainable)
-    for param, grad in zip(unit.params, grads, strict=True):
-        if grad is not None:
-            set_grad(param, grad)
-    if not unit.settings.offload:
-        unit.device = unit.flats[0].shard.device
-    unit.update_dtypes()

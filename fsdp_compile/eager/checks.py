@@ -33,21 +33,19 @@ def check_root(module: nn.Module) -> None:
 
 
 def _check_settings(module: nn.Module) -> None:
-    """Raise ValueError if units of `module` and below differ in a setting that a root has once (E-STRAT-11)."""
     shardings = {path: sharding for path, each in module.named_modules() if (sharding := sharding_of(each))}
     for setting, attribute in _SETTINGS.items():
-        values = {path: getattr(sharding.settings, attribute) for path, sharding in shardings.items()}
-        expected = values[""]
-        for path, value in values.items():
-            if value != expected:
+        of_root = getattr(shardings[""].settings, attribute)
+        for path, sharding in shardings.items():
+            value = getattr(sharding.settings, attribute)
+            if value != of_root:  # (E-STRAT-11)
                 raise ValueError(
-                    f"{setting}: expected one value for all units under one root, found {expected} for "
-                    f"{type(module).__name__} and {value} for {path}; use the same in every call of fully_shard"
+                    f"{setting} is {of_root} for the root {type(module).__name__} and {value} for {path}; pass one "
+                    f"value in every call of fully_shard"
                 )
 
 
 def _check_all_sharded(module: nn.Module) -> None:
-    """Raise ValueError if a trained parameter of `module` or below belongs to no unit: nobody averages its gradient."""
     shardings = filter(None, map(sharding_of, module.modules()))
     ignored = frozenset[nn.Parameter]().union(*(sharding.ignored_params for sharding in shardings))
     for path, each in module.named_modules():
@@ -57,41 +55,38 @@ def _check_all_sharded(module: nn.Module) -> None:
                 continue
             name = f"{path}.{name}" if path else name
             raise ValueError(
-                f"parameter {name}: expected a parameter of a unit, found one that was added after fully_shard, whose "
-                f"gradients no rank would average; add it before, or call fully_shard on its module before the root"
+                f"parameter {name} was added after fully_shard, so its gradients would not be averaged over ranks; add "
+                f"it before, or call fully_shard on its module before the root"
             )
 
 
 def _check_has_values(module: nn.Module) -> None:
-    """Raise ValueError if a unit of `module` or below is still on the meta device."""
     for unit in units_gathered_below(module):
         for flat in unit.flats:
             if flat.shard.is_meta:
                 raise ValueError(
-                    f"parameter {flat.layout.names[0]}: expected values before the first forward, found it on the meta "
-                    f"device; call model.to_empty(device=...) and initialize it, or pass param_init_fn to fully_shard"
+                    f"parameter {flat.layout.names[0]} is still on the meta device; before the first forward, call "
+                    f"model.to_empty(device=...) and initialize it, or pass param_init_fn to fully_shard"
                 )
 
 
 def _check_not_replicated(module: Any) -> None:
-    """Raise ValueError if DistributedDataParallel around `module` averages its gradients too: it would gather each."""
-    replicated = replicated_params()
+    replicated = replicated_params()  # which would be gathered one by one
     for unit in module._fsdp.units_below if replicated else ():
         for name, param in zip(unit.names, unit.params, strict=True):
             if param in replicated:
                 raise ValueError(
-                    f"parameter {name}: expected fully_shard alone to average its gradient, found "
-                    f"DistributedDataParallel around {type(module).__name__}; call fully_shard on the module around it "
-                    f"instead, or torch.distributed._composable.replicate, which leaves sharded modules alone"
+                    f"parameter {name} is averaged by DistributedDataParallel around {type(module).__name__} too; call "
+                    f"fully_shard on the module around it instead, or torch.distributed._composable.replicate, which "
+                    f"leaves sharded modules alone"
                 )
 
 
 # --- among ranks, through the store -----------------------------------------------------------------------------------
 
-# Neither comparison costs anything later. Texts hold no ranks and no names of groups, which differ from rank to rank
-# under hybrid sharding. Values are compared where ranks replicate them and train them: under NO_SHARD, and between the
-# replicas of hybrid sharding, each rank would go on with values of its own for ever. What FULL_SHARD cuts is not
-# compared, since each rank may well initialize its own slice.
+# Texts hold no ranks and no names of groups, which differ from rank to rank under hybrid sharding. Values are compared
+# where ranks replicate and train them: under NO_SHARD, and between the replicas of hybrid sharding, each rank would go
+# on with values of its own for ever. What FULL_SHARD cuts is not compared: each rank may initialize its own slice.
 
 _ADVICE = "build and shard the same model with the same arguments on all ranks"
 _ORDER = Subject(
@@ -109,10 +104,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
 
 
 def compare_units(module: Any, settings: str, compiled: bool) -> bool:
-    """Compare the units of the root `module`, and its `settings`, if its forward, eager or compiled, communicates.
-
-    Returns:
-        Whether they were compared, or never need be.
+    """Compare units and `settings` of the root `module` if its forward communicates; return whether that is settled.
 
     Raises:
         RuntimeError: on all ranks: they differ, or ranks did not come in `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` seconds.
@@ -173,7 +165,7 @@ def changed_in_forward(names: Sequence[str]) -> str:
 
 
 def _paths(module: nn.Module) -> dict[Unit, str]:
-    """The units that `module` and modules below gather, each with path, class and strategy of the first that does."""
+    """The units gathered below `module`, each with path, class and strategy of the first module that gathers it."""
     paths: dict[Unit, str] = {}
     for path, each in module.named_modules():
         sharding = sharding_of(each)
@@ -223,7 +215,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _checksum(flats: Sequence[FlatParam]) -> int:
-    """The sum of the bits of what this rank stores and trains: reads it once, and waits for the device once."""
+    """The sum of the bits of what this rank stores and trains; waits for the device once."""
     sums = []
     for flat in flats:
         if flat.trains and flat.shard.numel():
@@ -233,15 +225,11 @@ def _checksum(flats: Sequence[FlatParam]) -> int:
 
 
 def _timeout() -> float | None:
-    """Seconds that a rank waits for others to compare with; None: `FSDP_COMPILE_DISABLE` names `check_ranks`.
-
-    Raises:
-        ValueError: `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` is no number.
-    """
+    """Seconds to wait for other ranks, or None if `FSDP_COMPILE_DISABLE` names `check_ranks`."""
     if "check_ranks" in map(str.strip, os.environ.get("FSDP_COMPILE_DISABLE", "").split(",")):
         return None
     given = os.environ.get("FSDP_COMPILE_CHECK_RANKS_TIMEOUT") or "600"
     try:
         return float(given)
     except ValueError:
-        raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT: expected a number, found {given!r}") from None
+        raise ValueError(f"FSDP_COMPILE_CHECK_RANKS_TIMEOUT={given} is no number of seconds") from None

@@ -9,18 +9,17 @@ values are still those that were sent.
 """
 
 # Note [All ranks use what was prefetched, or none does]
-# A rank that gathers anew waits for the others to do so. Version counters change alike on all ranks when all run the
-# same code, but code may edit this rank's elements alone, on some ranks. So before the forward the ranks compare what
-# they know, by an all-reduce of one number for each process group, on the host. It starts when the forward is called,
-# and is waited for when the forward is about to take the first buffer: Dynamo's guards and what comes before the first
-# unit run beside it. It cannot start earlier, or be left to a later time. What this rank knows may change until the
-# forward is called, and what another rank knows travels no faster than this message. A forward that went on without the
-# answer would have to be undone when a rank denies: all ranks' buffers are out of date then, not only that rank's.
-# Where tensors on the CPU cannot be sent, in a group of NCCL alone, this would wait for the device too: there the ranks
-# compare in a group of gloo beside it, which `compile_step` makes.
+# A rank that gathers anew waits for the others to do so. Version counters change alike on all ranks that run the same
+# code, but code may edit this rank's elements alone, on some ranks. So before the forward the ranks compare what they
+# know, by an all-reduce of one number for each process group, on the host. It starts when the forward is called, and is
+# waited for when the forward is about to take the first buffer: Dynamo's guards and what comes before the first unit
+# run beside it. It cannot start earlier, as what this rank knows may change until the forward is called. It cannot be
+# left to a later time: a forward that went on without the answer would have to be undone when a rank denies, as all
+# ranks' buffers are out of date then. Where tensors on the CPU cannot be sent, in a group of NCCL alone, this would
+# wait for the device too: there the ranks compare in a group of gloo beside it, which `compile_step` makes.
 #
-# What is started is the same on all ranks too, without a comparison: it follows from what the last forward gathered,
-# in which all of them took part.
+# What is started is the same on all ranks without a comparison: it follows from what the last forward gathered, in
+# which all of them took part.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -48,17 +47,13 @@ class _Started(NamedTuple):
     gather: PrefetchedGather
 
     def is_current(self) -> bool:
-        """Whether parameters and process groups are those of the start."""
+        """Whether parameters and process group are those of the start."""
         unit = self.unit
-        return self.has_groups() and unit.is_current() and unit.version_counters() == self.versions
-
-    def has_groups(self) -> bool:
-        """Whether the unit is still sharded over the same ranks; if not, some may have failed."""
-        return self.unit.group is self.group()  # another one may have the same name
+        return unit.group is self.group() and unit.is_current() and unit.version_counters() == self.versions
 
     def drop(self) -> None:
         """Free what no forward has taken."""
-        if self.has_groups():
+        if self.unit.group is self.group():  # else ranks may have failed; another group may have the same name
             self.gather.drop()
 
 
@@ -85,7 +80,7 @@ class NextForward:
         self._started: list[_Started] = []
 
     def start(self, unit: Unit) -> None:
-        """Begin to gather `unit`, if it is to be; its parameters have the values of the next forward."""
+        """Begin to gather `unit`, whose parameters have the values of the next forward, if the last one gathered it."""
         for flat in unit.flats:
             dtype = self._gathered.get(flat)
             if dtype is None or host_group(unit.group, may_make=False) is None:
@@ -101,7 +96,7 @@ class NextForward:
 
     @contextmanager
     def offered(self) -> Iterator[None]:
-        """Let the forward in this block take what was started, if it is up to date on all ranks."""
+        """Offer what was started to the forward in this block, if it is up to date on all ranks."""
         started, self._started = self._started, []
         by_group: dict[str, list[_Started]] = {}
         for each in started:

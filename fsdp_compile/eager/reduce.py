@@ -5,7 +5,7 @@
     defer_reduce        the same, as an operator within a graph that reduces nothing itself
     update_shard        what a graph has reduced, as an operator, where the optimizer updates units in backward
 
-All end in `reduce_or_accumulate`, which adds up gradients under no_sync, and otherwise starts to average them over the
+All end in `reduce_or_accumulate`, which adds up gradients under no_sync and otherwise starts to average them over the
 ranks, by collectives or by the user's communication hook.
 """
 
@@ -38,12 +38,11 @@ from fsdp_compile.eager.streams import NO_STREAMS, Streams
 # Note [Reduces in flight]
 # A reduce starts as soon as the gradients of a unit are there, and is waited for where autograd needs the result: in
 # the backward of the flat shard (`ScatterGradients`), which the engine runs after everything else. So it runs beside
-# the rest of backward. The input of a reduce-scatter, which is a unit's unsharded gradients, lives until it is waited
-# for; that is why only two may be under way (`UnitOptions.reduces_in_flight`), and the oldest is waited for when one
-# more starts. With streams, a second stage and the all-reduce over replicas start as soon as the reduce before them is
-# enqueued. The queue belongs to the root that the units are in: in a process with several models, each trained
-# by a thread of its own, a wait for another model's reduce would wait for what that model's threads on other ranks do,
-# perhaps for ever.
+# the rest of backward. The input of a reduce-scatter, a unit's unsharded gradients, lives until it is waited for; so
+# only two may be under way (`UnitOptions.reduces_in_flight`), and the oldest is waited for when one more starts. With
+# streams, a second stage and the all-reduce over replicas start as soon as the reduce before them is enqueued. Each
+# root has a queue: where each of several models is trained by a thread of its own, a wait for another model's reduce
+# would wait for what that model's threads on other ranks do, perhaps for ever.
 
 # Note [Deferred all-reduces]
 # Under hybrid sharding a reduce has two parts: over the ranks that split a copy, and over the copies. Both are linear,
@@ -61,14 +60,12 @@ def reduce_gradients(
 ) -> list[Tensor | None]:
     """Start to average the gradients of the unsharded parameters of `flats`, those that train, over the ranks.
 
-    `grads` has one per parameter; None: unused. With `full_precision` forward ignored mixed precision.
+    `grads` has one per parameter; None: unused. With `full_precision` forward ignored mixed precision. RuntimeError if
+    backward was called with create_graph.
 
     Returns:
         For each of `flats` the gradient of its shard, 1-D `[shard_numel]`, to be read after `flat.reduction.wait()`;
         None without gradient synchronization, when gradients are accumulated unsharded on each rank.
-
-    Raises:
-        RuntimeError: a gradient has a graph of its own, because backward was called with create_graph.
     """
     for name, grad in zip((name for flat in flats for name in flat.layout.names), grads, strict=True):
         if grad is not None:
@@ -98,7 +95,7 @@ def reduce_packed(
 
 
 def pack(flat: FlatParam, grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Gradients in the parameters' unsharded shapes as one tensor `[layout.numel]`; zeros where there is none."""
+    """Concatenate gradients in the parameters' unsharded shapes to `[layout.numel]`; zeros where there is none."""
     segments = flat.layout.segments
     of_segments = [None if s.parameter is None else grads[s.parameter] for s in segments]
     empty = [s.numel for s, grad in zip(segments, of_segments, strict=True) if grad is None]
@@ -134,8 +131,8 @@ def reduce_or_accumulate(
         streams.use_in_post_backward(packed)
     with streams.reducing(), waiting_for("reduce", unit.path):
         reduced, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
+    path = unit.path
     if _defers_all_reduce(unit):
-        path = unit.path
 
         def finish_alone() -> None:
             with streams.finishing(), waiting_for("reduce", path):
@@ -148,8 +145,6 @@ def reduce_or_accumulate(
     hook, hook_stream = options.all_reduce_hook, options.all_reduce_hook_stream
     as_stored = reduced.dtype == flat.shard.dtype and reduced.device == flat.shard.device
     result = reduced if as_stored else torch.empty_like(flat.shard, pin_memory=flat.shard.is_pinned())
-
-    path = unit.path
 
     def finish() -> None:  # an autograd node owns it: it must own no flat parameter and no unit, as `options` may
         with streams.finishing(), waiting_for("reduce", path):
@@ -211,7 +206,7 @@ def _reduce_accumulated(unit_ref: "weakref.ref[Unit]", flat_ref: "weakref.ref[Fl
 def _start_reduce(
     unit: Unit, flat: FlatParam, packed: Tensor, at_once: bool = False
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Start to average `packed`; where the average will be, and what waits for it; `at_once`: as in `start_average`."""
+    """Start to average `packed`; return where the average will be, and what waits for it (`start_average`)."""
     replicas, options = unit.replica_group, unit.options
     how = None
     if options.divide_factor is not None or options.only_sums:
@@ -230,7 +225,7 @@ def _defers_all_reduce(unit: Unit) -> bool:
 
 
 def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced: Tensor) -> bool:
-    """Add what waits to `reduced`, or let it wait too; whether it is all-reduced (Note [Deferred all-reduces])."""
+    """Add waiting sums to `reduced`; return whether to all-reduce it, else it waits (Note [Deferred all-reduces])."""
     flat = flat_ref()
     if flat is None:  # deleted, and its gradients with it
         return all_reduces
@@ -241,23 +236,17 @@ def _add_deferred(flat_ref: "weakref.ref[FlatParam]", all_reduces: bool, reduced
 
 
 def _call_all_reduce_hook(hook: Callable[[Tensor], Any] | None, stream: Any, streams: Streams, reduced: Tensor) -> None:
-    """Let the user's `hook` change `reduced`, in `stream` if there is one, else in the current one."""
+    """Run the user's `hook` on `reduced`, in `stream` if given."""
     device = streams.device
-    if hook is None or stream is None:
-        if hook is not None:
-            hook(reduced)
+    if hook is None:
+        return
+    if stream is None:
+        hook(reduced)
         return
     device.order(device.current_stream(), stream)
     with device.run_in(stream):
         hook(reduced)
     device.order(stream, device.current_stream())
-
-
-def discard_gradients(unit: Unit) -> None:
-    """Wait for the reduces of `unit` in flight, and drop gradients that are accumulated and not reduced yet."""
-    for flat in unit.flats:
-        flat.reduction.wait_on_host()
-    abandon_gradients(unit)
 
 
 def abandon_gradients(unit: Unit) -> None:
@@ -271,14 +260,13 @@ def abandon_gradients(unit: Unit) -> None:
 # --- communication hooks ----------------------------------------------------------------------------------------------
 
 # Note [Communication hooks]
-# The user's function reduces a unit's gradients in place of our collectives, over the group that the unit is sharded
-# over:
+# The user's function reduces a unit's gradients in place of our collectives, over the group that shards the unit:
 #     sharded unit    hook(state, gradients, output)     1-D, the whole flat parameter's and this rank's slice
 #     NO_SHARD        hook(state, gradients)             in place
 # The hook divides (E-HOOK-1), as those of `torch.distributed.algorithms._comm_hooks.default_hooks` do. It may give its
-# tensors another dtype, which is why the dtype of the result is only looked at after the call. Hooks of torch that
-# compress gradients get them in the dtype of the computation, and choose the dtype on the wire themselves (E-HOOK-3).
-# A state with a method `of_flat_param`, such as that of `float8_reduce_scatter`, knows which gradient it is called for.
+# tensors another dtype, so the dtype of the result is only looked at after the call. Hooks of torch that compress
+# gradients get them in the dtype of the computation, and choose the dtype on the wire themselves (E-HOOK-3). A state
+# with a method `of_flat_param`, such as that of `float8_reduce_scatter`, knows which gradient it is called for.
 _COMPRESSING = {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 
 
@@ -299,7 +287,7 @@ class StatePerFlatParam(Protocol):
 
 
 def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[..., Any], packed: Tensor) -> Tensor:
-    """Let `hook` reduce `packed` over the group; the result (Note [Communication hooks])."""
+    """Reduce `packed` by `hook` and return the result (Note [Communication hooks])."""
     if isinstance(state, StatePerFlatParam):
         state = state.of_flat_param(flat, flat.fqn, unit.group)
     if len(unit.stages) == 2:  # shards are ordered by two groups; hooks expect slice r to be that of rank r
@@ -321,9 +309,9 @@ def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[...,
 # --- what compiled backward passes leave to the eager runtime: bodies of marker operators -----------------------------
 #
 # A graph that defers its reduces decides nothing: what becomes of its gradients is decided here, as soon as they are
-# packed and by the same code as in eager backward. A graph that reduces asks, just before, for accumulated gradients.
-# So ranks that have accumulated some and ranks that have none run one reduce each, and what users have done to the
-# visible gradients up to this moment counts.
+# packed, by the code of eager backward. A graph that reduces asks, just before, for accumulated gradients. So ranks
+# that have accumulated some and ranks that have none run one reduce each, and what users did to the visible gradients
+# counts.
 
 
 @torch.library.impl("fsdp_flat::defer_reduce", "default")
@@ -332,7 +320,7 @@ def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: boo
     flat = FLAT_PARAMS.find(flat_param_id)
     managed = unit_of(flat.params[0]) if flat is not None else None
     if flat is None or managed is None:
-        raise RuntimeError("backward: expected the model of this forward, found it deleted; keep it until backward")
+        raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
     unit = managed[0]
     full_precision = packed.dtype != unit.sent_dtype(flat)
     mine = packed if owned else packed.clone()
@@ -344,10 +332,10 @@ def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: boo
 
 @torch.library.impl("fsdp_flat::update_shard", "default")
 def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
-    """Update the parameters now if `at_once`, which a pass says that nothing in the graph reads them any more."""
+    """Update the parameters now if `at_once`: a pass says that nothing in the graph reads them any more."""
     flat = FLAT_PARAMS.find(flat_param_id)
     if flat is None:
-        raise RuntimeError("backward: expected the model of this forward, found it deleted; keep it until backward")
+        raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
     reduction = flat.reduction
     if at_once and reduction.update is not None:
         reduction.update(grad)

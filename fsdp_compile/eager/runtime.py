@@ -25,7 +25,7 @@ from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import ReduceQueue, Unit
 from fsdp_compile.eager.checks import check_root, compare_order, compare_units, refuse_changed
-from fsdp_compile.eager.reduce import abandon_gradients, discard_gradients
+from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_prefetched, reshard
 from fsdp_compile.eager.writeback import refresh
@@ -145,7 +145,9 @@ class Runtime:
             unit.hide_unsharded()
             reshard(unit)
             unit.awaiting_backward.clear()
-            discard_gradients(unit)
+            for flat in unit.flats:
+                flat.reduction.wait_on_host()
+            abandon_gradients(unit)
         self.end_iteration()
 
     def abandon(self, module: nn.Module) -> None:

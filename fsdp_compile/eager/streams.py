@@ -201,21 +201,18 @@ class UnshardedBuffer:
         if not self.unit.is_sharded:
             self.full.copy_(self._shard())
         else:
-            self._start_all_gather()
+            *first, last = self.unit.stages
+            if first and self.slice is None:
+                self.slice = self.full.new_empty(self.full.numel() // last.size)
+                self._start_stage(self.slice, self.flat.shard, first[0])
+                with collectives.waiting_for("all-gather", self.unit.path):
+                    self._wait(self.slice)
+            self._start_stage(self.full, self.flat.shard if self.slice is None else self.slice, last)
+            self.storage = self.full.untyped_storage()
         self.filling = True
 
     def _shard(self) -> Tensor:
         return self.flat.shard.to(device=self.full.device, dtype=self.full.dtype, non_blocking=True)
-
-    def _start_all_gather(self) -> None:
-        *first, last = self.unit.stages
-        if first and self.slice is None:
-            self.slice = self.full.new_empty(self.full.numel() // last.size)
-            self._start_stage(self.slice, self.flat.shard, first[0])
-            with collectives.waiting_for("all-gather", self.unit.path):
-                self._wait(self.slice)
-        self._start_stage(self.full, self.flat.shard if self.slice is None else self.slice, last)
-        self.storage = self.full.untyped_storage()
 
     def _start_stage(self, full: Tensor, shard: Tensor, group: NamedGroup) -> None:
         """`full` becomes the tensor that was prefetched, if one was (Note [Where a prefetched buffer is taken])."""
@@ -255,8 +252,3 @@ class KeptUnsharded(NamedTuple):
     buffers: list[UnshardedBuffer]
     versions: VersionCounters
     full_precision: bool
-
-    def free(self) -> None:
-        """Free the buffers."""
-        for buffer in self.buffers:
-            buffer.free()

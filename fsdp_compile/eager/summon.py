@@ -4,9 +4,8 @@
     inside   read, edit, save: parameters act as plain tensors
     leave    this rank's part of the edits goes back into the shard -> each parameter is sharded again
 
-Full tensors are fresh buffers, so dropped edits leave no trace: no forward ever reads them. They have the dtype in
-which parameters are stored, whatever the unit computes in. All ranks of a unit's group take part in each all-gather, in
-the same order.
+Full tensors are fresh buffers, so dropped edits leave no trace. They have the dtype in which parameters are stored,
+whatever the unit computes in. All ranks of a unit's group take part in each all-gather, in the same order.
 """
 
 import warnings
@@ -23,11 +22,18 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.shard_spec import ShardSpec
-from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
+from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
 from fsdp_compile.core.unit import Phase, Unit, check_idle
 from fsdp_compile.eager.unsharded import free_prefetched
-from fsdp_compile.eager.writeback import adopt_objects, refresh, replaced_objects, restore_objects, write_to_shard
+from fsdp_compile.eager.writeback import (
+    adopt_objects,
+    refresh,
+    replaced_objects,
+    restore_objects,
+    set_grads,
+    write_to_shard,
+)
 
 APPLY = "apply"
 
@@ -145,8 +151,7 @@ class Summoned:
             for flat, tensors in zip(unit.flats, full, strict=True):
                 flat.use_unsharded([tensor.cpu() for tensor in tensors] if options.offload_to_cpu else tensors)
         if self.shows_grads:
-            for param, grad in zip(unit.params, grads, strict=True):
-                _put_grad(param, grad)
+            set_grads(unit.params, grads)
         unit.enter(Phase.SUMMONED)
         unit.summoned = self
 
@@ -164,7 +169,6 @@ class Summoned:
             self._restore()
 
     def _write_back(self) -> None:
-        """Write this rank's part of the parameters into the shard; everything is checked before."""
         unit = self.unit
         new = replaced_objects(unit)
         params = [new.get(index, param) for index, param in enumerate(unit.params)]
@@ -197,23 +201,21 @@ class Summoned:
         for flat in self.unit.flats:
             flat.use_sharded()
         if self.shows_grads:
-            for param, grad in zip(self.unit.params, self.saved, strict=True):
-                _put_grad(param, grad)
+            set_grads(self.unit.params, self.saved)
         self.unit.locations.record()
 
 
 def _check_full(flat: FlatParam, params: Sequence[nn.Parameter], with_grads: bool) -> None:
-    """Raise RuntimeError if a parameter, or its gradient, no longer has its full shape and stored dtype."""
     for name, shape, param in zip(flat.layout.names, flat.full_shapes, params, strict=True):
         if tuple(param.shape) != shape or param.dtype != flat.shard.dtype:
             raise RuntimeError(
-                f"parameter {name}: expected {flat.shard.dtype} of its full shape {shape} on leaving full parameters, "
-                f"found {param.dtype} of shape {tuple(param.shape)}; the edits are dropped"
+                f"parameter {name} became {param.dtype} of shape {tuple(param.shape)} inside summon_full_params; keep "
+                f"{flat.shard.dtype} of shape {shape} (the edits are dropped)"
             )
         if with_grads and param.grad is not None and tuple(param.grad.shape) != shape:
             raise RuntimeError(
-                f"parameter {name}: expected a gradient of its full shape {shape} on leaving full parameters, found "
-                f"{tuple(param.grad.shape)}; the edits are dropped"
+                f"parameter {name} got a gradient of shape {tuple(param.grad.shape)} inside summon_full_params; keep "
+                f"its full shape {shape} (the edits are dropped)"
             )
 
 
@@ -240,18 +242,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _put_grad(param: nn.Parameter, grad: Tensor | None) -> None:
-    if grad is None:
-        param.grad = None
-    else:
-        set_grad(param, grad)
-
-
 def _all_gather(unit: Unit, local: Tensor) -> Tensor:
-    """Gather `local`, laid out like a shard, 1-D `[shard_numel]`, from all ranks into 1-D `[layout.numel]`.
-
-    The result has the dtype of `local` and is on the device that the unit computes on. Without sharding it is `local`.
-    """
+    """Gather `local`, 1-D `[shard_numel]`, into 1-D `[layout.numel]` on the device that the unit computes on."""
     if not unit.is_sharded:
         return local
     with torch.inference_mode(False), torch.no_grad(), collectives.waiting_for("all-gather", unit.path):

@@ -476,7 +476,8 @@ def free_prefetched(unit: Unit) -> None:
 def free_kept(unit: Unit) -> None:
     """Free what a backward pass left unsharded for the next forward."""
     if unit.kept is not None:
-        unit.kept.free()
+        for buffer in unit.kept.buffers:
+            buffer.free()
         unit.kept = None
 
 

@@ -5,14 +5,14 @@
     module.weight = Parameter    the new object replaces the old one in the unit, its values go into a new shard
     param.requires_grad_(...)    the parameters are bound to the shard again if one was thawed
 
-Every eager forward asks `Unit.is_current` of each unit, and `forward.CheckParams` before a compiled one does too.
-Measured on one CPU core that takes 0.35 us per parameter. All else here runs only after a change.
+Every eager forward asks `Unit.is_current` of each unit, which takes 0.35 us per parameter on one CPU core, and so does
+`forward.CheckParams` before a compiled one. All else here runs only after a change.
 """
 
 # Note [Why replaced data goes into a new shard]
 # Code that swaps weights for their moving averages keeps `saved = param.data`, assigns `param.data = average`,
-# evaluates, and assigns `saved` again. `saved` is memory of the shard: if the averages were copied there, the trained
-# weights would be gone. So the old shard stays as it is, and lives as long as something refers to it.
+# evaluates, and assigns `saved` again. `saved` is memory of the shard: copying the averages there would lose the
+# trained weights. So the old shard stays as it is, and lives as long as something refers to it.
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile.core.flat_param import FlatParam
-from fsdp_compile.core.sharded_tensor import ShardedTensor
+from fsdp_compile.core.sharded_tensor import ShardedTensor, set_grad
 from fsdp_compile.core.unit import Unit, unit_of
 
 
 def refresh(unit: Unit) -> bool:
     """Before an all-gather, apply to the shards what users did to the unit's parameters since the last one.
 
-    Returns whether values were written into a shard: an all-gather in another stream waits for that (E-WB-9).
-
-    Raises:
-        AssertionError: the parameters are summoned.
-        RuntimeError: replaced data or a replaced parameter does not fit this rank's part (E-WB-4).
-        NotImplementedError: a shared parameter was replaced in some of the modules that share it only (E-WB-7).
+    Returns whether values were written into a shard, for which an all-gather in another stream waits (E-WB-9). Raises
+    AssertionError if the parameters are summoned, RuntimeError if a replacement does not fit this rank's part (E-WB-4),
+    NotImplementedError if a shared parameter was replaced in some of its places only (E-WB-7).
     """
     unit.check_not_summoned("forward")
     if unit.is_current():
@@ -60,13 +57,9 @@ def refresh(unit: Unit) -> bool:
 
 
 def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
-    """The parameters, by index, that modules hold now in place of those of the unit.
+    """The parameters, by index, that modules hold in place of those of the unit. Raises as `refresh` does.
 
-    Locations that were set to None or deleted are ignored.
-
-    Raises:
-        NotImplementedError: a shared parameter is no longer the same object in all its locations.
-        RuntimeError: what a module holds is no parameter, or one that is sharded already.
+    Places that were deleted or set to None do not count.
     """
     new: dict[int, nn.Parameter] = {}
     for index, (param, locations) in enumerate(zip(unit.params, unit.locations.of, strict=True)):
@@ -88,7 +81,7 @@ def replaced_objects(unit: Unit) -> dict[int, nn.Parameter]:
 
 
 def adopt_objects(unit: Unit, new: dict[int, nn.Parameter]) -> None:
-    """Let the new objects be the unit's parameters; the old ones keep their values, in memory of their own."""
+    """Make new objects the unit's parameters; the old ones keep their values, in memory of their own."""
     for index in new:
         old = unit.params[index]
         old.data = old.detach().clone()
@@ -96,22 +89,30 @@ def adopt_objects(unit: Unit, new: dict[int, nn.Parameter]) -> None:
 
 
 def restore_objects(unit: Unit) -> None:
-    """Let modules hold the unit's parameters again, instead of others that were assigned since."""
+    """Put the unit's parameters back into modules, instead of others that were assigned since."""
     for param, locations in zip(unit.params, unit.locations.of, strict=True):
         for parameters, name in locations:
             if parameters.get(name) is not None:
                 parameters[name] = param
 
 
+def set_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Set gradients, whose shapes may differ from those that were there."""
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None
+        if grad is not None:
+            set_grad(param, grad)
+
+
 def _changed(flat: FlatParam, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-    """The values to write into the shard, by the parameter's index in `flat`; RuntimeError if they do not fit."""
+    """The values to write into the shard, by index in `flat`; RuntimeError if they do not fit."""
     unbound = flat.unbound()
     changed = {i: p.detach() for i, p in enumerate(params) if i in unbound or p is not flat.params[i]}
     return {i: _checked_local(flat, i, values) for i, values in changed.items()}
 
 
 def _checked_local(flat: FlatParam, index: int, values: Tensor) -> Tensor:
-    """What this rank stores, 1-D, of the values that a user has put in the place of a parameter."""
+    """What this rank stores, 1-D, of values that a user put in the place of a parameter."""
     shape = flat.full_shapes[index]
     fits = values.shape == shape if flat.specs else values.numel() == flat.layout.numels[index]
     if not fits or values.dtype != flat.shard.dtype or values.is_meta:

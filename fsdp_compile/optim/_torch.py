@@ -15,23 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer, optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "TorchDispatchMode",
-    "announce_step",
-    "compile_graph",
-    "copy_to_each",
-    "has_step_hooks",
-    "is_compiled_graph",
-    "norm_of_each",
-    "note_step",
-    "step_without_hooks",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def has_step_hooks(of: Optimizer) -> bool:
-    """Whether users have something called before or after each step of the optimizer."""
+    """Whether users have hooks before or after each step of the optimizer."""
     around = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
     if of._optimizer_step_pre_hooks or of._optimizer_step_post_hooks:
         return True
@@ -39,7 +27,7 @@ def has_step_hooks(of: Optimizer) -> bool:
 
 
 def announce_step(of: Optimizer) -> None:
-    """Call what is called before a step of any optimizer: checks of this package, which may raise."""
+    """Call the hooks before a step of any optimizer: checks of this package, which may raise."""
     for hook in optimizer._global_optimizer_pre_hooks.values():
         hook(of, (), {})
 
@@ -67,7 +55,7 @@ def norm_of_each(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tens
 
 
 def is_compiled_graph(node: Any) -> bool:
-    """Whether a node of autograd's graph is the backward of a compiled graph; each such graph has a type of its own."""
+    """Whether an autograd node is the backward of a compiled graph; each such graph has a type of its own."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 

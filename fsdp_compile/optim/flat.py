@@ -96,9 +96,9 @@ class Segment:
         params: the parameters, in the order of the shard.
         group: the index of their parameter group.
         param: all of them as one plain parameter, 1-D `[stop - start]`, which shares their memory.
-        tensors: the state of the parameters' shape, by name, 1-D `[stop - start]` each.
-        scalars: the other tensors of the state, by name: one for each parameter, or one that they share.
-        state: the state of `param`: `tensors`, and of other state that of the first parameter.
+        tensors: state of the parameters' shape, by name, 1-D `[stop - start]` each.
+        scalars: other tensors of the state, by name: one for each parameter, or one that they share.
+        state: the state of `param`: `tensors`, and other state of the first parameter.
     """
 
     def __init__(self, flat: FlatParam, indices: list[int], group: int) -> None:
@@ -387,9 +387,8 @@ class FlatStep:
                 is_ready = recorded is not None
             else:  # the first step of a parameter makes its state, in the order of all parameters
                 is_ready = not has_gradients or is_stateless or all(self._states(segment))
-            if not is_ready:
-                continue
-            updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, gradient, recorded)
+            if is_ready:
+                updates.setdefault(segment.flat, FlatUpdate(segment.flat, self)).add(segment, gradient, recorded)
         return updates
 
     @torch.no_grad()
@@ -469,14 +468,12 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate])
         params: those that are clipped.
         updates: the updates of flat shards, of these parameters.
     """
-    groups: dict[Any, list[Tensor]] = {}
-    specs: dict[Any, ShardSpec] = {}
+    groups: dict[Any, tuple[ShardSpec, list[Tensor]]] = {}
     others: list[Tensor] = []  # what is not sharded as its parameter, such as plain gradients
 
     def add(tensor: Tensor, spec: ShardSpec) -> None:
         key = spec.reducing_groups, str(tensor.device), torch.promote_types(tensor.dtype, torch.float32)
-        groups.setdefault(key, []).extend([tensor] if tensor.numel() else [])
-        specs[key] = spec
+        groups.setdefault(key, (spec, []))[1].extend([tensor] if tensor.numel() else [])
 
     covered: set[int] = set()
     for update in updates:
@@ -494,7 +491,7 @@ def gradient_norm(params: Iterable[nn.Parameter], updates: Sequence[FlatUpdate])
             others.append(grad)
     sums = [] if groups and not others else [nn.utils.get_total_norm(others).square()]
     for key in sorted(groups, key=str):
-        tensors, (_, device, dtype) = groups[key], key
+        (spec, tensors), (_, device, dtype) = groups[key], key
         norms = norm_of_each(tensors, dtype) if tensors else [torch.zeros((), dtype=dtype, device=device)]
-        sums.append(specs[key].all_reduce(torch.stack(list(norms)).square().sum(), "sum"))
+        sums.append(spec.all_reduce(torch.stack(list(norms)).square().sum(), "sum"))
     return torch.stack([total.to(sums[0]) for total in sums]).sum().sqrt()

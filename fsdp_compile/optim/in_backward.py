@@ -14,11 +14,10 @@ Where its gradient arrives, in the eager runtime, in a graph or behind one, `Gra
 
 # Note [What is not updated in backward]
 # A unit's gradient is complete when it has been reduced once, and may be freed if nothing but the optimizer reads it.
-# So these units are updated when backward has ended, as without the option: those with plain or frozen parameters, with
-# parameters of which the optimizer has not all, with gradients that were there before or that were accumulated under
-# no_sync, with hooks on parameters, and with gradients in low precision. Two forwards of a unit in one step give two
-# gradients, and the backward of the first would read what the second has updated: that is refused before backward, by
-# the graph that autograd has recorded.
+# So some units are updated when backward has ended, as without the option: those with plain or frozen parameters, with
+# parameters that the optimizer lacks, with earlier or accumulated gradients, with hooks on parameters, and with
+# gradients in low precision. Two forwards of a unit in one step give two gradients, and the backward of the first would
+# read what the second has updated: that is refused before backward, by the graph that autograd has recorded.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from fsdp_compile.optim.flat import ELEMENTWISE, ELEMENTWISE_NAMES, FlatStep, Fl
 
 
 class UpdateInBackward:
-    """The updates of flat parameters within the backward pass of one step after the other.
+    """Updates flat parameters within the backward pass of each step.
 
     Args:
         step: what updates them.
@@ -50,8 +49,8 @@ class UpdateInBackward:
         optimizer = step.optimizer
         if type(optimizer) not in ELEMENTWISE or any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
-                f"update_in_backward: expected one of the elementwise optimizers {ELEMENTWISE_NAMES}, not "
-                f"differentiable, found {type(optimizer).__name__}; leave update_in_backward out"
+                f"update_in_backward takes elementwise optimizers ({ELEMENTWISE_NAMES}) without differentiable=True, "
+                f"not {type(optimizer).__name__}; leave update_in_backward out"
             )
         self.updated: list[FlatParam] = []
         self._step, self._flats = step, flats
@@ -59,7 +58,7 @@ class UpdateInBackward:
 
     @contextmanager
     def running(self, loss: Tensor) -> Iterator[None]:
-        """Let units be updated in the backward pass of `loss`, which is run in this block.
+        """Update units in the backward pass of `loss`, which is run in this block.
 
         Raises:
             ValueError: a unit was called several times in the forward.
@@ -83,7 +82,7 @@ class UpdateInBackward:
                 flat.reduction.update = None
 
     def failure(self) -> str:
-        """What to say of an error that came after some updates."""
+        """The error message after some updates."""
         return (
             f"backward failed after {len(self.updated)} of {sum(flat.trains for flat in self._flats)} flat parameters "
             f"were updated; load a checkpoint of model and optimizer before the next step"

@@ -29,23 +29,23 @@ State = dict[str, Any]  # of one parameter
 # Note [State of owners in checkpoints]
 # The owner of a parameter has all of its state, in full, and other ranks have none. In the state dict every tensor of
 # the state is a sharded tensor of which the owner stores all elements. So torch.distributed.checkpoint writes each from
-# its owner and reads it on whatever rank owns it then, for any number of ranks; nothing is gathered. Other ranks must
-# know names, shapes and dtypes to show the same keys, and owners tell them when a parameter is first updated. Scalars,
-# such as step counts, are in the owner's state dict alone: another rank's value would be out of date, and DCP may write
-# a plain value from any rank that shows it.
+# its owner and reads it on whatever rank owns it then, for any number of ranks; nothing is gathered. Owners tell the
+# other ranks names, shapes and dtypes when a parameter is first updated, so that these show the same keys. Scalars, as
+# step counts, are in the owner's state dict alone: another rank's value would be out of date, and DCP may write a plain
+# value from any rank that shows it.
 
 
 def by_owner(params: Iterable[Any], make_optimizer: Callable[[list[Group]], Optimizer]) -> "ByOwner":
     """Return an optimizer that updates each sharded parameter in full, on one rank, by an inner optimizer.
 
-    Use it for updates that depend on a complete matrix: Muon, Shampoo, SOAP, Adafactor. Results are those of the inner
-    optimizer on one process. Each parameter is assigned to one of the ranks that it is sharded over, the most expensive
-    first, to the rank with the least work. An update costs m * n * min(m, n) for a matrix, and the number of elements
-    for others. A step takes two all-to-alls for each process group and dtype. Only the owner has the state, in full.
+    Use it for updates that need a complete matrix: Muon, Shampoo, SOAP, Adafactor. Results are those of the inner
+    optimizer on one process. Each parameter goes to one of the ranks that it is sharded over, the most expensive first,
+    to the rank with the least work. An update costs m * n * min(m, n) for a matrix, else the number of elements. A step
+    takes two all-to-alls for each process group and dtype. Only the owner has the state, in full.
 
-    On each rank the inner optimizer sees the parameters that this rank owns, in full, and all plain parameters, which
-    every rank updates. Under hybrid sharding all replicas do the same work. Its `step` is called without a closure.
-    Owners keep a copy of their parameters between steps.
+    The inner optimizer sees the parameters that its rank owns, in full, and all plain parameters, which every rank
+    updates. Under hybrid sharding all replicas do the same work. Its `step` is called without a closure. Owners keep a
+    copy of their parameters between steps.
 
     Args:
         params: what `torch.optim` takes (parameters, named ones, or groups with options), in the same order on all
@@ -113,7 +113,7 @@ class ByOwner(Optimizer):
     # --- dealing ------------------------------------------------------------------------------------------------------
 
     def _deal(self, groups: list[Group]) -> list[Group]:
-        """Assign the parameters of groups to owners; return the groups for the inner optimizer."""
+        """Assign parameters to owners; return the groups for the inner optimizer."""
         sharded = [param for group in groups for param in group["params"] if isinstance(param, ShardedTensor)]
         for param in sharded:
             if param.device.type == "meta":
@@ -133,20 +133,14 @@ class ByOwner(Optimizer):
                 self._full[param] = nn.Parameter(full, param.requires_grad)
         with torch.no_grad():
             self._fetch(sharded, with_gradients=False)  # some optimizers look at parameters when they are made
-        return [
-            {
-                **_options(group),
-                "params": [self._full.get(each, each) for each in group["params"] if self._is_here(each)],
-            }
-            for group in groups
-        ]
+        here = [[self._full.get(each, each) for each in group["params"] if self._is_here(each)] for group in groups]
+        return [{**_options(group), "params": params} for group, params in zip(groups, here, strict=True)]
 
     def _is_here(self, param: Tensor) -> bool:
-        """Whether this rank's inner optimizer has the parameter."""
         return param in self._full or param not in self.owners
 
     def _buckets(self, params: Iterable[ShardedTensor]) -> Iterator[tuple[ShardRanks, list[list[ShardedTensor]]]]:
-        """Parameters that one all-to-all sends, by owner: those of one process group, dtype and device."""
+        """For each process group, dtype and device, the parameters that one all-to-all sends, by owner."""
         buckets: dict[Any, list[list[ShardedTensor]]] = {}
         for param in params:
             ranks = param.spec.ranks
@@ -157,7 +151,7 @@ class ByOwner(Optimizer):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; all ranks must call it, with gradients of the same parameters.
+        """Update all parameters that have a gradient: on all ranks those of the same parameters.
 
         Calls `closure` once, before the update, and returns what it returned.
 
@@ -220,14 +214,14 @@ class ByOwner(Optimizer):
                 full.grad = grads[0] if grads else None
 
     def _send_back(self, params: Sequence[ShardedTensor]) -> None:
-        """Send updated parameters from their owners to the ranks that store them."""
         for ranks, of_owners in self._buckets(params):
-            slices, receive = [], [sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
+            slices, send = [], [0] * ranks.size
             for rank in range(ranks.size):
                 for param in of_owners[ranks.rank]:
                     first, numel = param.spec.ranges[rank]
                     slices.append(self._full[param].reshape(-1)[first : first + numel])
-            send = [sum(param.spec.ranges[rank][1] for param in of_owners[ranks.rank]) for rank in range(ranks.size)]
+                    send[rank] += numel
+            receive = [sum(param.spec.numel for param in of_owner) for of_owner in of_owners]
             like = next(param for of_owner in of_owners for param in of_owner).local
             sent = torch.cat(slices) if slices else like.new_empty(0)
             received = collectives.all_to_all(sent, send, receive, ranks.group)
@@ -239,7 +233,7 @@ class ByOwner(Optimizer):
     def _raise_on_all_ranks(
         self, error: Exception | None, what: str, new: Iterable[tuple[ShardRanks, Sequence[Tensor] | None]]
     ) -> None:
-        """Exchange errors, which raise, and outlines of the state of `new` parameters, by the ranks that shard them."""
+        """Raise errors of any rank; exchange outlines of the state of `new` parameters, by their ranks."""
         elsewhere = ""
         for ranks, params in new:
             outlines = {
@@ -260,7 +254,6 @@ class ByOwner(Optimizer):
     # --- options and state --------------------------------------------------------------------------------------------
 
     def _copy_options(self) -> None:
-        """Copy the inner optimizer's options, which it may have changed, to the groups."""
         for group, inner in zip(self.param_groups, self.inner.param_groups if self.inner else (), strict=True):
             group.update(_options(inner))
 
@@ -280,7 +273,6 @@ class ByOwner(Optimizer):
         """`Optimizer.__init__` sets an empty state."""
 
     def _spec(self, param: ShardedTensor, shape: torch.Size) -> ShardSpec:
-        """The sharding of state of that shape: the owner has all elements."""
         numel = shape.numel()
         return ShardSpec(FlatSharding(tuple(shape), self.owners[param] * numel, numel), param.spec.ranks)
 
@@ -326,8 +318,8 @@ class ByOwner(Optimizer):
         ours = param.spec.ranks if param in self.owners else theirs
         if (theirs.size, theirs.rank) != (ours.size, ours.rank):
             raise ValueError(
-                f"load_state_dict: expected state of rank {ours.rank} of {ours.size}, found that of rank {theirs.rank} "
-                f"of {theirs.size}; save and load it through torch.distributed.checkpoint"
+                f"load_state_dict on rank {ours.rank} of {ours.size} got state of rank {theirs.rank} of {theirs.size}; "
+                f"save and load it through torch.distributed.checkpoint"
             )
         if param in self.owners and value.spec.sharding == self._spec(param, value.shape).sharding:
             return value.local.view(value.shape) if param in self._full else None

@@ -1,14 +1,13 @@
 """What an optimizer does to each element, recorded from the optimizer itself, as a function that Inductor compiles.
 
     recorded = record(optimizer, group, state, dtype)    runs the optimizer's own `step` on a stand-in for a parameter
-    recorded.program     its operators, the same ones at every step
+    recorded.program     its operators, the same ones in every step
     recorded.scalars     the floats among their arguments: learning rate, weight decay, bias corrections of this step
-    recorded.state       the state that is no tensor of the parameter's shape, such as the step count, after the step
+    recorded.state       scalars of the state after the step, such as the step count
     fused(programs, ...)    the update of several tensors in one graph, with scalars as inputs
 
-The stand-in has two elements on the CPU. Only the scalars of its step are used, as the Python floats that `step`
-computes. Recording costs the host as much as the step of one parameter, however many share the scalars; on the meta
-device it would cost several times that, because torch computes shapes there in Python.
+The stand-in has two elements on the CPU. Recording costs the host as much as the step of one parameter, however many
+share the scalars; on the meta device it would cost several times that, as torch computes shapes there in Python.
 """
 
 import operator
@@ -38,7 +37,7 @@ class Scalar(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operator. Its result is `Value(result)`: one of its operands if it works in place."""
+    """One operator; its result is `Value(result)`, which is one of its operands if it works in place."""
 
     name: str
     args: tuple[Any, ...]
@@ -48,19 +47,14 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """The operators of one step. Programs are compared by identity, which costs nothing at every step.
+    """The operators of one step in order. Programs are compared by identity, which costs nothing."""
 
-    Attributes:
-        names: of the state that has the parameter's shape: `Value(2)` and following.
-        operations: in their order.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the state of the parameter's shape: `Value(2)` and following
     operations: tuple[Operation, ...]
 
 
 class Recorded(NamedTuple):
-    """A step of one parameter: see the module's docstring. Each scalar is a tensor on the CPU, shape `()`."""
+    """A step of one parameter, see above. Each scalar is a tensor on the CPU, shape `()`."""
 
     program: UpdateProgram
     scalars: tuple[Tensor, ...]
@@ -75,7 +69,7 @@ def _times(x: Any, factor: Any) -> Any:
     return x if isinstance(factor, int) and factor == 1 else x * factor
 
 
-# Each operator as arithmetic, where floats may be tensors of no dimension: what changes from step to step is an input.
+# Each operator as arithmetic, in which floats may be 0-d tensors: what changes from step to step is an input.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda x, y, alpha=1: x + _times(y, alpha),
     "sub": lambda x, y, alpha=1: x - _times(y, alpha),
@@ -107,16 +101,16 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not any(map(self._is_recorded, (*args, *kwargs.values()))):
-            return result  # the profiler's, or arithmetic with step counts
+        if not self._is_recorded([*args, *kwargs.values()]):
+            return result  # of the profiler, or arithmetic with step counts
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if name not in _ARITHMETIC or not isinstance(result, Tensor):  # such as `item`, whose value would mean nothing
             raise NotRecordable(f"{func} in the step")
         given = tuple(map(self._argument, args)), tuple((key, self._argument(each)) for key, each in kwargs.items())
-        if id(result) not in self.positions:
-            self.positions[id(result)] = len(self.tensors)
+        position = self.positions.setdefault(id(result), len(self.tensors))
+        if position == len(self.tensors):
             self.tensors.append(result)
-        self.operations.append(Operation(name, *given, self.positions[id(result)]))
+        self.operations.append(Operation(name, *given, position))
         return result
 
     def _is_recorded(self, argument: Any) -> bool:
@@ -140,7 +134,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], dtype: torch.dtype) -> Recorded:
-    """Record a step of one parameter of `group` that has `state`; neither it nor the optimizer changes.
+    """Record a step of one parameter of `group`, with its `state`; changes neither that nor the optimizer.
 
     Args:
         state: of a parameter; each tensor with dimensions has the parameter's shape.

@@ -109,8 +109,8 @@ def test_a_custom_policy_sets_strategies() -> None:
     [
         ({"mixed": 1, "depth": 2}, ValueError, "module blocks.1: a unit may differ in sharding_strategy, .*, "
          "use_orig_params, not in depth, mixed"),
-        ({"mixed_precision": "bf16"}, TypeError, "module blocks.1: mixed_precision must be of type MixedPrecision "
-         "or NoneType, not str"),
+        ({"mixed_precision": "bf16"}, TypeError, "module blocks.1: mixed_precision: expected a MixedPrecision "
+         "or None, found str"),
         ({"limit_all_gathers": False}, ValueError, "module blocks.1: limit_all_gathers must be True"),
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "module blocks.1: HYBRID_SHARD in a "
          "model of FULL_SHARD needs other process groups; use hybrid strategies for all units or for none"),

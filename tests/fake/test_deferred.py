@@ -218,7 +218,7 @@ def test_modules_without_reset_parameters_stay_on_meta() -> None:
     params = list(model.parameters())
     fully_shard(model)
     assert all(param.is_meta and isinstance(param, ShardedTensor) for param in params)
-    with pytest.raises(ValueError, match=r"parameter 0.weight: expected values before the first forward, found it on"):
+    with pytest.raises(ValueError, match=r"parameter 0.weight is still on the meta device; before the first forward"):
         model(torch.ones(2))
     model.to_empty(device="cpu")
     assert not any(param.is_meta for param in params)

@@ -266,7 +266,7 @@ def _differing_limits(rank: int) -> None:
     model = build(CASE)
     fully_shard(model.blocks[1], limit_all_gathers=False)
     fully_shard(model)
-    with pytest.raises(ValueError, match=r"limit_all_gathers: expected one value .* found True .* False for blocks.1"):
+    with pytest.raises(ValueError, match=r"limit_all_gathers is True for the root .* False for blocks.1"):
         model(mine(CASE, 1)[0])
 
 

@@ -201,9 +201,9 @@ def test_exceptions_inside(two: Ranks) -> None:
 
 def _leave_badly(rank: int, change: str) -> None:
     reference, model = reference_and_model(MLP)
-    match = r"expected .*\(23, 11\).* found .*\(5,\)"
-    wrong = pytest.raises(ValueError if change == "data" else RuntimeError, match=match)
-    with wrong, summon_full_params(model), torch.no_grad():
+    found = r"expected .*\(23, 11\).* found .*\(5,\)", r"\(5,\) inside summon_full_params; keep .*\(23, 11\)"
+    error = (ValueError, found[0]) if change == "data" else (RuntimeError, found[1])
+    with pytest.raises(error[0], match=error[1]), summon_full_params(model), torch.no_grad():
         model.head.weight.zero_()  # another unit: kept
         reference.head.weight.zero_()
         model.blocks[0].down.weight.zero_()
