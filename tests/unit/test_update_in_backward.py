@@ -55,11 +55,11 @@ def _step(optimizer: Callable[..., Any] = torch.optim.AdamW, loss_fn: Any = F.ms
         ),
         ({"accumulate": 2}, "update_in_backward cannot .* accumulate .* accumulate=2"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "update_in_backward cannot .* scaler, .* scaler=GradScaler"),
-        ({"optimizer": torch.optim.Adafactor}, "update_in_backward: .* elementwise .*SGD, .* found Adafactor"),
-        ({"optimizer": type("Own", (torch.optim.SGD,), {})}, "update_in_backward: .* found Own"),
+        ({"optimizer": torch.optim.Adafactor}, "update_in_backward takes elementwise .*SGD, .* not Adafactor"),
+        ({"optimizer": type("Own", (torch.optim.SGD,), {})}, "update_in_backward takes elementwise .* not Own"),
         (
             {"optimizer": lambda params: torch.optim.SGD(params, differentiable=True)},
-            "update_in_backward: .* found SGD",
+            "update_in_backward takes elementwise .* not SGD",
         ),
     ],
 )
