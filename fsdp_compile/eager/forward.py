@@ -185,8 +185,7 @@ def _unsharded(
             _pre_forward(module, opened, as_flats)
             output = run(*args, **kwargs)
         except BaseException as error:
-            _hide(module, opened)
-            _check_unwritten(opened, error)
+            _hide(module, opened, error=error)
             raise
         _post_forward(module, opened, (args, kwargs), output)
         return output
@@ -229,12 +228,15 @@ def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
 
 
 @torch.compiler.disable
-def _hide(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> None:
+def _hide(
+    module: Any, opened: list[UnshardedUnit], completed: bool = False, error: BaseException | None = None
+) -> None:
     """Hide the units from module code: the forward has ended or failed."""
     runtime: Runtime = module._fsdp_runtime
     try:
         if completed:
-            _check_unwritten(opened)
+            for gathered in opened:
+                gathered.check_unwritten()
             runtime.find_changed(opened)
         if completed and module._fsdp.is_root:
             runtime.complete_iteration(module)
@@ -246,12 +248,8 @@ def _hide(module: Any, opened: list[UnshardedUnit], completed: bool = False) -> 
             gathered.hide()
         if module._fsdp.is_root:
             runtime.end_iteration()
-
-
-@torch.compiler.disable
-def _check_unwritten(opened: list[UnshardedUnit], cause: BaseException | None = None) -> None:
-    for gathered in opened:
-        gathered.check_unwritten(cause)
+    for gathered in opened if error is not None else ():
+        gathered.check_unwritten(error)
 
 
 @torch.compiler.disable

@@ -113,12 +113,12 @@ class Runtime:
         self.post_optim_event = None
 
     def find_changed(self, opened: Sequence[UnshardedUnit]) -> None:
-        """In the first forward of the root, look for parameters that `opened`, units that end theirs, have changed."""
+        """In the first forward of the root, look for parameters that the forwards of `opened` have changed."""
         if not self._order_is_known and self.iteration is not None:
             self._changed_in_forward += [name for gathered in opened for name in gathered.find_changed()]
 
     def complete_iteration(self, module: nn.Module) -> None:
-        """After the first complete forward of the root `module`, raise RuntimeError if ranks differ or it changed parameters."""
+        """After the first complete forward of the root, raise RuntimeError if ranks differ or it changed parameters."""
         if not self._order_is_known:
             changed, self._changed_in_forward = self._changed_in_forward, []
             compare_order(module, filter(None, (unit() for unit in self.order)))

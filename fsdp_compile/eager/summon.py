@@ -31,6 +31,7 @@ from fsdp_compile.eager.writeback import (
     refresh,
     replaced_objects,
     restore_objects,
+    same_bits,
     set_grads,
     write_to_shard,
 )
@@ -229,17 +230,10 @@ def _write_changed(flat: FlatParam, values: Sequence[Tensor]) -> None:
     """Write those of `values` that differ into the shard; what was gathered before is out of date then."""
     changed = {}
     for index, (stored, value) in enumerate(zip(flat.split(flat.shard), values, strict=True)):
-        if stored is not None and not _equal(stored.view(-1), value.to(stored.device)):
+        if stored is not None and not same_bits(stored.view(-1), value.to(stored.device)):
             changed[index] = value
     write_to_shard(flat, changed, flat.shard)
     torch.autograd.graph.increment_version([flat.params[index] for index in changed])
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """As `torch.equal`, which cannot compare a float8 tensor with itself: those of one byte are compared as bytes."""
-    if one.dtype == other.dtype and one.dtype.itemsize == 1:
-        one, other = one.view(torch.uint8), other.view(torch.uint8)
-    return torch.equal(one, other)
 
 
 def _all_gather(unit: Unit, local: Tensor) -> Tensor:

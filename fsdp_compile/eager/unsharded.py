@@ -5,6 +5,7 @@ backward   all-gather again when the first gradient reaches an output -> module 
            it is recomputed -> free once the gradients of all parameters are there -> pack and reduce these
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Flag, auto
@@ -31,7 +32,7 @@ from fsdp_compile.eager.accumulate import settle_after_backward
 from fsdp_compile.eager.checks import changed_in_forward
 from fsdp_compile.eager.reduce import reduce_gradients, reduce_packed
 from fsdp_compile.eager.streams import NO_STREAMS, KeptUnsharded, Streams, UnshardedBuffer
-from fsdp_compile.eager.writeback import refresh
+from fsdp_compile.eager.writeback import refresh, same_bits
 
 # Note [Freeing buffers that autograd has saved]
 # Autograd saves views of unsharded parameters in forward and reads them in backward. A buffer is therefore freed by
@@ -42,6 +43,9 @@ from fsdp_compile.eager.writeback import refresh
 # The views own the autograd node that made them. A strong reference from that node, or from a hook on it, to the
 # `UnshardedUnit` that owns the views would close a cycle through C++ that Python's garbage collector does not see; so
 # nodes and hooks on inputs refer to it weakly. Hooks on the outputs own it: it goes when the graph goes.
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 class UnshardParams(torch.autograd.Function):
@@ -185,7 +189,9 @@ class UnshardedUnit:
         shards = [flat.autograd_shard for flat in trained]
         differentiable = iter(UnshardParams.apply(self, trained, *shards) if trained else ())
         self.views: list[Tensor] = []
+        starts = []
         for buffer in self.buffers:
+            starts.append(len(self.views))
             count = 1 if as_flats else len(buffer.flat.params)
             if buffer.flat in trained:
                 self.views += [next(differentiable) for _ in range(count)]
@@ -194,7 +200,10 @@ class UnshardedUnit:
                     self.views += [alias(buffer.full)] if as_flats else buffer.views()
         if not as_flats:
             self.views = self.unit.distributed(self.views)
-        self.versions_when_opened = self._versions_of_views()
+        self._watched: list[Tensor] = []  # views of one buffer share one version counter
+        if not as_flats and not torch.is_inference_mode_enabled():  # which counts no versions
+            self._watched = self.views if self.unit.tensor_parallel else [self.views[start] for start in starts]
+        self._versions_when_opened = list(map(_VERSION, self._watched))
         self.unit.show_unsharded(self.views, as_flats)
 
     def wait(self) -> None:
@@ -206,30 +215,22 @@ class UnshardedUnit:
                     buffer.finish()
             self.streams.await_unshard(*[buffer.full for buffer in filling])
 
-    def _versions_of_views(self) -> list[int]:
-        """Version counters that a change in place of `views` changes: views of one buffer share one counter."""
-        if self.as_flats or torch.is_inference_mode_enabled():  # which counts no versions
-            return []
-        if self.unit.tensor_parallel:
-            return [view._version for view in self.views]
-        return [views[0]._version for _, views in self.unit.by_flat(self.views)]
-
     def check_unwritten(self, cause: BaseException | None = None) -> None:
         """Raise RuntimeError if forward changed the unit's parameters in place, where the change would be lost.
 
         `cause` is what forward raised, as autograd may have refused the change.
         """
         refused = cause is not None and UnshardParams.__name__ in str(cause)
-        unchanged = self._versions_of_views() == self.versions_when_opened
+        unchanged = list(map(_VERSION, self._watched)) == self._versions_when_opened
         if not refused and (unchanged or all(buffer.is_shard for buffer in self.buffers)):
             return
         raise RuntimeError(changed_in_forward(self.find_changed() or self.unit.names)) from cause
 
     def find_changed(self) -> list[str]:
-        """The names of parameters that no longer have the values that were gathered, as far as this rank stores them.
+        """The names of parameters that lost the values that were gathered, as far as this rank stores them.
 
-        Version counters say nothing of writes through `.data`, nor of parameters that forward replaced. This reads the
-        unit's shard once and waits for the device once for each parameter.
+        Finds what version counters do not count: writes through `.data`, and parameters that forward replaced. Reads
+        the unit's shard once and waits for the device once for each parameter.
         """
         if self.as_flats:
             return []
@@ -245,7 +246,7 @@ class UnshardedUnit:
                 same_size = view.numel() > record.last
                 here = view.detach().reshape(-1)[record.first : record.last + 1] if same_size else None
                 there = mine.reshape(-1).to(device=view.device, dtype=buffer.full.dtype)
-                if here is None or here.dtype != there.dtype or not torch.equal(_bits(here), _bits(there)):
+                if here is None or here.dtype != there.dtype or not same_bits(here, there):
                     changed.append(name)
         for name, param, places in zip(self.unit.names, self.unit.params, self.unit.locations.of, strict=True):
             if any((held := parameters.get(key)) is not None and held is not param for parameters, key in places):
@@ -479,7 +480,3 @@ def free_kept(unit: Unit) -> None:
         for buffer in unit.kept.buffers:
             buffer.free()
         unit.kept = None
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)  # NaN equals itself
