@@ -16,7 +16,7 @@ from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import units_used_below
 from fsdp_compile.core.unit import Unit, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
-from fsdp_compile.eager.unsharded import free_prefetched
+from fsdp_compile.eager.unsharded import free_for_next_forward
 from fsdp_compile.eager.writeback import refresh, set_grads
 
 
@@ -123,7 +123,7 @@ def convert(module: Any, function: Convert, transform: Callable[[], T]) -> T:
         if any(flat.accumulated is not None for flat in unit.flats):
             raise RuntimeError(f"Module._apply: {unit} has gradients from no_sync that are not reduced; run a backward "
                                f"outside no_sync first")  # fmt: skip
-        free_prefetched(unit)
+        free_for_next_forward(unit)
         refresh(unit)
     with torch.no_grad():
         shards = [[function(flat.shard) for flat in unit.flats] for unit in units]

@@ -29,7 +29,7 @@ from fsdp_compile.core.sharding import ModuleSharding, original_class
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.casting import cast_outputs, computes_in_full_precision, prepare_inputs
 from fsdp_compile.eager.runtime import Runtime
-from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_kept, free_prefetched
+from fsdp_compile.eager.unsharded import Reader, UnshardedUnit, free_for_next_forward
 from fsdp_compile.eager.writeback import refresh
 
 # Note [Graph breaks in the forward of a sharded module]
@@ -164,8 +164,7 @@ def _prepare(module: Any) -> None:
     for unit in module._fsdp.units_below:
         if not unit.is_unsharded:
             refresh(unit)
-            free_prefetched(unit)
-            free_kept(unit)
+            free_for_next_forward(unit)
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fsdp_compile.core.unit import ReduceQueue, Unit
 from fsdp_compile.eager.checks import check_root, compare_order, compare_units, refuse_changed
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
-from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_prefetched, reshard
+from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_for_next_forward, reshard
 from fsdp_compile.eager.writeback import refresh
 
 
@@ -232,7 +232,7 @@ class Runtime:
 
     def _drop_prediction(self) -> None:
         if self._predicted is not None:
-            free_prefetched(self._predicted)
+            free_for_next_forward(self._predicted)
             self._predicted = None
 
     # --- backward -----------------------------------------------------------------------------------------------------

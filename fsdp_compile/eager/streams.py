@@ -1,10 +1,10 @@
-"""Streams and events behind one small interface, so that the same code runs, and is tested, without an accelerator; and
-the memory of unsharded parameters, which is filled in one of the streams and read in another.
+"""Streams and events behind one interface, so that the same code runs, and is tested, without an accelerator; and the
+memory of unsharded parameters, which is filled in one stream and read in another.
 
 compute         the stream that is current where module code runs
 unshard         casts of shards, memory of unsharded parameters, all-gathers
-post-backward   reduces, and what is done with their results, also the all-reduces over replicas: so these need no
-                third stream, and all-gathers need no higher priority (E-STREAM-2)
+post-backward   reduces and what follows them, also all-reduces over replicas: so these need no third stream, and
+                all-gathers need no higher priority (E-STREAM-2)
 """
 
 from collections import deque
@@ -24,15 +24,14 @@ from fsdp_compile.core.unit import Unit, VersionCounters
 # Note [Streams]
 # Collectives have a stream of their own in NCCL: they start after what the current stream has queued, and `wait_tensor`
 # lets the current stream wait for them. So they are started and waited for in a side stream, and compute is ordered
-# after them by a single wait of a stream for a stream. Memory is allocated in the stream that first writes it; where
-# another stream reads it, `record_stream` makes the allocator wait for that stream before the memory is used again.
-# The host runs ahead of the device: it frees unsharded parameters long before the device has read them, and the next
-# all-gather would take new memory each time. So it waits before it gathers while `GATHERS_IN_FLIGHT` freed units may
-# still be read (E-RATE-1).
+# after them by one wait of a stream for a stream. Memory is allocated in the stream that first writes it; where another
+# stream reads it, `record_stream` makes the allocator wait for that stream before the memory is used again. The host
+# runs ahead of the device: it frees unsharded parameters long before the device has read them, and the next all-gather
+# would take new memory each time. So it waits before it gathers while `GATHERS_IN_FLIGHT` freed units may still be read
+# (E-RATE-1).
 
 _CURRENT: AbstractContextManager[None] = nullcontext()
 GATHERS_IN_FLIGHT = 2
-"""Units freed on the host whose memory the device may still read; the host waits before it gathers one more."""
 
 
 class Device:
@@ -65,7 +64,7 @@ class Device:
             then.wait_stream(first)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Before the memory of `tensor` is used again, wait for what `stream` has queued when it is freed."""
+        """Do not reuse the memory of `tensor` before `stream` has done what it has queued when it is freed."""
         if self.module:
             tensor.record_stream(stream)
 
@@ -96,10 +95,7 @@ class Streams:
         self._freed: deque[Any] = deque()
 
     def begin_iteration(self, event: Any = None) -> None:
-        """All-gathers from now on see what compute has done to the shards: the optimizer's step.
-
-        With an `event`, recorded behind that step, they do not wait for what compute was given after it.
-        """
+        """Order all-gathers after the optimizer's step: after what compute has queued, or only after `event`."""
         if event is not None:
             self.device.await_event(event, self.unshard)
         else:
@@ -117,13 +113,13 @@ class Streams:
             self.device.keep(tensor, compute)
 
     def note_free(self) -> None:
-        """A unit's memory was given back; compute may have reads of it in its queue (E-RATE-2)."""
+        """Note that a unit's memory was freed while compute may have reads of it in its queue (E-RATE-2)."""
         event = self.device.record(self.device.current_stream()) if self.limit_gathers else None
         if event is not None:
             self._freed.append(event)
 
     def limit(self) -> None:
-        """Called before a gather: hold the host back if it has run far ahead of the device (E-RATE-1, E-RATE-3)."""
+        """Before a gather, hold the host back if it has run far ahead of the device (E-RATE-1, E-RATE-3)."""
         if len(self._freed) >= GATHERS_IN_FLIGHT:
             with record_function("fsdp_compile.limit_all_gathers"):
                 self.device.block(self._freed.popleft())
@@ -154,7 +150,7 @@ class Streams:
         return self.device.record(self.post_backward)
 
     def block_on_unshard(self) -> None:
-        """Let the host wait for the copies that gathers make of shards in host memory, so that it may change them."""
+        """Let the host wait for copies that gathers make of shards in host memory, before it changes these."""
         event = self.device.record(self.unshard)
         if event is not None:
             self.device.block(event)
@@ -168,11 +164,11 @@ NO_STREAMS = Streams(Device(torch.device("cpu")), limit_gathers=False)
 
 
 class UnshardedBuffer:
-    """A flat parameter, unsharded, `[layout.numel]`, in the dtype and on the device that its unit computes in.
+    """An unsharded flat parameter, `[layout.numel]`, in the dtype and on the device that its unit computes in.
 
-    Where the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed.
-    Where the all-gather goes through two groups, `slice` is what the first has gathered: the next fill starts there.
-    Memory belongs to the stream that is current in `start`, here and in the allocator.
+    If the shard is that already (NO_SHARD in the parameters' own dtype) it is the shard's memory, never freed. Where
+    the all-gather goes through two groups, `slice` is what the first has gathered: the next fill starts there. Memory
+    belongs to the stream that is current in `start`.
     """
 
     def __init__(self, unit: Unit, flat: FlatParam, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ from fsdp_compile.core.shard_spec import ShardSpec
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import ModuleSharding, own_units, units_used_below
 from fsdp_compile.core.unit import Phase, Unit, check_idle
-from fsdp_compile.eager.unsharded import free_prefetched
+from fsdp_compile.eager.unsharded import free_for_next_forward
 from fsdp_compile.eager.writeback import (
     adopt_objects,
     refresh,
@@ -138,7 +138,7 @@ class Summoned:
     def __init__(self, unit: Unit, options: Options, by: str) -> None:
         self.unit, self.options, self.by = unit, options, by
         self.may_compute = not (options.rank0_only or options.offload_to_cpu)
-        free_prefetched(unit)
+        free_for_next_forward(unit)
         refresh(unit)
         full = [flat.full_views(_all_gather(unit, flat.shard)) for flat in unit.flats]
         self.shows_grads = options.with_grads and unit.is_sharded and all(f.accumulated is None for f in unit.flats)

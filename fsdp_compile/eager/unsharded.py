@@ -460,22 +460,17 @@ def reshard(unit: Unit) -> None:
     """
     if unit.is_unsharded:
         raise ValueError(f"reshard: {unit} is in its forward or backward; call it between steps")
-    free_prefetched(unit)
-    free_kept(unit)
+    free_for_next_forward(unit)
     for gathered in unit.awaiting_backward:
         if gathered.can_free:
             gathered.free()
 
 
-def free_prefetched(unit: Unit) -> None:
-    """Free what was gathered for a forward that has not begun."""
+def free_for_next_forward(unit: Unit) -> None:
+    """Free what was gathered early, or kept by a backward pass, for a forward that has not begun."""
     if unit.prefetched is not None:
         unit.prefetched.free()
         unit.prefetched = None
-
-
-def free_kept(unit: Unit) -> None:
-    """Free what a backward pass left unsharded for the next forward."""
     if unit.kept is not None:
         for buffer in unit.kept.buffers:
             buffer.free()
