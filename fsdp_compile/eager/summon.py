@@ -73,32 +73,30 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within, parameters have all their elements on this rank and act as plain tensors: the same objects under the same
-    names, e.g. to inspect, edit or save them.
+    """Context in which parameters are complete on this rank, e.g. to inspect, edit or save them as plain tensors.
 
-    They are gathered in the dtype and to the device that they are stored in and computed on, without padding. All ranks
-    of the process group must enter and leave together. Inside, no backward may run, and a forward only eagerly under
-    `torch.no_grad()`, as for `generate`; it computes with the parameters as they are there, edits included. Between a
-    forward and its backward the context may be entered, but parameters not be changed.
+    They stay the same objects, in their stored dtype, on the device that they are computed on. All ranks of the process
+    group must enter and leave together. Inside, no backward may run, and a forward only eagerly under
+    `torch.no_grad()`, as for `generate`; it sees edits. Between a forward and its backward the context may be entered,
+    but parameters must not change.
 
     Args:
         module: any module. Every unit that has a parameter in it is gathered, whole.
-        recurse: False: only the units of `module` itself, and nothing if it is not sharded as a unit.
+        recurse: False gathers only the units of `module` itself, and nothing if it is not sharded as a unit.
         writeback: on leaving, also by an exception, each rank keeps its own part of its edits; ranks should make the
             same edits. False drops them, except in-place edits under NO_SHARD.
-        rank0_only: only rank 0 of each group that parameters are sharded over sees full parameters, the others their
-            shards; all take part in the gather. Under NO_SHARD every rank has full parameters. Needs writeback=False.
-        offload_to_cpu: the full parameters lie in host memory.
-        with_grads: gradients have all elements too, those that a rank lacks as zeros; None stays where no rank has one.
-            Edits are kept as those of parameters are, on ranks that have a gradient. Gradients that `no_sync` collected
-            have all elements anyway and stay local.
+        rank0_only: only rank 0 of each group that shards parameters sees full ones, the others their shards; all take
+            part in the gather. Under NO_SHARD every rank has full parameters. Needs writeback=False.
+        offload_to_cpu: put the full parameters in host memory.
+        with_grads: complete gradients too, with zeros for those that a rank lacks; None stays where no rank has one.
+            Edits are kept on ranks that have a gradient. Gradients accumulated under `no_sync` stay local.
 
     Raises:
         NotImplementedError: `rank0_only` with `writeback`, or `with_grads` with `offload_to_cpu`.
         AssertionError: a forward or backward is under way, or parameters are summoned already.
-        RuntimeError: on leaving: a parameter or gradient was replaced by one of another shape or dtype. Its unit is as
-            it was on entering then, the others keep their edits.
-        NotImplementedError: on leaving: a shared parameter was replaced in some of its places only. As above.
+        RuntimeError: on leaving, if a parameter or gradient was replaced by one of another shape or dtype. Its unit is
+            as it was on entering, the others keep their edits.
+        NotImplementedError: on leaving, if a shared parameter was replaced in some of its places only. As above.
     """
     options = Options(writeback, rank0_only, offload_to_cpu, with_grads)
     options.check()
@@ -111,9 +109,9 @@ def summon_full_params(
 
 @contextmanager
 def summoned_for_apply(module: Any) -> Iterator[None]:
-    """Full parameters of `module`, without those of sharded modules below, for `Module.apply` (E-MOD-1).
+    """Full parameters of `module`, without sharded modules below, for `Module.apply` (E-MOD-1).
 
-    Units that an `apply` further up holds are left alone. ValueError if another is not idle.
+    Leaves units alone that an `apply` further up holds. ValueError if another is not idle.
     """
     units = [unit for unit in units_used_below(module) if unit.summoned is None or unit.summoned.by != APPLY]
     check_idle(units, APPLY)
@@ -133,7 +131,7 @@ def summoned(units: Sequence[Unit], options: Options, by: str) -> Iterator[None]
 
 
 class Summoned:
-    """An idle unit whose parameters have all elements on this rank, and how it gets back; `by` asks, for messages."""
+    """Full parameters of an idle unit, and the way back; `by` is who asks, for messages."""
 
     def __init__(self, unit: Unit, options: Options, by: str) -> None:
         self.unit, self.options, self.by = unit, options, by

@@ -67,10 +67,10 @@ def by_owner(params: Iterable[Any], make_optimizer: Callable[[list[Group]], Opti
 class ByOwner(Optimizer):
     """What `by_owner` returns.
 
-    `state` is a view: for parameters that this rank owns it shares memory with the state of the inner optimizer; for
-    others it has tensors of the same shapes, of which no elements are here. See Note [State of owners in checkpoints].
-    Load state dicts of any number of ranks through torch.distributed.checkpoint; `load_state_dict` also takes plain
-    tensors of full shape, which all ranks must have, and state that is sharded as the parameters are.
+    `state` shares memory with the state of the inner optimizer for parameters that this rank owns; for others it has
+    tensors of the same shapes without elements here (Note [State of owners in checkpoints]). Load state dicts of any
+    number of ranks through torch.distributed.checkpoint; `load_state_dict` takes plain tensors of full shape, which all
+    ranks must have, and state that is sharded as the parameters are.
 
     If the inner optimizer fails in a step, that rank completes the step's collectives before it raises. Other ranks
     raise too if parameters were updated for the first time; otherwise they go on until they next wait for that rank.
