@@ -25,7 +25,7 @@ BUDGET = {
     f"{PACKAGE}/core": 4_600,
     f"{PACKAGE}/comm": 1_390,
     f"{PACKAGE}/construct": 1_170,
-    f"{PACKAGE}/eager": 3_010,
+    f"{PACKAGE}/eager": 3_000,
     f"{PACKAGE}/optim": 1_320,
     f"{PACKAGE}/passes": 7_080,
     f"{PACKAGE}/state_dict": 1_020,
