@@ -1,16 +1,15 @@
 """What becomes of each block's activations between forward and backward: the fastest choice within a budget.
 
-A block's activations stay alive until backward reads them, are computed again there, or are copied to the host and
-back. Together with which units stay unsharded, which `search_plan` chooses, that decides how much is alive and how long
-the step is.
+A block's activations stay alive until backward reads them, or are computed again there, or are copied to the host and
+back. `search_plan` chooses which units stay unsharded at the same time.
 
     Options        a step, and for each of its blocks the policies that its activations may have
-    workload_of    the step that a policy for each block makes, as the planner sees it
+    workload_of    the step as the planner sees it, if each block has a certain policy
     choose         of the choices that are tried the one with the shortest plan within the budget
 
-One knob is turned: the first blocks, by what a policy saves for its seconds, have that policy, and all others have
-another one or keep their activations. So the result is never slower than units that stay unsharded with all
-activations, nor than one policy for so many blocks.
+The choices have one knob: the first blocks, in the order of bytes saved for each second, have one policy, and the
+others have another one or keep their activations. So the result is never slower than keeping all activations, nor than
+one policy for some of the blocks.
 """
 
 from collections import defaultdict
@@ -28,12 +27,12 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class Repeat:
-    """A task of forward that backward computes again.
+    """A task of forward, or a part of it, that backward computes again.
 
     Attributes:
         task: its index.
-        part: the part of its seconds that is computed again.
-        memory: bytes of what is computed again that are alive meanwhile.
+        part: fraction of its seconds.
+        memory: bytes that are alive for it meanwhile.
     """
 
     task: int
@@ -47,10 +46,10 @@ class Copy:
 
     Attributes:
         made: the task of forward that computes them.
-        left: the task of forward at whose end the copy has been made, and they are freed.
-        back: the task of backward at whose beginning they begin to be copied back.
+        left: the task of forward at whose end the copy to the host is done and they are freed.
+        back: the task of backward at whose beginning the copy back starts.
         read: the task of backward that reads them first.
-        size: their bytes.
+        size: bytes.
         seconds: of each of the two copies.
     """
 
@@ -64,12 +63,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class Policy:
-    """What may be done with the activations of a block, other than keeping them.
+    """Something other than keeping the activations of a block.
 
     Attributes:
         name: for people.
-        at: the task of backward that is the first to read them.
-        changes: `(position, bytes)`: so many more, or fewer, are alive from there on.
+        at: the first task of backward that reads the activations.
+        changes: `(position, bytes)`: how many more, or fewer, bytes are alive from there on.
         repeats: what is computed again before task `at`, in order.
         returns: bytes that are alive from task `at` on because they have been computed again.
         copies: what is copied to the host and back.
@@ -85,7 +84,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Block:
-    """A block, and the policies that its activations may have beside being kept."""
+    """A block, and the policies that its activations may have instead of being kept."""
 
     name: str
     policies: tuple[Policy, ...]
@@ -97,12 +96,12 @@ class Options:
 
     Attributes:
         plain: the step in which all activations stay.
-        stored: the same step, where the inputs of all blocks are stored: policies change this one.
+        stored: the same step with the inputs of all blocks stored: policies change this one.
         live: bytes that are alive at each position in `stored`, beside gathered and packed buffers.
-        fresh: bytes of these, at the first position of each task, that are alive since there.
+        fresh: how many of these bytes are new at the first position of each task.
         starts: the first position of each task.
         blocks: the blocks, in the order of forward.
-        update: what follows backward, whatever is chosen; None: it is not planned.
+        update: cost of the optimizer's update, whatever is chosen; None: it is not planned.
     """
 
     plain: Workload
@@ -133,40 +132,40 @@ class Result:
 
 def workload_of(options: Options, policies: PolicyPerBlock) -> Workload:
     """The step in which each block's activations have a policy, or are kept."""
-    step = _computed(options, policies)
+    active = [each for each in policies if each is not None]
+    step = _with_policies(options, active) if active else options.plain
     return step if options.update is None else with_update(step, options.update)
 
 
-def _computed(options: Options, policies: PolicyPerBlock) -> Workload:
-    """The forward and the backward of that."""
-    active = [each for each in policies if each is not None]
-    if not active:
-        return options.plain
-    live = live_of(options, policies)
+def _with_policies(options: Options, active: Sequence[Policy]) -> Workload:
+    stored, live = options.stored, _live(options, active)
     again: dict[int, list[Task]] = {}
     for policy in active:
-        beside = live[options.starts[policy.at]] - options.fresh[policy.at] - policy.returns
-        again.setdefault(policy.at, []).extend(_repeated(options.stored, repeat, beside) for repeat in policy.repeats)
+        beside = max(0, live[options.starts[policy.at]] - options.fresh[policy.at] - policy.returns)
+        for repeat in policy.repeats:
+            task = stored.tasks[repeat.task]
+            repeated = Task(f"{task.name} again", task.seconds * repeat.part, beside + repeat.memory, task.reads)
+            again.setdefault(policy.at, []).append(repeated)
     tasks: list[Task] = []
-    waits = _waits(options.stored, [copy for policy in active for copy in policy.copies])
+    waits = _waits(stored, active)
     ends = [*options.starts[1:], len(live)]
-    for index, (task, begin, end) in enumerate(zip(options.stored.tasks, options.starts, ends, strict=True)):
+    for index, (task, begin, end) in enumerate(zip(stored.tasks, options.starts, ends, strict=True)):
         seconds = task.seconds + waits.get(index, 0.0)
         tasks += [*again.get(index, ()), replace(task, seconds=seconds, memory=max(live[begin:end]))]
-    return replace(options.stored, tasks=tuple(tasks))
+    return replace(stored, tasks=tuple(tasks))
 
 
-def live_of(options: Options, policies: PolicyPerBlock) -> list[int]:
+def _live(options: Options, active: Sequence[Policy]) -> list[int]:
     """Bytes that are alive at each position beside gathered and packed buffers, and what is computed again."""
     changes = [0] * (len(options.live) + 1)
-    for policy in policies:
-        for position, size in policy.changes if policy is not None else ():
-            changes[position] += size
+    for position, size in (change for policy in active for change in policy.changes):
+        changes[position] += size
     return [size + change for size, change in zip(options.live, accumulate(changes), strict=False)]
 
 
-def _waits(step: Workload, copies: Sequence[Copy]) -> dict[int, float]:
+def _waits(step: Workload, active: Sequence[Policy]) -> dict[int, float]:
     """Seconds that tasks wait for copies, one after the other on the host's link, if nothing else delays them."""
+    copies = [copy for policy in active for copy in policy.copies]
     waits: dict[int, float] = {}
     ready: dict[Copy, float] = {}
     at = {name: defaultdict[int, list[Copy]](list) for name in ("made", "left", "back", "read")}
@@ -186,24 +185,19 @@ def _waits(step: Workload, copies: Sequence[Copy]) -> dict[int, float]:
     return waits
 
 
-def _repeated(step: Workload, repeat: Repeat, beside: int) -> Task:
-    task = step.tasks[repeat.task]
-    return Task(f"{task.name} again", task.seconds * repeat.part, max(0, beside) + repeat.memory, task.reads)
-
-
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
 def planned(options: Options, policies: PolicyPerBlock, budget: int | None) -> Result:
-    """A choice, and the plan that is found for it. PlanError if none fits into the budget."""
+    """Plan the step with these policies. PlanError if no plan fits into the budget."""
     workload = workload_of(options, policies)
     return Result(policies, workload, search_plan(workload, budget))
 
 
 def choose(options: Options, budget: int | None) -> Result:
-    """Of all that is tried the choice with the shortest plan within the budget.
+    """Of all choices that are tried the one with the shortest plan within the budget.
 
-    A choice is left out only if no plan for it can be shorter, by more than the search's tolerance, than a known one.
+    A choice is skipped only if no plan for it can be shorter, by more than the search's tolerance, than a known one.
 
     Args:
         options: the step.
@@ -214,7 +208,13 @@ def choose(options: Options, budget: int | None) -> Result:
     """
     best: Result | None = None
     tried = choices(options)
-    computing = {policies: _computing(options, policies) for policies in tried if _may_fit(options, policies, budget)}
+    computing: dict[PolicyPerBlock, float] = {}
+    for policies in tried:
+        active = [policy for policy in policies if policy is not None]
+        if budget is None or not active or max(_live(options, active)) <= budget:  # what is computed again comes on top
+            again = sum(_repeated_seconds(options, policy) for policy in active)
+            waits = sum(_waits(options.stored, active).values())
+            computing[policies] = sum(task.seconds for task in options.plain.tasks) + again + waits
     for policies in sorted(computing, key=computing.__getitem__):
         most = best.seconds * (1 - TOLERANCE) if best is not None else inf
         if computing[policies] >= most:
@@ -237,45 +237,28 @@ def choose(options: Options, budget: int | None) -> Result:
 
 
 def choices(options: Options) -> list[PolicyPerBlock]:
-    """What is tried: all activations stay; or so many blocks have one policy, and the others another one, or none."""
+    """What is tried: all blocks keep their activations; or the first ones have one policy, the others another or none.
+
+    The first ones are those that save the most bytes for each second that is computed again.
+    """
     names = list(dict.fromkeys(policy.name for block in options.blocks for policy in block.policies))
-    by_name = {name: tuple(_named(block, name) for block in options.blocks) for name in names}
+    of_blocks = [{policy.name: policy for policy in block.policies} for block in options.blocks]
+    by_name = {name: tuple(policies.get(name) for policies in of_blocks) for name in names}
     kept: PolicyPerBlock = (None,) * len(options.blocks)
     result = {kept: None}
     for name, policies in by_name.items():
-        worth = {at: _worth(options, policy) for at, policy in enumerate(policies) if policy is not None}
-        order = sorted(worth, key=lambda at: (-worth[at], at))
+        worth = {}
+        for at, policy in enumerate(policies):
+            if policy is not None:
+                saved = policy.returns + sum(copy.size for copy in policy.copies)
+                worth[at] = saved / max(_repeated_seconds(options, policy), 1e-12)
         for others in (kept, *(each for other, each in by_name.items() if other != name)):
             chosen = list(others)
-            for at in order:
+            for at in sorted(worth, key=lambda at: (-worth[at], at)):
                 chosen[at] = policies[at]
                 result[tuple(chosen)] = None
     return list(result)
 
 
-def _named(block: Block, name: str) -> Policy | None:
-    return next((policy for policy in block.policies if policy.name == name), None)
-
-
-def _worth(options: Options, policy: Policy) -> float:
-    """Bytes that a policy saves for each second that it computes."""
-    saved = policy.returns + sum(copy.size for copy in policy.copies)
-    return saved / max(_seconds(options, policy), 1e-12)
-
-
-def _may_fit(options: Options, policies: PolicyPerBlock, budget: int | None) -> bool:
-    """Whether there may be a plan within the budget: beside what is alive there are gathered and packed buffers."""
-    live = live_of(options, policies) if any(policies) else [task.memory for task in options.plain.tasks]
-    return budget is None or max(live) <= budget
-
-
-def _seconds(options: Options, policy: Policy) -> float:
+def _repeated_seconds(options: Options, policy: Policy) -> float:
     return sum(options.stored.tasks[repeat.task].seconds * repeat.part for repeat in policy.repeats)
-
-
-def _computing(options: Options, policies: PolicyPerBlock) -> float:
-    """Seconds that the step computes, and waits for copies: no plan takes fewer."""
-    active = [policy for policy in policies if policy is not None]
-    waits = _waits(options.stored, [copy for policy in active for copy in policy.copies])
-    again = sum(_seconds(options, policy) for policy in active)
-    return sum(task.seconds for task in options.plain.tasks) + again + sum(waits.values())
