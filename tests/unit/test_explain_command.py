@@ -91,11 +91,11 @@ def test_command(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["{model}:make", "--shard-size", "3"], "shard_size: expected a divisor of world_size 8, found 3"),
         (
             ["{model}:make", "--calibration", "{nan}"],
-            "chain_efficiency: expected a finite number of at least 0, found nan",
+            "chain_efficiency: expected a finite number above 0, found nan",
         ),
         (
             ["{model}:make", "--hardware", "{nan}"],
-            "chain_efficiency: expected a finite number of at least 0, found nan",
+            "chain_efficiency: expected a finite number above 0, found nan",
         ),
         (["{model}:make", "--html", "{model}.d/step.html"], "expected its folder to exist, found none"),
         (["{model}:missing"], "expected a function missing() without arguments, found none"),

@@ -1,1 +1,1 @@
-"""What collectives and computing cost in seconds: numbers in, numbers out, the same on every rank."""
+"""Hardware files, and seconds of collectives and kernels by their figures."""

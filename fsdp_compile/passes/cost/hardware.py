@@ -1,15 +1,15 @@
-"""What computes and what connects it: the figures of hardware files.
+"""Devices and links, and the hardware files that describe them.
 
-A hardware file is JSON. The package has one for each of some GPUs in `data/`, and `data/links.json` for what connects
-them; `fsdp-compile calibrate` writes one for a machine that is at hand. Each number has its origin ("measured",
-"fitted", "assumed", "data sheet") and its source. Planner, `reshard="auto"` and predictions read the same files.
+A hardware file is JSON. `data/` has one for each known GPU, and `links.json` for the links between GPUs;
+`fsdp-compile calibrate` writes one for this machine. Each number has an origin ("measured", "fitted", "assumed", "data
+sheet") and a source. Planner, `reshard="auto"` and predictions read the same files.
 """
 
 import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -31,9 +31,12 @@ class Source:
     source: str
 
 
+_UNKNOWN = Source("assumed", "no source is given")
+
+
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of one group.
+    """The connection between the ranks of one group.
 
     Attributes:
         name: as `link()` takes it.
@@ -44,7 +47,7 @@ class Link:
         origin: how the figures are known.
 
     Raises:
-        ValueError: a figure is no finite number, or below what it can be.
+        ValueError: a figure is not a finite number, or is out of range.
     """
 
     name: str
@@ -61,36 +64,36 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device, how its ranks are connected, and how much of the data sheet programs reach.
+    """A device, its links, and how much of the data sheet's figures programs reach.
 
     Attributes:
         name: as `device()` takes it.
         peak: floating-point operations per second of matrix products, by the dtype's name; "float8" among them.
         bandwidth: bytes per second between the device and its memory.
-        memory: bytes that programs can use; None: of the machine, whichever it is.
-        node: what connects the ranks of one node.
-        network: what connects nodes, for each rank.
-        ranks_per_node: how many ranks a node has.
-        product_efficiency: part of the peak that large matrix products reach.
+        memory: bytes that programs can use; None: the memory of the machine.
+        node: link between the ranks of one node.
+        network: link between nodes, for each rank.
+        ranks_per_node: ranks of a node.
+        product_efficiency: fraction of the peak that large matrix products reach.
         product_ramp: elements of the inner dimension that a product's beginning and end count as.
-        float8_efficiency: the same part, of products in float8, relative to `product_efficiency`.
-        attention_efficiency: part of the peak that the forward of attention reaches on long sequences.
+        float8_efficiency: the same for products in float8, relative to `product_efficiency`.
+        attention_efficiency: fraction of the peak that the forward of attention reaches on long sequences.
         attention_backward: how much less efficient its backward is: a ratio.
         attention_ramp: tokens of the sequence that attention's beginning and end count as.
-        chain_efficiency: part of the bandwidth that fused chains reach.
-        eager_efficiency: the same of eager kernels, by the bytes that their operators have to move.
-        update_efficiency: the same of the optimizer's update.
-        kernel_seconds: what any kernel takes at least.
-        layer_seconds: what a block takes beside its kernels, in each direction.
-        step_seconds: what a step takes beside all that.
+        chain_efficiency: fraction of the bandwidth that fused chains reach.
+        eager_efficiency: the same for eager kernels, by the bytes that their operators have to move.
+        update_efficiency: the same for the optimizer's update.
+        kernel_seconds: the least time of a kernel.
+        layer_seconds: time of a block beside its kernels, in each direction.
+        step_seconds: time of a step beside its blocks.
         contention: seconds that computing loses for each second in which a collective runs beside it.
-        fragments: bytes that the allocator holds beside those that are alive, as a part of these.
+        fragments: bytes that the allocator holds beside those that are alive, as a fraction of these.
         host_bandwidth: bytes per second that one device copies to or from pinned memory of its host; None: it has no
-            memory beside the host's, or the figure is not known.
+            memory of its own, or the figure is not known.
         sources: origin and source of each of these, by name.
 
     Raises:
-        ValueError: a figure is no finite number, or below what it can be, and is named.
+        ValueError: a figure is not a finite number, or is out of range; the message names it.
     """
 
     name: str
@@ -122,19 +125,18 @@ class Hardware:
         expect_finite(where, {f"peak of {dtype}": flops for dtype, flops in self.peak.items()}, above_zero=True)
         for name in UNITS:
             value = getattr(self, name)
-            if value is not None or name not in _MAY_BE_NONE:
-                expect_finite(where, {name: value}, above_zero=name in _ABOVE_ZERO)
+            if value is not None or name not in ("memory", "host_bandwidth"):
+                expect_finite(where, {name: value}, above_zero=name not in _MAY_BE_ZERO)
         if self.ranks_per_node != int(self.ranks_per_node):
             raise ValueError(f"{where}, ranks_per_node: expected a whole number, found {self.ranks_per_node!r}")
 
     def figures(self) -> Iterator[tuple[str, float, str, Source]]:
         """Name, value, unit and source of each number."""
-        unknown = Source("assumed", "no source is given")
         for dtype, value in self.peak.items():
-            yield f"peak.{dtype}", value, "flop/s", self.sources.get("peak", unknown)
+            yield f"peak.{dtype}", value, "flop/s", self.sources.get("peak", _UNKNOWN)
         for name, unit in UNITS.items():
             if getattr(self, name) is not None:
-                yield name, getattr(self, name), unit, self.sources.get(name, unknown)
+                yield name, getattr(self, name), unit, self.sources.get(name, _UNKNOWN)
         for level, each in (("node", self.node), ("network", self.network)):
             source = Source(each.origin, each.source)
             for name, unit in _LINK_UNITS.items():
@@ -162,11 +164,8 @@ UNITS = {
     "host_bandwidth": "bytes/s",
 }
 _LINK_UNITS = {"latency": "s", "hop": "s", "bandwidth": "bytes/s"}
-_MAY_BE_NONE = {"memory", "host_bandwidth"}
-_ABOVE_ZERO = {
-    "bandwidth", "memory", "ranks_per_node", "product_efficiency", "float8_efficiency", "attention_efficiency",
-    "attention_backward", "chain_efficiency", "eager_efficiency", "update_efficiency", "host_bandwidth",
-}  # fmt: skip
+_MAY_BE_ZERO = ("product_ramp", "attention_ramp", "kernel_seconds", "layer_seconds", "step_seconds", "contention",
+                "fragments")  # fmt: skip
 
 
 def expect_finite(of: str, figures: Mapping[str, float], above_zero: bool = False) -> None:
@@ -178,7 +177,7 @@ def expect_finite(of: str, figures: Mapping[str, float], above_zero: bool = Fals
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a finite int or float of at least 0. A bool is none."""
+    """Whether `value` is a finite int or float of at least 0, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
@@ -186,50 +185,43 @@ def is_finite(value: object) -> bool:
 
 
 def link(text: "str | Link") -> Link:
-    """A link by its name in `data/links.json`, or `custom:<latency in s>,<bandwidth in bytes/s>`.
+    """Return a link by its name in `data/links.json`, or by `custom:<latency in s>,<bandwidth in bytes/s>`.
 
     Raises:
-        ValueError: neither of them.
+        ValueError: `text` is neither of them.
     """
     if isinstance(text, Link):
         return text
     if text.startswith("custom:"):
-        return _custom(text)
+        try:
+            latency, bandwidth = map(float, text.removeprefix("custom:").split(","))
+            return Link(text, latency, bandwidth, "the caller")
+        except ValueError:
+            raise ValueError(f"link: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
+                             f"custom:2e-5,1e9, found {text!r}") from None  # fmt: skip
     if text not in links():
         raise ValueError(f"link: expected one of {', '.join(links())} or custom:LATENCY,BANDWIDTH (seconds, bytes per "
                          f"second), found {text!r}")  # fmt: skip
     return links()[text]
 
 
-def _custom(text: str) -> Link:
-    try:
-        latency, bandwidth = map(float, text.removeprefix("custom:").split(","))
-    except ValueError:
-        latency, bandwidth = -1.0, 0.0
-    if not (0 <= latency < math.inf and 0 < bandwidth < math.inf):
-        raise ValueError(f"link: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
-                         f"custom:2e-5,1e9, found {text!r}")  # fmt: skip
-    return Link(text, latency, bandwidth, "the caller")
-
-
 @cache
 def links() -> dict[str, Link]:
     """The links that the package knows, by name."""
-    table = _table(DATA / "links.json")
-    return {name: _link(f"hardware file links.json, {name}", name, each) for name, each in table["links"].items()}
+    return {name: _link(name, each) for name, each in _table(DATA / "links.json")["links"].items()}
 
 
 def device(text: "str | Hardware") -> Hardware:
-    """A device by the name of a file in `data/`, or by the path of a hardware file.
+    """Return a device by the name of a file in `data/`, or by the path of a hardware file.
 
-    Names of GPUs that differ in memory may leave that out: "h100" is "h100-80".
+    "h100" and "a100" are the variants with 80 GB.
 
     Raises:
-        ValueError: there is none of that name, or the file is no hardware file.
+        ValueError: there is no device of that name, or the file is no hardware file.
     """
     if isinstance(text, Hardware):
         return text
-    name = _SHORT.get(text, text)
+    name = f"{text}-80" if text in ("h100", "a100") else text
     if name in devices():
         return devices()[name]
     if text.endswith(".json"):
@@ -237,23 +229,20 @@ def device(text: "str | Hardware") -> Hardware:
     raise ValueError(f"device: expected one of {', '.join(devices())} or a file of JSON, found {text!r}")
 
 
-_SHORT = {"h100": "h100-80", "a100": "a100-80"}
-
-
 @cache
 def devices() -> dict[str, Hardware]:
-    """The hardware that the package has a file for, by name."""
+    """The devices that the package has a file for, by name."""
     paths = sorted(path for path in DATA.glob("*.json") if path.name != "links.json")
     return {path.stem: read_hardware(path) for path in paths}
 
 
 def reported_device(name: str, memory: int) -> Hardware:
-    """The device that calls itself `name`, such as "NVIDIA H100 80GB HBM3", and has so many bytes of memory.
+    """Return the device that reports `name`, such as "NVIDIA H100 80GB HBM3", and so many bytes of memory.
 
-    Of several files for GPUs of that name, it is the one whose memory is nearest.
+    If several files match the name, the one whose memory is nearest.
 
     Raises:
-        ValueError: there is no file for it.
+        ValueError: no file matches.
     """
     words = set(re.split("[^a-z0-9]+", name.lower()))
     named = [each for key, each in devices().items() if key.partition("-")[0] in words]
@@ -264,31 +253,30 @@ def reported_device(name: str, memory: int) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """The hardware in a file, which anybody may have written.
+    """Read a hardware file, which anybody may have written.
 
     Raises:
-        ValueError: it cannot be read, has another version, lacks a field or has an unknown one, or a number is not
-            finite or below what it can be; the message names the field.
+        ValueError: the file cannot be read, has another version, lacks a field or has an unknown one, or a number is
+            not finite or out of range; the message names the field.
     """
-    where, table = f"hardware file {path.name}", _table(path)
-    known = {each.name for each in fields(Hardware)} - {"sources"} | {"format"}
-    _expect_fields(where, table, {"format", "name", "peak", "bandwidth", "memory", "node", "network"}, known)
-    if type(table["name"]) is not str:
-        raise ValueError(f"{where}, name: expected text, found {reprlib.repr(table['name'])}")
-    sources: dict[str, Source] = {}
-    values: dict[str, Any] = {"name": table["name"]}
-    for name in set(UNITS) & table.keys():
-        values[name], sources[name] = _figure(f"{where}, {name}", table[name], may_be_none=name in _MAY_BE_NONE)
-    peak, sources["peak"] = _figure(f"{where}, peak", table["peak"], of=dict)
-    expect_finite(f"{where}, peak", peak, above_zero=True)
-    values["peak"] = {dtype: float(flops) for dtype, flops in peak.items()}
-    for level in ("node", "network"):
-        given = table[level]
-        values[level] = link(given) if isinstance(given, str) else _link(f"{where}, {level}", level, given)
+    table = _table(path)
     try:
+        optional = {each.name for each in fields(Hardware)} - {"sources"}
+        _expect_fields("", table, {"format", "name", "peak", "bandwidth", "memory", "node", "network"}, optional)
+        if type(table["name"]) is not str:
+            raise ValueError(f"name: expected text, found {reprlib.repr(table['name'])}")
+        values: dict[str, Any] = {"name": table["name"]}
+        sources: dict[str, Source] = {}
+        for name in ["peak", *(name for name in UNITS if name in table)]:
+            _expect_fields(f"{name}, ", table[name], {"value", "origin", "source"})
+            values[name], sources[name] = table[name]["value"], _source(name, table[name])
+        if type(values["peak"]) is not dict:
+            raise ValueError(f"peak: expected an object of numbers, found {reprlib.repr(values['peak'])}")
+        for level in ("node", "network"):
+            values[level] = link(table[level]) if isinstance(table[level], str) else _link(level, table[level])
         return Hardware(**values, sources=sources)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"hardware file {path.name}: {error}") from None
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -303,48 +291,34 @@ def _table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _expect_fields(where: str, table: Any, required: set[str], known: set[str]) -> None:
+def _expect_fields(where: str, table: Any, required: Set[str], optional: Set[str] = frozenset()) -> None:
     if type(table) is not dict:
-        raise ValueError(f"{where}: expected an object, found {reprlib.repr(table)}")
+        raise ValueError(f"{where}expected an object, found {reprlib.repr(table)}")
     if missing := sorted(required - table.keys()):
-        raise ValueError(f"{where}, {missing[0]}: expected it, found no such field")
-    if unknown := sorted(table.keys() - known):
-        raise ValueError(f"{where}: expected fields among {', '.join(sorted(known))}, found {unknown[0]!r}")
+        raise ValueError(f"{where}{missing[0]}: this field is missing")
+    if unknown := sorted(table.keys() - required - optional):
+        raise ValueError(f"{where}expected fields among {', '.join(sorted(required | optional))}, found {unknown[0]!r}")
 
 
-def _figure(where: str, given: Any, may_be_none: bool = False, of: type | None = None) -> tuple[Any, Source]:
-    """A number, or an object of numbers, and its source."""
-    _expect_fields(where, given, {"value", "origin", "source"}, {"value", "origin", "source"})
-    value, origin, source = given["value"], given["origin"], given["source"]
+def _source(where: str, given: dict[str, Any]) -> Source:
+    origin, source = given["origin"], given["source"]
     if origin not in ORIGINS or type(source) is not str or not source:
         raise ValueError(f"{where}: expected an origin ({', '.join(ORIGINS)}) and a source in words, found "
                          f"{reprlib.repr(origin)} and {reprlib.repr(source)}")  # fmt: skip
-    if of is not None and type(value) is not of:
-        raise ValueError(f"{where}: expected an object of numbers, found {reprlib.repr(value)}")
-    if of is None and not is_finite(value) and not (may_be_none and value is None):
-        raise ValueError(f"{where}: expected a finite number of at least 0, found {reprlib.repr(value)}")
-    return value, Source(origin, source)
+    return Source(origin, source)
 
 
-def _link(where: str, name: str, given: Any) -> Link:
-    _expect_fields(where, given, {"latency", "bandwidth", "origin", "source"},
-                   {"latency", "hop", "bandwidth", "origin", "source"})  # fmt: skip
-    for figure in _LINK_UNITS.keys() & given.keys():
-        if not is_finite(given[figure]):
-            raise ValueError(f"{where}, {figure}: expected a finite number of at least 0, found "
-                             f"{reprlib.repr(given[figure])}")  # fmt: skip
-    if given["origin"] not in ORIGINS or type(given["source"]) is not str:
-        raise ValueError(f"{where}, origin: expected one of {', '.join(ORIGINS)}, and a source, found "
-                         f"{reprlib.repr(given['origin'])}")  # fmt: skip
-    return Link(name, given["latency"], given["bandwidth"], given["source"], given.get("hop", 0.0), given["origin"])
+def _link(name: str, given: Any) -> Link:
+    _expect_fields(f"{name}, ", given, {"latency", "bandwidth", "origin", "source"}, {"hop"})
+    source = _source(name, given)
+    return Link(name, given["latency"], given["bandwidth"], source.source, given.get("hop", 0.0), source.origin)
 
 
 def to_json(hardware: Hardware) -> str:
-    """The text of a hardware file, which `read_hardware` reads as `hardware` again."""
-    unknown = Source("assumed", "no source is given")
+    """Return the text of a hardware file, which `read_hardware` reads as an equal `hardware`."""
 
     def figure(name: str, value: Any) -> dict[str, Any]:
-        source = hardware.sources.get(name, unknown)
+        source = hardware.sources.get(name, _UNKNOWN)
         return {"value": value, "origin": source.origin, "source": source.source}
 
     def connected(each: Link) -> dict[str, Any]:
@@ -357,5 +331,5 @@ def to_json(hardware: Hardware) -> str:
 
 
 def with_figures(hardware: Hardware, source: Source, **figures: Any) -> Hardware:
-    """`hardware` with other numbers, all from one source."""
+    """Return `hardware` with other numbers, all from one source."""
     return replace(hardware, **figures, sources={**hardware.sources, **dict.fromkeys(figures, source)})

@@ -1,15 +1,15 @@
-"""What collectives and computing cost in seconds: numbers in, numbers out, the same on every rank.
+"""Seconds of collectives and kernels from plain numbers, the same on every rank.
 
-collectives    seconds by their bytes and ranks, over one link or over a cluster
-operations     seconds of single ones, on one device
-profile        measured seconds in place of estimated ones
+collectives    seconds by bytes and ranks, over one link or over a cluster
+operations     seconds of single kernels on one device
+profile        measured seconds in place of estimates
 
 Note [How operations are priced]
     product      2 m k n / (peak x efficiency), times (1 + ramp / k) for the beginning and end of each tile's loop, or
                  the bytes of its matrices over the bandwidth, if that is longer
-    attention    its operations, half of them where it is causal, / (peak x efficiency), times (1 + ramp / length)
-    chain        bytes read and written / (bandwidth x efficiency): a fused kernel, or an eager one, less efficient
-    kernel       none takes less than `kernel_seconds`; a block takes `layer_seconds` more in each direction
+    attention    operations, half of them if it is causal, / (peak x efficiency), times (1 + ramp / length)
+    chain        bytes read and written / (bandwidth x efficiency): a fused kernel, or a less efficient eager one
+    kernel       takes at least `kernel_seconds`; a block takes `layer_seconds` more in each direction
 
 Note [Two levels of links]
 A ring through all ranks enters each node once and leaves it once. Inside a node it takes the fast links, and between
@@ -35,15 +35,12 @@ from fsdp_compile.passes.plan.workload import Task, Workload
 
 
 def launch_seconds(world: int, link: Link) -> float:
-    """What an all-gather or reduce-scatter among `world` ranks takes beside its bytes: `Workload.latency`.
-
-    A ring makes `world - 1` steps.
-    """
+    """Latency of an all-gather or reduce-scatter in a ring of `world - 1` steps: `Workload.latency`."""
     return link.latency + link.hop * (world - 1)
 
 
 def transfer_seconds(full_bytes: float, world: int, link: Link) -> float:
-    """What the bytes of an all-gather or reduce-scatter take: `UnitCost.gather` and `.reduce`.
+    """Seconds of the bytes of an all-gather or reduce-scatter: `UnitCost.gather` and `.reduce`.
 
     Each rank receives all but its own part, `full_bytes * (world - 1) / world`, whichever the algorithm (Chan,
     Heimlich, Purkayastha, van de Geijn: Collective communication, 2007, section 4; NCCL's rings reach it).
@@ -52,7 +49,7 @@ def transfer_seconds(full_bytes: float, world: int, link: Link) -> float:
 
 
 def all_reduce_seconds(full_bytes: float, world: int, link: Link) -> float:
-    """Seconds of one all-reduce of `full_bytes`, among `world` ranks: by ring or by tree, whichever is shorter.
+    """Seconds of an all-reduce of `full_bytes` among `world` ranks, by ring or by tree, whichever is shorter.
 
     A ring is a reduce-scatter and an all-gather. A double binary tree goes up and down, `2 log2(world)` steps, and
     moves all bytes twice (Sanders, Speck, Traff: Two-tree algorithms, 2009). NCCL chooses between the two likewise.
@@ -70,9 +67,9 @@ class Group:
     """Ranks that take part in one collective.
 
     Attributes:
-        size: how many they are.
+        size: number of ranks.
         per_node: how many of them are on one node.
-        hardware: what connects them.
+        hardware: has the links between them.
     """
 
     size: int
@@ -81,17 +78,17 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Over how many nodes they are spread."""
+        """Number of nodes."""
         return -(-self.size // self.per_node)
 
     @property
     def level(self) -> Level:
-        """Which links limit it."""
+        """The links that limit a collective."""
         return "network" if self.nodes > 1 else "node"
 
     @property
     def launch(self) -> float:
-        """Seconds of an all-gather or reduce-scatter beside its bytes."""
+        """Latency of an all-gather or reduce-scatter, in seconds."""
         node, network = self.hardware.node, self.hardware.network
         if self.nodes == 1:
             return launch_seconds(self.size, node)
@@ -107,7 +104,7 @@ class Group:
         return max(inside, transfer_seconds(full_bytes, self.nodes, rings))
 
     def all_reduce(self, full_bytes: float) -> float:
-        """Seconds of an all-reduce: by a ring, or by a tree over nodes, whichever is shorter."""
+        """Seconds of an all-reduce by a ring, or by a tree over nodes, whichever is shorter."""
         if self.size == 1:
             return 0.0
         if self.nodes == 1:
@@ -123,7 +120,7 @@ class Group:
 
 
 def peak_of(dtype: str, hardware: Hardware) -> float:
-    """Operations per second that large products in `dtype` reach. ValueError if the table has no figure for it."""
+    """Operations per second that large products in `dtype` reach. ValueError if `hardware` has no figure for it."""
     if dtype not in hardware.peak:
         known = ", ".join(hardware.peak)
         raise ValueError(f"dtype: expected one that device {hardware.name} has a figure for ({known}), found {dtype}")
@@ -138,16 +135,15 @@ def product_seconds(flops: float, moved_bytes: float, inner: float, dtype: str, 
 
 
 def attention_seconds(flops: float, length: float, backward: bool, dtype: str, hardware: Hardware) -> float:
-    """Seconds of attention over `length` keys that computes `flops`, which are half of all where it is causal."""
-    if dtype not in hardware.peak:
-        peak_of(dtype, hardware)
+    """Seconds of attention over `length` keys; `flops` leaves out what is masked."""
+    peak_of(dtype, hardware)  # checks that there is a figure
     efficiency = hardware.attention_efficiency / (hardware.attention_backward if backward else 1.0)
     computing = flops / (hardware.peak[dtype] * efficiency) * (1 + hardware.attention_ramp / max(length, 1))
     return max(computing, hardware.kernel_seconds)
 
 
 def chain_seconds(moved_bytes: float, fused: bool, hardware: Hardware) -> float:
-    """Seconds of one kernel that computes no products: a fused chain, or an eager operator."""
+    """Seconds of one kernel without products: a fused chain, or an eager operator."""
     efficiency = hardware.chain_efficiency if fused else hardware.eager_efficiency
     return max(moved_bytes / (hardware.bandwidth * efficiency), hardware.kernel_seconds)
 
@@ -159,10 +155,10 @@ def update_seconds(moved_bytes: float, hardware: Hardware) -> float:
 
 # --- profile ----------------------------------------------------------------------------------------------------------
 
-# What post_grad/plan_pass.py recorded, for another graph: seconds by stretch, that is all that computes from one
-# matrix product to the next. A plan cuts stretches into tasks, and other plans cut them elsewhere, but none makes other
-# stretches: what was measured under one plan serves another. The tasks of a stretch share its seconds in proportion to
-# their estimates.
+# A profile has the seconds of each stretch of a graph, as post_grad/plan_pass.py recorded them. A stretch is everything
+# from one matrix product to the next. Plans cut stretches into tasks at different places, but none changes the
+# stretches, so a profile measured under one plan serves another. The tasks of a stretch share its seconds in proportion
+# to their estimates.
 
 Profile = dict[str, list[float]]  # by `graph_name`, the seconds of each stretch
 MOST_SECONDS = 1_000_000  # of a stretch: twelve days, so that no sum overflows
@@ -170,21 +166,21 @@ _GRAPH_NAME = re.compile(r"(?:forward|backward|inference) of ([0-9]{1,9}) produc
 
 
 def graph_name(direction: str, stretches: Sequence[int]) -> str:
-    """What profiles call a graph: its direction, and how many matrix products begin a stretch of it."""
+    """The name of a graph in profiles: its direction and its number of matrix products."""
     return f"{direction} of {max(stretches, default=0)} products"
 
 
 def with_profile(workload: Workload, stretches: Sequence[int], direction: str, path: str) -> Workload:
-    """`workload`, of a graph in one direction, with the seconds that were measured.
+    """Return `workload`, of a graph in one direction, with measured seconds.
 
     Args:
-        workload: the graph's, with estimated seconds.
+        workload: with estimated seconds.
         stretches: the stretch of each task: 0 before the first matrix product, each product begins one.
         direction: "forward" or "backward".
         path: of the profile.
 
     Raises:
-        PlanError: the profile is none, or lacks a graph of this direction and as many products.
+        PlanError: the file is no profile, or has no graph of this direction with as many products.
     """
     profile, name = _load(path), graph_name(direction, stretches)
     if name not in profile:
@@ -193,13 +189,13 @@ def with_profile(workload: Workload, stretches: Sequence[int], direction: str, p
 
 
 def step_with_profile(workload: Workload, stretches: Sequence[int], path: str) -> Workload:
-    """`workload`, of a whole step, with the seconds that were measured in each direction.
+    """Return `workload`, of a whole step, with measured seconds in each direction.
 
-    Matrix products that backward repeats are not in the graph of the step before it is split in two. Where the
-    numbers of products differ, the whole direction is one stretch, as measured in the graph whose number is nearest.
+    The joint graph lacks the matrix products that backward repeats. If the numbers of products differ, the whole
+    direction is one stretch, as measured in the graph with the nearest number.
 
     Raises:
-        PlanError: the profile is none, or lacks a direction.
+        PlanError: the file is no profile, or lacks a direction.
     """
     profile, split, tasks = _load(path), workload.backward, list[Task]()
     before = stretches[split - 1] if split else 0
@@ -219,9 +215,9 @@ def step_with_profile(workload: Workload, stretches: Sequence[int], path: str) -
 
 
 def measured_update(path: str, sizes: Sequence[int]) -> list[float] | None:
-    """What was measured of `compile_step`: seconds before the first update, of each unit's, and until the next forward.
+    """Measured seconds of `compile_step`'s update: before the first unit's, of each unit's, until the next forward.
 
-    None if nothing was.
+    None if the profile has none.
 
     Args:
         path: of the profile.
@@ -238,23 +234,20 @@ def measured_update(path: str, sizes: Sequence[int]) -> list[float] | None:
 
 
 def _share(tasks: Sequence[Task], stretches: Sequence[int], seconds: Sequence[float]) -> list[Task]:
-    """`tasks` with the seconds of their stretches, in proportion to what each had; equally where none had any."""
+    """`tasks` with the seconds of their stretches, in proportion to their estimates, or equally without any."""
     estimated, count = [0.0] * len(seconds), [0] * len(seconds)
     for task, stretch in zip(tasks, stretches, strict=True):
         estimated[stretch] += task.seconds
         count[stretch] += 1
-    return [
-        replace(
-            task,
-            seconds=seconds[stretch]
-            * (task.seconds / estimated[stretch] if estimated[stretch] else 1 / count[stretch]),
-        )
-        for task, stretch in zip(tasks, stretches, strict=True)
-    ]
+    shared: list[Task] = []
+    for task, stretch in zip(tasks, stretches, strict=True):
+        share = task.seconds / estimated[stretch] if estimated[stretch] else 1 / count[stretch]
+        shared.append(replace(task, seconds=seconds[stretch] * share))
+    return shared
 
 
 def _load(path: str) -> Profile:
-    """The profile in a file that anybody may have written."""
+    """Read a profile, which anybody may have written."""
     try:
         table = read_json(Path(path))
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""What the nodes of a graph cost: operations, bytes and seconds, on the hardware that the configuration names.
+"""Operations, bytes and seconds of the nodes of a graph, on the hardware that the configuration names.
 
-    node_work, node_seconds   of one node that computes
-    costs_of                  of nodes, collectives and the optimizer's update, with a link
-    relative_costs            of nodes alone, in no unit, without one
+    node_work, node_seconds   of one node
+    costs_of                  of nodes, collectives and the optimizer's update, if a link is named
+    relative_costs            of nodes alone, relative to each other, if none is named
 
-What passes between loops that Inductor fuses counts no bytes, see Note [What Inductor fuses]. What a chain of loops
-takes from elsewhere is read once, what others take from it is written. Symbolic sizes count as their hints.
+Values that pass between loops that Inductor fuses count no bytes, see Note [What Inductor fuses]. The inputs of a chain
+of loops are read once, and the values that other kernels read are written. Symbolic sizes count as their hints.
 """
 
 import math
@@ -43,7 +43,7 @@ from fsdp_compile.passes.graph.nodes import (
     value_readers,
 )
 
-_FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # links have costs of their own
+_FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # priced as collectives
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read as much as they return
 _LOSSES = {aten.nll_loss_forward, aten.nll_loss_backward}  # read an element of each row
 SCATTERS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate}
@@ -61,14 +61,14 @@ _PRODUCTS = {  # kind, and which argument is the left matrix
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel, or a part of one, computes and moves. It does not depend on the hardware.
+    """Operations and bytes of a kernel, or of a part of one, on any hardware.
 
     Attributes:
-        flops: floating-point operations of matrix products, convolutions and attention, halved where it is causal.
-        read_bytes: what is read from memory.
-        written_bytes: what is written to it.
-        kind: "chain" is fused loops, "operator" one that runs eagerly and computes no products; one matrix of a
-            "product" is a parameter or the gradient of one.
+        flops: floating-point operations of matrix products, convolutions and attention, halved if it is causal.
+        read_bytes: bytes read from memory.
+        written_bytes: bytes written to memory.
+        kind: "chain": fused loops; "operator": an eager one without products; one matrix of a "product" is a parameter
+            or the gradient of one.
         inner: elements that a product sums over, keys of attention; 0: not known.
         dtype: in which products and attention compute.
         causal: of attention, whether no token sees those that follow it.
@@ -89,11 +89,11 @@ class Work:
 
     @property
     def full_flops(self) -> int:
-        """Operations as if every token saw all others."""
+        """Operations of attention without a causal mask."""
         return self.flops * (1 + self.causal)
 
     def seconds(self, hardware: Hardware) -> float:
-        """How long it takes as one kernel: Note [How operations are priced]."""
+        """Seconds as one kernel: Note [How operations are priced]."""
         if self.kind in ("chain", "operator"):
             return chain_seconds(self.moved_bytes, self.kind == "chain", hardware)
         if self.kind.startswith("attention"):
@@ -106,7 +106,7 @@ def node_work(node: fx.Node, fused: bool = True) -> Work:
 
     Args:
         node: any node.
-        fused: whether Inductor fuses loops; otherwise every operator reads what it is given and writes its result.
+        fused: whether Inductor fuses loops; otherwise every operator reads its inputs and writes its result.
     """
     is_free = is_passed_on(node) or is_scalar(node) or getattr(node.target, "namespace", None) in _FREE_NAMESPACES
     if node.op != "call_function" or is_free:
@@ -144,7 +144,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    """Whether this is attention, or its backward, in which no token sees those that follow it: half is computed."""
+    """Whether this is causal attention, or its backward, which computes half."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
     if "is_causal" not in names:
@@ -154,7 +154,7 @@ def _is_causal(node: fx.Node) -> bool:
 
 
 def node_seconds(node: fx.Node, hardware: Hardware) -> float:
-    """How long `node` computes, as `hardware` says; what passes between loops takes nothing."""
+    """Seconds that `node` computes on `hardware`; values that pass between loops take none."""
     work = node_work(node)
     if not work.flops:  # a part of a kernel, which alone takes some least time
         return work.moved_bytes / (hardware.bandwidth * hardware.chain_efficiency)
@@ -162,7 +162,7 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
 
 
 def dtype_of(node: fx.Node) -> str:
-    """In which dtype a node computes: that of its first floating-point input."""
+    """The dtype in which a node computes: that of its first floating-point input."""
     inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
     dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
     return str(next(dtypes, torch.float32)).removeprefix("torch.")
@@ -202,7 +202,7 @@ def _numel(tensor: torch.Tensor) -> int:
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of what `node` computes; of sizes that are symbolic, their hints. 0 if it is no tensor."""
+    """Bytes of the tensor that `node` computes, by the hints of symbolic sizes; 0 if it is no tensor."""
     value = node.meta.get("val")
     return size_hint(value.numel()) * value.element_size() if isinstance(value, Tensor) else 0
 
@@ -212,18 +212,18 @@ def size_of(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What things cost.
+    """Prices of a graph's nodes, of its collectives and of the update.
 
     Attributes:
         node: seconds that a node computes.
-        collective: seconds that a link needs for what this node starts, without latency.
-        latency: seconds that each launch takes beside that.
+        collective: seconds of the collective that a node starts, without latency.
+        latency: seconds of each launch beside that.
         memory: whether bytes are counted too.
-        update_seconds: seconds that one kernel of an optimizer takes to read or write so many bytes.
+        update_seconds: seconds of one kernel of an optimizer that moves so many bytes.
         norm: seconds of the all-reduce of a number.
         host_gap: seconds from the last update to the next forward.
-        rank_check_seconds: of the message by which ranks compare what they know of prefetched gathers; 0: it does not
-            go over the link.
+        rank_check_seconds: seconds of the message by which ranks compare their prefetched gathers; 0: it does not go
+            over the link.
         host_bandwidth: bytes per second between the device and the memory of its host; None: there is no such copy.
     """
 
@@ -243,7 +243,7 @@ _FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
 
 
 def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
-    """Costs of nodes and collectives by `config.link` and `config.device`; None without a link.
+    """Return the costs of nodes and collectives on `config.link` and `config.device`; None without a link.
 
     Raises:
         ValueError: a name is unknown.
@@ -283,7 +283,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
 
 
 def relative_costs(graph: fx.Graph) -> Costs:
-    """Costs where no link is named: how long a task takes relative to others, in no unit, on this kind of device."""
+    """Return costs in no unit, for when no link is named: how long tasks take relative to each other."""
     starts = tagged(graph, "gather", "reduce")
     kind = starts[0].meta["val"].device.type if starts else "cpu"
     flops_per_byte = _FLOPS_PER_BYTE.get(kind, _FLOPS_PER_BYTE["cuda"])

@@ -1,10 +1,10 @@
-"""When what a graph computes is alive, and how many bytes that are at each of its nodes."""
+"""When the values of a graph are alive, and how many bytes that is at each of its nodes."""
 
 # Gathered and packed buffers are not counted: those are part of the plan. A buffer is alive from the node that computes
-# it to the last one that reads it or a view of it. Inputs are alive throughout in a forward graph, whose caller holds
-# them; in backward what was saved is freed after its last reader. What Inductor may compute in its readers (Note [What
-# Inductor fuses]) keeps alive what it is computed from as long as they run. With one such reader, and if it is a
-# constant, it has no memory itself. With several it is stored if it reads many buffers; otherwise Inductor decides, and
+# it to the last one that reads it or a view of it. Inputs of a forward graph are alive throughout, as its caller holds
+# them; in backward, saved tensors are freed after their last reader. A value that Inductor may compute in its readers
+# (Note [What Inductor fuses]) keeps its own inputs alive as long as those run. It has no memory itself if it is a
+# constant or has one such reader. With several it is stored if it reads many buffers; otherwise Inductor decides, and
 # both count, so that the sum is an upper bound.
 
 import operator
@@ -22,7 +22,7 @@ from fsdp_compile.passes.graph.nodes import get_tag, is_view, may_be_inlined, re
 
 @dataclass(frozen=True)
 class Lifetime:
-    """When something is alive: from position `begin` to position `last`; `node` computes it, or None."""
+    """A value of `node`, or of none, that is alive from position `begin` to position `last`, in bytes `size`."""
 
     node: fx.Node | None
     begin: int
@@ -39,18 +39,18 @@ def lifetimes(
     stored: Set[fx.Node] = frozenset(),
     late: Mapping[fx.Node, int] = MappingProxyType({}),
 ) -> list[Lifetime]:
-    """What is alive at which positions.
+    """Return when each value is alive.
 
     Args:
         graph: the graph.
-        position: positions of the nodes that compute; all others are counted by somebody else.
-        packed: nodes that write into memory that is counted elsewhere, and by which position they have run: nothing
-            else holds a matrix product in its place, so what it reads may be alive until then.
+        position: positions of the nodes that compute; others are not counted.
+        packed: nodes that write into memory counted elsewhere, and the position by which they have run: as nothing
+            fixes the place of a matrix product, its inputs may be alive until then.
         added: `(position, bytes)` that are alive from there to the end.
-        joint: whether the graph is still to be split into forward and backward, so that it is open what backward
-            computes again.
-        stored: nodes that have memory, whoever reads them.
-        late: nodes that may yet become packed, and by which position they have run then.
+        joint: whether the graph is still to be split into forward and backward, so that backward may compute values
+            again.
+        stored: nodes whose value is stored, whoever reads it.
+        late: nodes that may yet become packed, and the position by which they then have run.
     """
     end = len(position)
     in_readers = inlined(graph, joint) - stored
@@ -77,7 +77,7 @@ def live_bytes(alive: Iterable[Lifetime], end: int) -> list[int]:
 
 
 def last_uses_of(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> dict[fx.Node, int]:
-    """Position of the last node that reads what a node computes, also through what has no memory of its own.
+    """Position of the last node that reads each value, also through values without memory of their own.
 
     Args:
         graph: the graph, whose nodes stand before their users.
@@ -99,7 +99,7 @@ def last_uses_of(graph: fx.Graph, latest: Mapping[fx.Node, int], inlined: Set[fx
 
 
 def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.Node]) -> int:
-    """Bytes that `node` allocates on the device, or that an input brings."""
+    """Bytes that `node` allocates on the device, or the size of an input."""
     if (tag := get_tag(node)) is not None and tag.kind == "host":
         return 0
     if node.op == "placeholder":
@@ -114,13 +114,13 @@ def _own_size(node: fx.Node, position: Mapping[fx.Node, int], inlined: Set[fx.No
 
 
 def inlined(graph: fx.Graph, joint: bool) -> set[fx.Node]:
-    """The nodes that loops which read them may compute for themselves.
+    """The nodes that the loops which read them may compute for themselves.
 
-    Inductor stores what several read if that takes more than `realize_reads_threshold` buffers to compute. In a joint
-    graph those may yet become readers in backward that compute it again.
+    Inductor stores a value with several readers if computing it reads more than `realize_reads_threshold` buffers. In a
+    joint graph, readers in backward may yet compute it again.
     """
     result: set[fx.Node] = set()
-    buffers: dict[fx.Node, frozenset[fx.Node]] = {}  # which ones a loop reads that computes a node
+    buffers: dict[fx.Node, frozenset[fx.Node]] = {}  # that a loop reads to compute a node
     for node in graph.nodes:
         if is_view(node):
             buffers[node] = buffers[node.args[0]]

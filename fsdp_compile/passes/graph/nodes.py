@@ -1,7 +1,7 @@
-"""What a node of a graph is: to us, by its tag; and of which kind, a view, a matrix product, a loop.
+"""Tags of nodes, and kinds of nodes: views, matrix products, loops.
 
-Passes match tags and our own operators, never node names or shapes of graphs. All that looks at kinds asks here, so
-that views, products and fusion mean the same to planned seconds, to planned memory and to the passes that edit graphs.
+Passes match tags and our own operators, never node names or shapes of graphs. All code asks here for kinds, so that
+views, products and fusion mean the same to planned seconds, to planned memory and to the passes that edit graphs.
 """
 
 import operator
@@ -21,48 +21,35 @@ _KEY = "fsdp_compile"
 _OWN_KEYS = (_KEY, "val", "tensor_meta", "eager_input_vals", "recompute", "ac_graph_id")  # that no other node inherits
 
 Kind = Literal[
-    "cast",
-    "local",
-    "maximum",
-    "gather",
-    "wait",
-    "view",
-    "pack",
-    "add_accumulated",
-    "defer_reduce",
-    "scale",
-    "reduce",
-    "wait_reduce",
-    "mean",
-    "update",
-    "host",
-]
+    "cast", "local", "maximum", "gather", "wait", "view", "pack", "add_accumulated", "defer_reduce", "scale", "reduce",
+    "wait_reduce", "mean", "update", "host",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What a node does for which unit.
+    """What a node does, and for which unit.
 
     Attributes:
-        kind: what the node does:
+        kind: one of:
             cast            of the shard before its gather, or of a gradient before it is packed
             local           computed on the shard, so that what is gathered is smaller
-            maximum         of parameters, over all ranks: the all-reduce, its wait, and what is taken from it
+            maximum         of parameters, over all ranks: the all-reduce, its wait, and views of the result
             gather, wait    all-gather of the parameters, and the wait for it
             view            of one parameter in the gathered buffer
             pack            the gradients into one buffer
-            add_accumulated  to that the gradients that were accumulated under no_sync
+            add_accumulated  adds to that the gradients accumulated under no_sync
             defer_reduce    passes packed gradients to the eager runtime, which reduces them later
             scale           of gradients, around a sum in float16
             reduce, wait_reduce  reduce-scatter or all-reduce, and the wait for it
-            mean            of the rows that an all-to-all brought in place of a reduce-scatter
+            mean            of the rows that an all-to-all received, in place of a reduce-scatter
             update          of the unit by the optimizer, in backward
-            host            a copy of an activation in the memory of the host
+            host            a copy of an activation in host memory
         unit: index of the unit in order of its first gather in the traced forward; -1 if that is in another graph.
-        path: where the unit's module is in the model, for people.
+        path: of the unit's module in the model, for people.
         reshard: whether the unit's gathered buffer is freed between forward and backward; None: not decided yet.
         launch: which coalesced launch of the plan a gather or reduce belongs to; None: it is launched alone.
-        arrives: seconds into the forward at which the gather ends that the step before has launched, by the plan of the
+        arrives: if the step before launches the gather: seconds into the forward at which it ends, by the plan of the
             whole step; None: the forward launches it itself.
     """
 
@@ -83,19 +70,19 @@ def set_tag(node: fx.Node, tag: Tag) -> None:
 
 
 def get_tag(node: fx.Node) -> Tag | None:
-    """The tag of `node`, or None."""
+    """Return the tag of `node`, or None."""
     return node.meta.get(_KEY)
 
 
 def tag_of(node: fx.Node) -> Tag:
-    """The tag of `node`, which has one."""
+    """Return the tag of `node`, which must have one."""
     tag = get_tag(node)
     assert tag is not None
     return tag
 
 
 def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
-    """The nodes with a tag of one of `kinds`, in graph order; not a placeholder that brings what such a node made."""
+    """The nodes with a tag of one of `kinds`, in graph order, without placeholders."""
     calls = (node for node in graph.nodes if node.op == "call_function")
     return [n for n in calls if (tag := get_tag(n)) is not None and tag.kind in kinds]
 
@@ -104,9 +91,9 @@ Emit = Callable[..., fx.Node]  # (kind, target, *args, **kwargs)
 
 
 def emitter(graph: fx.Graph, before: fx.Node, tag: Tag, like: fx.Node | None = None) -> Emit:
-    """A function that adds a node before `before`, tagged like `tag` but for its kind, with the value it would have.
+    """Return a function that adds a node before `before`, with its fake value and with `tag` of another kind.
 
-    Metadata come from `like`, or else from `before`, except for what decides about recomputation: `reshard` does that.
+    Other metadata come from `like`, or else from `before`, except for recomputation, which `reshard` decides.
     """
     inherited = {key: value for key, value in (like or before).meta.items() if key not in _OWN_KEYS}
     mode = (like or before).meta["val"].fake_mode
@@ -131,7 +118,7 @@ def is_ours(graph: fx.Graph, markers: Iterable[object]) -> bool:
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of a joint graph that follow from the gradients of outputs, and these."""
+    """The gradients of outputs in a joint graph, and all nodes computed from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
@@ -140,7 +127,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward called `node`, or what it is the derivative of; only for people."""
+    """Path of the module whose forward called `node`, or whose derivative it is; only for people."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     source = next(reversed(stack.values()))[0] if stack else ""
     words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))
@@ -188,7 +175,7 @@ SAME_ORDER = frozenset(
 
 
 def packet_of(node: fx.Node) -> Any:
-    """What `node` calls, whichever the overload."""
+    """The operator that `node` calls, without its overload."""
     return getattr(node.target, "overloadpacket", node.target)
 
 
@@ -219,22 +206,22 @@ def is_view_or_cast(node: fx.Node) -> bool:
 
 
 def is_passed_on(node: fx.Node) -> bool:
-    """Whether the value of `node` is in the memory of its first argument: a view, an element of a tuple, a constant."""
+    """Whether `node` shares memory with its first argument: a view, an element of a tuple, a constant."""
     return is_view(node) or node.target is operator.getitem or packet_of(node) is aten.lift_fresh_copy
 
 
 def is_scalar(node: fx.Node) -> bool:
-    """Whether `node` is a scalar, such as a size, and no tensor."""
+    """Whether `node` is a number, such as a size, and no tensor."""
     return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator gives another result each time."""
+    """Whether the operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether the operator gives the same result whenever it is called, and does nothing else."""
+    """Whether the operator is deterministic and has no side effects."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return node.target is operator.getitem
@@ -242,7 +229,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def derived(node: fx.Node, kind: Callable[[fx.Node], bool] = is_view_or_cast) -> list[fx.Node]:
-    """The users of `node` that are of a kind, by default views and casts, and theirs; each once."""
+    """The users of `node` that are of a kind, by default views and casts, and their users of that kind; each once."""
     members: dict[fx.Node, None] = {}
     work = [node]
     while work:
@@ -253,7 +240,7 @@ def derived(node: fx.Node, kind: Callable[[fx.Node], bool] = is_view_or_cast) ->
 
 
 def reads(node: fx.Node, through: Callable[[fx.Node], bool] = is_view) -> Iterator[fx.Node]:
-    """The nodes that read `node`, also through views, in the order of users; once for each way to it."""
+    """The nodes that read `node`, also through views, in the order of users; once for each path."""
     for user in node.users:
         if through(user):
             yield from reads(user, through)
@@ -270,13 +257,13 @@ def readers(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def flop_formula(node: fx.Node) -> Callable[..., Any] | None:
-    """How torch counts the floating-point operations of what `node` calls. None: torch does not count them."""
+    """Torch's formula for the floating-point operations of `node`; None if it has none."""
     packet = packet_of(node)
     return flop_registry.get(_COUNTED_AS.get(packet, packet))
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether the node does the kind of work that hides communication: an operator in torch's flop counter.
+    """Whether the node computes enough to hide communication: an operator in torch's flop counter.
 
     Attention on the CPU and flex attention have a formula too, but no graph is cut into tasks at them.
     """
@@ -299,15 +286,9 @@ def is_product(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether the node computes each element from elements of its inputs."""
-    is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
-    return is_tagged or _is_scatter_upon_constant(node)
-
-
-def _is_scatter_upon_constant(node: fx.Node) -> bool:
-    """Whether the node puts a number into a constant, which Inductor rewrites as a comparison of indices."""
-    if node.target is not aten.scatter.value:
-        return False
-    return isinstance(node.args[0], fx.Node) and packet_of(node.args[0]) in _CONSTANTS
+    if node.target is aten.scatter.value and isinstance(node.args[0], fx.Node):
+        return packet_of(node.args[0]) in _CONSTANTS  # then Inductor rewrites it as a comparison of indices
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet_of(node) in _POINTWISE
 
 
 def is_loop(node: fx.Node) -> bool:
@@ -317,12 +298,12 @@ def is_loop(node: fx.Node) -> bool:
 
 
 def value_readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read the value of `node`; those that ask for its size alone do not."""
+    """The nodes that read the value of `node`, and not only its size."""
     return (reader for reader in reads(node, is_passed_on) if not is_scalar(reader))
 
 
 def stays_in_loops(node: fx.Node) -> bool:
-    """Whether the value of `node` passes between loops alone. See Note [What Inductor fuses]."""
+    """Whether only loops read and compute the value of `node`. See Note [What Inductor fuses]."""
     return is_loop(node) and all(map(is_loop, value_readers(node)))
 
 

@@ -1,11 +1,11 @@
-"""A plan is data: which unit is gathered, waited for, freed and reduced before which task of a step.
+"""A plan as data: which unit is gathered, waited for, freed and reduced before which task of a training step.
 
-As text, one line for each step, to read, edit and load again:
+As text it has one line for each step, to read, edit and load again:
 
     at   0  gather       blocks.0 blocks.1      # one coalesced launch
     at   1  wait         blocks.0 blocks.1
 
-`verify` checks any plan without the planner's help, and `simulate` times it.
+`verify` checks any plan, also one that the planner did not make, and `simulate` gives its time and memory.
 """
 
 from collections import Counter
@@ -25,8 +25,8 @@ class Step(NamedTuple):
     Attributes:
         kind: gather (start an all-gather), wait (for it), free (the gathered buffer), reduce (start a reduce-scatter),
             wait_reduce (wait for it, which frees its input; hybrid sharding: and start the all-reduce over replicas).
-        units: names; several of a gather or reduce are one coalesced launch.
-        at: the task that follows; the number of tasks for what comes after the last one.
+        units: names; several units of a gather or reduce are one coalesced launch.
+        at: the task that follows; after the last one, the number of tasks.
     """
 
     kind: Kind
@@ -43,7 +43,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in the order in which they are issued; equal on all ranks."""
+    """Steps in the order of issue, equal on all ranks."""
 
     steps: tuple[Step, ...]
 
@@ -56,7 +56,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Read what `str` gives. PlanError, with the number of the line, if it cannot be read."""
+        """Read the text that `str` gives. PlanError, with the number of the line, if it cannot be read."""
         return cls(tuple(_parsed(text)))
 
 
@@ -79,12 +79,12 @@ _FOLLOWS = {"gather": "free", "wait": "gather", "free": "wait", "reduce": None, 
 
 
 def verify(workload: Workload, plan: Plan, budget: int | None = None) -> None:
-    """Raise PlanError, naming the step, the unit and the rule, if `plan` is not one for `workload`.
+    """Raise PlanError, naming the step, the unit and the rule, if `plan` is not a correct plan for `workload`.
 
     Args:
-        workload: what the step computes.
+        workload: the step.
         plan: any plan, also one written by hand.
-        budget: the most bytes that may live at once; None: no limit.
+        budget: bytes that may live at most; None: no limit.
     """
     _check_steps(workload, plan)
     _check_cycles(plan, held_units(workload, plan))
@@ -107,7 +107,7 @@ def _check_steps(workload: Workload, plan: Plan) -> None:
 
 
 def held_units(workload: Workload, plan: Plan) -> frozenset[str]:
-    """The units that are kept for a backward that comes first: what happens to them first is that they are freed."""
+    """The units that the step before has kept for a backward that comes first: their first step is a free."""
     first: dict[str, Kind] = {}
     for step in plan.of("gather", "wait", "free") if workload.forward else ():
         first.update((name, step.kind) for name in step.units if name not in first)
@@ -115,7 +115,7 @@ def held_units(workload: Workload, plan: Plan) -> frozenset[str]:
 
 
 def _check_cycles(plan: Plan, held: frozenset[str]) -> None:
-    """A unit is gathered, waited for, freed, gathered; reduced, waited for; each launch is waited for as a whole."""
+    """Each unit is gathered, waited for, freed, in turn; reduced and waited for once; launches are waited for whole."""
     last: dict[tuple[bool, str], Step] = {(False, name): Step("wait", (name,), 0) for name in held}
     for step in plan.steps:
         reduces = step.kind in ("reduce", "wait_reduce")
@@ -136,7 +136,7 @@ def _check_cycles(plan: Plan, held: frozenset[str]) -> None:
 
 
 def _open_intervals(workload: Workload, plan: Plan, name: str) -> Iterator[tuple[int, int, int]]:
-    """From each gather of a unit: where it is gathered, waited for, and freed; before and after the step too."""
+    """Where each gather of a unit is issued, waited for, and freed; -1 and above all: outside of the step."""
     at = [step.at for step in plan.of("gather", "wait", "free") if name in step.units]
     if name in held_units(workload, plan):
         at = [-1, -1, *at, len(workload.tasks) + 1]
@@ -161,7 +161,6 @@ def _check_reads(workload: Workload, plan: Plan) -> None:
 # in forward for backward only if backward reads the same buffer, and the search issues no gather of backward before
 # the first task of backward.
 def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> None:
-    """Whether what is gathered between `gather` and `free` may be: Note [What may cross from forward to backward]."""
     unit, crosses = workload.units[index], gather < workload.backward < free
     keeps = crosses and any(first < free for first, _ in [workload.reads_in_backward.get(index, (free, free))])
     if crosses and not keeps:
@@ -171,11 +170,10 @@ def _check_boundary(workload: Workload, index: int, gather: int, free: int) -> N
 
 
 # Note [What may cross from one step to the next]
-# In a step with updates forward comes last, and is that of the next step. A unit's values are new from its update on,
-# so that is where its gather may be issued first, if it gathers the shard as it is stored. Nothing is under way at the
-# end, where the next backward begins; a unit that is kept unsharded is there, at the end as at the beginning.
+# In a step with updates forward comes last, and is that of the next step. A unit has its new values after its update,
+# so its gather may be issued from there on, if it gathers the shard as it is stored. At the end, where the next
+# backward begins, no collective is under way, and units that are kept unsharded are gathered, as at the beginning.
 def _check_next_forward(workload: Workload, index: int, gather: int, free: int) -> None:
-    """Whether what is gathered between `gather` and `free` may be: Note [What may cross from one step to the next]."""
     unit, forward = workload.units[index], workload.forward
     outside = gather < 0 or free > len(workload.tasks)
     if outside and (unit.keep_unsharded is False or not free > workload.reads_in_backward.get(index, (free, 0))[0]):
@@ -209,15 +207,15 @@ def _check_budget(workload: Workload, plan: Plan, budget: int) -> None:
         raise PlanError(f"budget: expected at most {budget} bytes, found {memory[over]} at task {over}, {name}")
 
 
-# --- what a plan takes ------------------------------------------------------------------------------------------------
+# --- time and memory of a plan ----------------------------------------------------------------------------------------
 
 # There is one computing stream, one link for gathers and reduces, one for the all-reduce over replicas. A launch starts
-# when what was issued before it on the computing stream is done and its link is free; a wait holds the computing stream
-# until the launch is done. Memory is counted in the order of issue, as allocators do.
+# when everything issued before it on the computing stream is done and its link is free; a wait holds the computing
+# stream until the launch is done. Memory is counted in the order of issue, as allocators do.
 
 
 class Span(NamedTuple):
-    """What ran from `start` to `end`, in seconds from the beginning of the step."""
+    """A task or collective that ran from `start` to `end`, in seconds from the beginning of the step."""
 
     name: str
     start: float
@@ -231,15 +229,15 @@ class Span(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What a plan takes.
+    """Time and memory of a plan.
 
     Attributes:
         compute: the tasks.
         link: the gathers and reduces.
         norms: the all-reduces of norms, on the same link.
         replicas: the all-reduces over replicas.
-        memory: the most bytes that live at once while a task runs or right before it, for each task; a last entry for
-            what follows the last one.
+        memory: for each task, the most bytes that live at once while it runs or right before it; a last entry for the
+            time after the last task.
         makespan: seconds from the first launch to the end of all tasks and collectives.
     """
 
@@ -261,7 +259,7 @@ class Timeline:
         return self.makespan - sum(span.seconds for span in self.compute)
 
     def exposed_of(self, collective: Span) -> float:
-        """Seconds of a collective that no task covers."""
+        """Seconds of a collective during which no task runs."""
         return collective.seconds - sum(
             max(0.0, min(task.end, collective.end) - max(task.start, collective.start)) for task in self.compute
         )
@@ -288,7 +286,7 @@ class Machine:
         self.written: set[int] = set()  # units whose packed buffer has memory
 
     def note_memory(self, at: int, beneath: int) -> None:
-        """Count what lives before or while a task runs, `beneath` bytes among it."""
+        """Note the bytes that live before or while a task runs: the buffers and `beneath`."""
         if self.live + beneath > self.timeline.memory[at]:
             self.timeline.memory[at] = self.live + beneath
 
@@ -320,7 +318,7 @@ class Machine:
             self.done[step.kind, name] = self.link
 
     def _arrive(self, step: Step) -> None:
-        """A gather that was launched before: the link has been busy with it from the beginning, or it is done."""
+        """A gather launched before the step: the link is busy with it from the beginning, or it is done."""
         for name in step.units:
             start = self.link
             self.done["gather", name] = self.link = max(start, self.arrives.pop(name, start))
@@ -351,13 +349,13 @@ class Machine:
         self.timeline.compute.append(Span(task.name, start, self.now))
 
     def end(self) -> Timeline:
-        """What has run, when everything has ended."""
+        """The timeline, once everything has ended."""
         self.timeline.makespan = max(self.now, self.link, self.replicas)
         return self.timeline
 
 
 def simulate(workload: Workload, plan: Plan) -> Timeline:
-    """Run `plan`, which `verify` has passed, on `workload`."""
+    """Return the time and memory of `plan`, which must pass `verify`."""
     machine = Machine(workload, held_units(workload, plan))
     steps = iter([*plan.steps, None])
     step = next(steps)
@@ -371,12 +369,12 @@ def simulate(workload: Workload, plan: Plan) -> Timeline:
 
 
 def prefetched(workload: Workload, plan: Plan) -> list[Step]:
-    """The steps of `plan` that gather for the next forward behind updates, in order."""
+    """The gathers of `plan` that are issued behind updates for the next forward, in order."""
     return [step for step in plan.of("gather") if workload.end_of_backward < step.at < workload.forward]
 
 
 def arrivals_in_forward(workload: Workload, plan: Plan) -> dict[str, float]:
-    """By unit, how long after forward begins the gather ends that `plan` issues behind updates; in their order."""
+    """By unit, seconds into forward at which the gather ends that `plan` issues behind updates; in their order."""
     if not workload.forward:
         return {}
     timeline, steps = simulate(workload, plan), plan.of("gather", "reduce")

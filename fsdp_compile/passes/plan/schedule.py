@@ -86,7 +86,7 @@ def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int 
 
 
 class _Preference(NamedTuple):
-    """What the scheduler prefers.
+    """What the scheduler launches first, and how early.
 
     Attributes:
         reduce_first: a reduce that is ready goes before a gather.
@@ -156,9 +156,9 @@ def _by_rules(workload: Workload) -> Iterator[_Candidate]:
 
 
 def _limits(workload: Workload, peaks: set[int]) -> list[int]:
-    """Limits on memory: what plans by rules need, and room for more and more buffers, up to where all fit."""
+    """Limits on memory: the peaks of plans by rules, and room for more and more buffers, until all fit."""
     sizes = [unit.gathered for unit in workload.units]
-    # Bytes of a buffer; of many small ones and a few large ones, enough that there are few limits.
+    # Bytes of a buffer; if there are many small ones and a few large ones, so many that there are few limits.
     typical = max(1, int(median(sizes)), sum(sizes) // (4 * len(sizes))) if sizes else 1
     least, most = smallest_budget(workload), max((task.memory for task in workload.tasks), default=0)
     most += sum(2 * unit.gathered + unit.packed for unit in workload.units)
@@ -179,9 +179,9 @@ def _within(
     best: _Candidate | None,
     enough: float,
 ) -> _Candidate:
-    """A plan within `limit` bytes that is shorter than `best`, or that one; `enough` seconds are short enough.
+    """The shortest plan within `limit` bytes that is found, or `best`; the search ends at `enough` seconds.
 
-    Preferences are changed one after the other.
+    Starts from the preference that led to `best`, and changes one thing after the other.
     """
     preference = (best and best.preference) or _Preference(together=coalesce)
     for keep in keeps:
@@ -199,7 +199,7 @@ def _within(
 
 
 def _keeps(workload: Workload, limit: int) -> list[frozenset[int]]:
-    """What to keep, the units that backward reads first: all that fit, or one; of a few any number."""
+    """Sets of units to keep unsharded: of those that backward reads first all that fit, or one; of up to four, any."""
     units = sorted(workload.may_keep, key=lambda unit: workload.reads_in_backward[unit])
     if len(units) <= 4:
         subsets = (set(each) for count in range(len(units) + 1) for each in combinations(units, count))
@@ -219,8 +219,8 @@ _Gather = tuple[int, int, int]  # unit, first and last task that read it
 class _Scheduler:
     """Makes plans that keep `keep` unsharded, within `limit` bytes.
 
-    What a task needs and no preference has launched before is launched right before it, and as many reduces are waited
-    for as make room for it.
+    Right before each task, the collectives that it needs and that have not been launched are launched, and reduces are
+    waited for until there is room.
     """
 
     def __init__(self, workload: Workload, keep: frozenset[int], limit: float) -> None:
@@ -241,7 +241,7 @@ class _Scheduler:
         self.need = [task.memory for task in workload.tasks]  # of each task, with the gradients that it begins to write
         for unit, first, _ in reduces:
             self.need[first] += units[unit].packed
-        # Seconds that computing, gathers and reduces take from each one on.
+        # Seconds that all tasks, gathers and reduces from each one on take.
         self.left = _sums_from_each([task.seconds for task in workload.tasks])
         self.unsent_gathers = _sums_from_each([units[unit].gather for unit, _, _ in gathers])
         self.unsent_reduces = _sums_from_each([units[unit].reduce for unit, _, _ in reduces])
@@ -255,7 +255,7 @@ class _Scheduler:
     def _openings(self, gathers: list[_Gather]) -> tuple[list[int], list[int]]:
         """From which task on each gather may be launched; and the task behind an update before which it may be, alone.
 
-        Beside each task there has to be room for what it needs and for the gathers that are launched early.
+        Each task in between must have room for its own buffers and for the gathers that are launched early.
         """
         opens, alone, latest, sums = list[int](), list[int](), 0, [0, *accumulate(self.sizes)]
         rooms = [
@@ -273,7 +273,7 @@ class _Scheduler:
         return opens, alone
 
     def run(self, preference: _Preference, most: float = inf) -> _Candidate | None:
-        """The plan that follows from a preference; None if it takes more than `most` seconds."""
+        """The plan that a preference gives; None if it takes more than `most` seconds."""
         self.machine, self.steps = Machine(self.workload, self.held), list[Step]()
         self.waits = deque[tuple[int, tuple[str, ...]]]()  # of gathers: before which task, what
         self.pending = deque[tuple[float, tuple[str, ...]]]()  # reduces: when they are done, what
@@ -313,7 +313,7 @@ class _Scheduler:
             self._make_room(self.need[self.at])
 
     def _preferred(self, preference: _Preference) -> tuple[Kind, int] | None:
-        """The next launch: what there is room for, unless the link is busy anyway."""
+        """The next launch for which there is room; None if there is none, or the link is busy anyway."""
         lacks, idle = self.gathered < self.read, not self._is_busy()
         reduces = gathers = 0
         if idle:
@@ -330,14 +330,14 @@ class _Scheduler:
         return ("gather", gathers) if gathers else None
 
     def _is_busy(self) -> bool:
-        """Whether the link is busy beyond the next task: what is launched now may as well be launched after it."""
+        """Whether the link is busy until after the next task, so that a launch may as well wait for that."""
         if self.at == self.count:
             return False
         start = max(self.machine.now, self.ends[self.read - 1] if 0 < self.read <= self.gathered else 0.0)
         return self.machine.link > start + self.workload.tasks[self.at].seconds
 
     def _may_gather(self, most: float, patient: bool) -> int:
-        """How many gathers the next launch may take, in the room that there is, or that waits for reduces can make."""
+        """How many gathers the next launch may take; if `patient`, reduces may be waited for to make room."""
         count = size = 0
         beneath = max(self.workload.between[self.at], self.need[self.at] if self.at < self.count else 0)
         room = inf if patient else self.limit - self.machine.live - beneath
@@ -395,15 +395,15 @@ def _sums_from_each(numbers: list[float]) -> list[float]:
 # --- plans by rules ---------------------------------------------------------------------------------------------------
 
 # The units of one module (of two dtypes, or frozen beside trained parameters) are gathered together. A rule that looked
-# one such unit ahead would reach the unit that is read next, and nothing would hide the module after that.
+# ahead by units would reach only the same module, and nothing would hide the gather of the next one.
 
 _Position = tuple[int, int, int]  # before which task; 0: frees, 1: reduces, 2: gathers, 3: the end; order among these
 
 
 def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool, in_flight: int) -> Plan:
-    """The plan with a fixed prefetch distance: gathers so many units ahead, reduces as they get ready.
+    """The plan with a fixed prefetch distance. Reduces are issued as they get ready.
 
-    The last unit of forward stays for backward, which reads it first, where the step leaves that open.
+    The last unit of forward stays gathered for backward, which reads it first, if the step leaves that open.
 
     Args:
         workload: the step.
@@ -423,11 +423,11 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
 
 
 def alternating(workload: Workload) -> Plan:
-    """The plan by which a backward has one gathered buffer beside the one that it reads, or one reduce: not both.
+    """The plan whose backward holds, beside the unit that computes, one prefetched buffer or one reduce, never both.
 
-    Reduces and gathers share a link. While a unit computes its backward, first the reduce of the unit before is under
-    way, then the gather of the next one, each for a part of that time as large as its part of the bytes. If they take
-    less time than computing does, no more is exposed than with both at once, and a buffer less is alive.
+    Reduces and gathers share a link. While a unit computes its backward, the reduce of the unit before is under way
+    first, then the gather of the next one; the time is divided in proportion to their bytes. If they take less time
+    than computing, no more is exposed than with both at once, and one buffer less is alive.
     """
     gathers, reduces = workload.gathers(_keep_by_rule(workload)), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
@@ -458,13 +458,13 @@ def alternating(workload: Workload) -> Plan:
 
 
 def _keep_by_rule(workload: Workload) -> frozenset[int]:
-    """What has to be kept unsharded, and the unit that forward reads last, if it may be."""
+    """The units that have to stay unsharded, and the one that forward reads last, if it may."""
     forward = sorted(workload.reads_in_forward, key=lambda unit: workload.reads_in_forward[unit])
     return workload.must_keep | (set(forward[-1:]) & set(workload.may_keep))
 
 
 def _modules(workload: Workload, gathers: list[_Gather]) -> list[Sequence[int]]:
-    """Which of `gathers` are of one module and follow each other."""
+    """The positions in `gathers`, grouped by module."""
     names = [workload.units[unit].module or workload.units[unit].name for unit, _, _ in gathers]
     return [list(group) for _, group in groupby(range(len(gathers)), key=names.__getitem__)]
 
@@ -472,8 +472,10 @@ def _modules(workload: Workload, gathers: list[_Gather]) -> list[Sequence[int]]:
 def _ahead(
     workload: Workload, gathers: list[_Gather], offset: int, start: int, distance: int, before_wait: bool
 ) -> list[_Position]:
-    """Where `gathers`, the first of which is number `offset`, are issued: of the first `distance` modules before task
-    `start`, of others beside the first wait of the module so many before.
+    """Where `gathers`, the first of which is number `offset`, are issued.
+
+    The first `distance` modules are gathered before task `start`, others beside the first wait of the module that is so
+    many before.
     """
     modules, positions = _modules(workload, gathers), list[_Position]()
     for index, module in enumerate(modules):
@@ -486,7 +488,7 @@ def _ahead(
 
 
 def _beside_wait(at: int, index: int, before_wait: bool) -> _Position:
-    """Before task `at`, and where gather `index` is waited for there, before or after that."""
+    """Before task `at`, right before or after the wait for gather `index`."""
     return at, 2, 4 * index - 1 if before_wait else 4 * index + 1
 
 
@@ -495,7 +497,7 @@ def _at_the_end(workload: Workload, index: int) -> _Position:
 
 
 def _plan(workload: Workload, gathers: list[_Gather], issued: list[_Position], waited: list[_Position]) -> Plan:
-    """Gathers are waited for at their first reader and freed after the last, reduces issued when they are ready.
+    """Wait for gathers at their first reader, free them after the last, issue reduces when they are ready.
 
     Args:
         workload: the step.

@@ -1,9 +1,9 @@
-"""What one training step computes and communicates: the planner's whole input, as plain numbers.
+"""The planner's input: what one training step computes and communicates, as plain numbers.
 
-A workload is a fixed sequence of tasks, forward then backward, and the units whose parameters they read. Between tasks
-collectives may be issued and waited for; where, is the plan's business.
+A workload is a fixed sequence of tasks, forward then backward, and the units whose parameters they read. A plan says
+between which tasks collectives are issued and waited for.
 
-With the optimizer's update it is a step that repeats, cut where no collective is under way:
+With the optimizer's update the workload is one period of training, cut where no collective is under way:
 
     tasks    backward ... | before updates, update of each unit, next step | forward ...      then backward again
                                                                            `Workload.forward`
@@ -21,11 +21,11 @@ class Task:
 
     Attributes:
         name: for messages and traces.
-        seconds: how long it computes by itself.
-        memory: bytes that live while it runs, whatever the plan is: activations, shards, optimizer states.
+        seconds: how long it computes.
+        memory: bytes that live while it runs under any plan: activations, shards, optimizer states.
         reads: indices of the units whose unsharded parameters it reads.
-        writes: indices of the units whose unsharded gradients it writes, or some of them.
-        reduced: indices of the units whose reduced gradients it reads: it runs when their reduces have been waited for.
+        writes: indices of the units of whose unsharded gradients it writes all or some.
+        reduced: indices of the units whose reduced gradients it reads, so that it waits for their reduces.
         updates: indices of the units that it updates: then they may be gathered for the next forward.
         all_reduce: seconds of an all-reduce, of a norm, that it starts on the link and waits for before it computes.
     """
@@ -42,11 +42,11 @@ class Task:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What it takes to gather and to reduce one unit.
+    """Seconds and bytes of gathering and reducing one unit.
 
     Attributes:
         name: the unit's path in the model.
-        gather: seconds that its all-gather occupies the link, without the launch's latency.
+        gather: seconds that its all-gather occupies the link, without the latency of a launch.
         reduce: the same for its reduce-scatter.
         gathered: bytes of the gathered buffer.
         packed: bytes of the reduce-scatter's input.
@@ -54,7 +54,7 @@ class UnitCost:
         keep_unsharded: whether the gathered buffer stays from forward to backward; None: the planner decides.
         module: a name that units of the same module share; empty: no other unit is of its module.
         may_prefetch: whether its all-gather for the next forward may be launched right behind its update.
-        arrives: of a forward alone: seconds into it at which the gather ends that was launched before; None: it is
+        arrives: of a forward alone: seconds into it at which the gather ends, if it was launched before; None: it is
             launched in this forward.
     """
 
@@ -79,7 +79,7 @@ class Workload:
         backward: index of the first task of backward; `len(tasks)` if there is none. No gather is issued across it.
         forward: index of the first task of forward; above 0 in a step with updates, whose `backward` is 0.
         units: the units, by index.
-        latency: seconds of a launch beside what its units take; a coalesced launch of several units pays it once.
+        latency: seconds of a launch beside those of its units; a coalesced launch of several units pays it once.
         can_coalesce: whether one launch may take several units.
 
     Raises:
@@ -127,7 +127,7 @@ class Workload:
 
     @cached_property
     def writes(self) -> dict[int, tuple[int, int]]:
-        """First and last task that write a unit's gradients: the last makes them ready to reduce."""
+        """First and last task that write a unit's gradients; after the last they are ready to reduce."""
         return _intervals((i, task.writes) for i, task in enumerate(self.tasks))
 
     @cached_property
@@ -137,32 +137,32 @@ class Workload:
 
     @cached_property
     def end_of_backward(self) -> int:
-        """The first task after the backward that comes first in a step with updates; 0 if there are none."""
+        """Index of the last task before the updates; 0 if there are no updates."""
         return next((at for at, task in enumerate(self.tasks) if task.updates), 1) - 1
 
     @cached_property
     def between(self) -> tuple[int, ...]:
-        """Bytes that live before each task and after the last: no more than beside either neighbour."""
+        """Bytes that live before each task and after the last one: the lesser of the two neighbors'."""
         memory = [task.memory for task in self.tasks]
         return tuple(map(min, [*memory[:1], *memory], [*memory, *memory[-1:]]))
 
     @property
     def may_keep(self) -> list[int]:
-        """Units whose gathered buffer could stay between forward and backward: read in both, and the choice is open."""
+        """Units that may stay gathered between forward and backward: read in both, and the choice is open."""
         both = self.reads_in_forward.keys() & self.reads_in_backward.keys()
         return sorted(unit for unit in both if self.units[unit].keep_unsharded is None)
 
     @property
     def must_keep(self) -> frozenset[int]:
-        """Units whose gathered buffer has to stay between forward and backward."""
+        """Units that have to stay gathered between forward and backward."""
         both = self.reads_in_forward.keys() & self.reads_in_backward.keys()
         return frozenset(unit for unit in both if self.units[unit].keep_unsharded)
 
     def gathers(self, keep: frozenset[int]) -> list[tuple[int, int, int]]:
-        """`(unit, first task, last task)` of each time a unit is gathered, in order of the first task.
+        """`(unit, first task, last task)` of each gather: the tasks that read its buffer; in order of the first task.
 
-        A unit in `keep` is gathered in forward alone and read until its last task of backward; where backward comes
-        first, that is one of the next step, and the last task here is the last one of all.
+        A unit in `keep` is gathered once, in forward, and read until its last task of backward. Where backward comes
+        first, that is in the next step, and the last task here is the last one of all.
         """
         gathers = []
         for unit, (first, last) in self.reads_in_forward.items():
@@ -172,13 +172,13 @@ class Workload:
         return [(unit, first, last) for first, unit, last in sorted(gathers)]
 
     def held(self, keep: frozenset[int]) -> dict[int, int]:
-        """The units that a forward has kept for the backward that comes first here, and their last task of it."""
+        """The units that the forward before has kept for a backward that comes first, and their last task in it."""
         return {unit: self.reads_in_backward[unit][1] for unit in sorted(keep)} if self.forward else {}
 
     def first_issue(self, unit: int, first: int) -> tuple[int, int]:
-        """Before which task a gather that `first` reads may be issued alone, -1 if none; and from which one freely.
+        """Before which task a gather for task `first` may be issued by itself, -1 if none; and from which task freely.
 
-        The former is the one that follows the unit's update, before the forward that the gather belongs to.
+        The former is the task after the unit's update, before the forward that the gather belongs to.
         """
         if not self.is_forward(first):
             return -1, self.backward
@@ -209,7 +209,7 @@ def _check_not_negative(name: str, value: float) -> None:
 
 
 def least_memory(workload: Workload, keep: frozenset[int]) -> list[int]:
-    """Bytes that live beside each task if units are gathered when they are read and reduced when they are ready."""
+    """Bytes that live during each task if units are gathered when they are read and reduced when they are ready."""
     costs = [(workload.units[unit], first, last) for unit, first, last in workload.gathers(keep)]
     held = [(first if unit.arrives is None else 0, last, unit.gathered) for unit, first, last in costs]
     held += [(0, last, workload.units[unit].gathered) for unit, last in workload.held(keep).items()]
@@ -222,7 +222,7 @@ def least_memory(workload: Workload, keep: frozenset[int]) -> list[int]:
 
 
 def smallest_budget(workload: Workload, keep: frozenset[int] | None = None) -> int:
-    """The smallest budget that has a plan: beside a task live what it reads and the gradients that it writes.
+    """The smallest budget that has a plan: during a task live only the units it reads and the gradients it writes.
 
     Args:
         workload: the step.
@@ -232,10 +232,10 @@ def smallest_budget(workload: Workload, keep: frozenset[int] | None = None) -> i
 
 
 def lower_bound(workload: Workload, merge: int | None = None) -> float:
-    """Seconds below which no plan can be, however much memory there is.
+    """Seconds that every plan takes at least, with any amount of memory.
 
-    Tasks follow each other, each after the gathers and reduces that it needs. The link carries one launch at a time,
-    none of them before the task that it follows has ended; a launch of any number of units has one latency at least.
+    Tasks run one after the other, each after the gathers and reduces that it needs. The link carries one launch at a
+    time, and none starts before the task that it follows has ended. All launches together have one latency at least.
     As few units as possible are gathered twice.
 
     Args:
@@ -281,18 +281,18 @@ def lower_bound(workload: Workload, merge: int | None = None) -> float:
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """What the update of a whole model takes.
+    """Seconds and bytes of the optimizer's update of a model.
 
     Attributes:
-        seconds: for each unit of the workload, of its update; 0 if it has none.
+        seconds: of the update of each unit of the workload; 0 if it has none.
         gradients: for each unit, bytes of its reduced gradients, which live until its update.
         before: seconds from the end of backward to the first update, beside the norm's all-reduce.
         after: seconds from the last update to the first task of the next forward.
         norm: seconds of the all-reduce of the gradients' norm, with its latency; None: gradients are not clipped.
-        prefetch: of how many units at most the gathers for the next forward start behind updates; None: of any number.
+        prefetch: how many units at most are gathered behind updates for the next forward; None: any number.
         in_backward: the units that are updated in backward, each as soon as its gradient is reduced.
-        compare: seconds of the message by which ranks compare what they know of these gathers when the next forward is
-            called, with its latency: it goes over the same link, behind the gathers; 0: it goes elsewhere.
+        compare: seconds of the message by which ranks compare these gathers when the next forward is called, with its
+            latency, if it goes over the same link, behind the gathers; otherwise 0.
     """
 
     seconds: tuple[float, ...]
@@ -306,9 +306,9 @@ class UpdateCost:
 
 
 def updating_in_backward(workload: Workload, update: UpdateCost) -> Workload:
-    """`workload` with the updates of `update.in_backward` as parts of its tasks, or, of the last units, behind them.
+    """Return `workload` with the updates of `update.in_backward` as parts of its tasks, except those of the last units.
 
-    A unit is updated, and its gradient freed, when the last gradient of a further unit is there, at the latest: before
+    A unit is updated, and its gradient freed, at the latest when the last gradient of a further unit is ready: before
     the further reduce begins, or the last task.
     """
     tasks = list(workload.tasks)
@@ -323,11 +323,11 @@ def updating_in_backward(workload: Workload, update: UpdateCost) -> Workload:
 
 
 def with_update(step: Workload, update: UpdateCost) -> Workload:
-    """`step`, forward and backward, with the update between that backward and the next forward.
+    """Return the backward of `step`, the updates, and the forward of the next step, as one workload.
 
     Units are updated in the order of their indices, each when its reduce has been waited for; with clipping, the first
-    one waits for all. Beside updates live what is alive at the end of backward, and gradients until they are used. Of
-    units that are updated in backward only the last follow it.
+    one waits for all. During updates, everything that is alive at the end of backward lives, and gradients live until
+    they are used. Of units that are updated in backward only the last are updated after it.
     """
     trained = tuple(sorted(step.writes))
     step = updating_in_backward(step, update)
