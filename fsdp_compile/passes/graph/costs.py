@@ -38,6 +38,7 @@ from fsdp_compile.passes.graph.nodes import (
     is_passed_on,
     is_scalar,
     packet_of,
+    source_of,
     stays_in_loops,
     tagged,
     value_readers,
@@ -119,7 +120,10 @@ def node_work(node: fx.Node, fused: bool = True) -> Work:
     if not flops:
         return Work(0, read, written, "chain" if fused else "operator")
     kind, inner = _kind_and_inner(node)
-    return Work(flops, read, written, kind, inner, dtype_of(node), _is_causal(node))
+    inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
+    dtypes = (each.dtype for each in inputs if isinstance(each, Tensor) and each.dtype.is_floating_point)
+    dtype = str(next(dtypes, torch.float32)).removeprefix("torch.")
+    return Work(flops, read, written, kind, inner, dtype, _is_causal(node))
 
 
 def _kind_and_inner(node: fx.Node) -> tuple[Kind, int]:
@@ -161,13 +165,6 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
     return work.seconds(hardware)
 
 
-def dtype_of(node: fx.Node) -> str:
-    """The dtype in which a node computes: that of its first floating-point input."""
-    inputs = (leaf for each in node.all_input_nodes for leaf in tree_leaves(each.meta.get("val")))
-    dtypes = (each.dtype for each in inputs if isinstance(each, torch.Tensor) and each.dtype.is_floating_point)
-    return str(next(dtypes, torch.float32)).removeprefix("torch.")
-
-
 def _read_bytes(node: fx.Node, fused: bool) -> int:
     if packet_of(node) in _LOSSES:
         return 0
@@ -175,19 +172,12 @@ def _read_bytes(node: fx.Node, fused: bool) -> int:
         return sum(map(_bytes, node.all_input_nodes[1:])) + _bytes(node)
     if not (fused and is_loop(node)):
         return sum(map(_bytes, node.all_input_nodes))
-    return sum(_bytes(each) for each in node.all_input_nodes if _reads_first(node, _origin(each)))
+    return sum(_bytes(each) for each in node.all_input_nodes if _reads_first(node, source_of(each, is_passed_on)))
 
 
 def _reads_first(loop: fx.Node, origin: fx.Node) -> bool:
     """Whether `loop` is where its chain reads `origin` from memory: the first of the loops that do."""
     return not is_loop(origin) and next(user for user in value_readers(origin) if is_loop(user)) is loop
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """The node whose memory holds the value of `node`."""
-    while node.op == "call_function" and is_passed_on(node):
-        node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
-    return node
 
 
 def _bytes(node: fx.Node) -> int:
@@ -252,7 +242,12 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     if config.link is None or not starts:
         return None
     wire = link(config.link)
-    computer = device(config.device) if config.device else _device_of(starts[0].meta["val"].device)
+    where = starts[0].meta["val"].device
+    if config.device or where.type == "cpu":
+        computer = device(config.device or "cpu")
+    else:
+        memory = torch.cuda.get_device_properties(where).total_memory
+        computer = reported_device(torch.cuda.get_device_name(where), memory)
 
     def of_node(node: fx.Node) -> float:
         return node_seconds(node, computer)
@@ -269,7 +264,7 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     world = max(map(group_size, starts))
     norm = all_reduce_seconds(4, world, wire)
     # Ranks compare what they know by a message on the host, where a GPU's link is another one.
-    on_cpu = starts[0].meta["val"].device.type == "cpu" and config.device in (None, "cpu")
+    on_cpu = where.type == "cpu" and config.device in (None, "cpu")
     return Costs(
         of_node,
         of_collective,
@@ -298,9 +293,3 @@ def relative_costs(graph: fx.Graph) -> Costs:
 def group_size(start: fx.Node) -> int:
     """How many ranks take part in what a collective node starts."""
     return group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx arguments are untyped
-
-
-def _device_of(where: torch.device) -> Hardware:
-    if where.type == "cpu":
-        return device("cpu")
-    return reported_device(torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory)

@@ -193,9 +193,9 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
-def source_of(node: fx.Node) -> fx.Node:
+def source_of(node: fx.Node, through: Callable[[fx.Node], bool] = is_view) -> fx.Node:
     """The node whose memory `node` views."""
-    while is_view(node):
+    while through(node):
         node = node.args[0]  # type: ignore[assignment]  # fx arguments are untyped
     return node
 
