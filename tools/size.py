@@ -27,7 +27,7 @@ BUDGET = {
     f"{PACKAGE}/construct": 1_170,
     f"{PACKAGE}/eager": 3_000,
     f"{PACKAGE}/optim": 1_320,
-    f"{PACKAGE}/passes": 7_080,
+    f"{PACKAGE}/passes": 7_000,
     f"{PACKAGE}/state_dict": 1_020,
     f"{PACKAGE}/checkpoint": 1_580,
     f"{PACKAGE}/explain": 2_550,
