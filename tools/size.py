@@ -23,7 +23,7 @@ BUDGET = {
     PACKAGE: 27_940,
     f"{PACKAGE}/*.py": 2_910,
     f"{PACKAGE}/core": 4_600,
-    f"{PACKAGE}/comm": 1_390,
+    f"{PACKAGE}/comm": 1_380,
     f"{PACKAGE}/construct": 1_170,
     f"{PACKAGE}/eager": 3_000,
     f"{PACKAGE}/optim": 1_320,

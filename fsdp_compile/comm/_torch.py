@@ -44,7 +44,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def offer_name(name: str, group: dist.ProcessGroup) -> bool:
-    """Let `group_named(name)` be `group` too, unless another group that still exists has the name. Whether it is."""
+    """Let `group_named(name)` be `group` unless another living group has the name; return whether it is."""
     try:
         return group_named(name) is group
     except RuntimeError:  # there is none, or it is gone
@@ -54,7 +54,7 @@ def offer_name(name: str, group: dist.ProcessGroup) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """After which time a collective of `group` fails; None if its backend does not say, as the fake one."""
+    """The time after which a collective of `group` fails; None if its backend does not say, as the fake one."""
     backend: Any = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
@@ -70,13 +70,13 @@ def start_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.
 
 
 def start_all_to_all(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -> dist.Work:
-    """Begin to send each rank its part of `sent`, all of one size; likewise."""
+    """Begin to send each rank its part of `sent`, all of one size; as fast as `start_gather`."""
     backend: Any = group._get_backend(sent.device)  # the stub of its class lacks the collectives
     return backend.alltoall_base(received, sent, [], [])
 
 
 def broadcast_from(rank: int) -> dist.BroadcastOptions:
-    """The options of a broadcast of what `rank` of a group has."""
+    """The options of a broadcast from the group's rank `rank`."""
     options = dist.BroadcastOptions()
     options.rootRank = rank
     return options

@@ -78,9 +78,7 @@ def copies(tensor: Tensor, group: str) -> bool:
 
 
 class Broadcasts:
-    """All-gathers as one broadcast for each rank's slice (Note [What gloo copies]).
-    What the broadcasts of a group need is made once: every generated gather comes here.
-    """
+    """All-gathers as one broadcast for each rank's slice (Note [What gloo copies]); made once for a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._from = group.rank(), tuple(map(broadcast_from, range(group.size())))
@@ -123,7 +121,7 @@ def name_unit(numel: int, unit: str) -> None:
 
 
 class waiting_for:  # used like a function; a generator would cost a microsecond per wait
-    """Context in which this rank waits for others: a RuntimeError gets a note with unit, stage and direction.
+    """Context of a wait for other ranks: a RuntimeError gets a note with unit, stage and direction.
 
     Args:
         kind: the collective, such as "all-gather".

@@ -103,7 +103,7 @@ class GroupCheck:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "GroupCheck":
-        """That of `group`, which lives as long as the group."""
+        """The comparisons of `group`, which live as long as the group."""
         return cls.by_group.setdefault(group, cls())
 
     def compare(self, text: str, group: dist.ProcessGroup, timeout: float, subject: Subject) -> None:
@@ -117,7 +117,7 @@ class GroupCheck:
             raise RuntimeError(error)
 
     def begin(self, group: dist.ProcessGroup) -> "_Round":
-        """The next comparison in `group`."""
+        """Start the next comparison in `group`."""
         self.rounds += 1
         return _Round(group, f"fsdp_flat/{self.rounds}")
 

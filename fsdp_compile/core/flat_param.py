@@ -69,7 +69,7 @@ class FlatParam:
         self._splitter = ShardSplitter(self.layout, rank)
         self.bindings = 0  # how often the parameters were bound to a shard: again when their data was replaced
         self.fqn = layout.names[0]  # of its first parameter; in its unit's module until a hook is registered
-        self.flat_param_id = FLAT_PARAMS.add(self)  # names it in graphs: an integer in a tensor on the CPU
+        self.flat_param_id = new_flat_param_id(self)  # names it in graphs: an integer in a tensor on the CPU
         shard = torch.zeros(layout.shard_numel, dtype=self.params[0].dtype, device=device, pin_memory=pin_memory)
         with torch.no_grad():  # copy what this rank stores of each parameter; the full flat parameter never exists
             for param, part, record in zip(self.params, self.split(shard), self.records, strict=True):
@@ -186,7 +186,7 @@ class FlatParam:
         new = copy.copy(self)
         new.params, new.accumulated, new.deferred_all_reduce = params, None, None
         new.reduction = GradientReduction(self.reduction.grad_dtype)
-        new.flat_param_id = FLAT_PARAMS.add(new)
+        new.flat_param_id = new_flat_param_id(new)
         new.bind(torch.empty_like(self.shard, pin_memory=self.shard.is_pinned()).copy_(self.shard))
         return new
 
@@ -207,22 +207,17 @@ def group_by_dtype(params: NamedParams) -> list[list[tuple[str, nn.Parameter]]]:
 # weak references: a graph may outlive its model.
 
 
-class FlatParamTable:
-    """The living flat parameters by id. Ids are never reused."""
-
-    def __init__(self) -> None:
-        self._ids = itertools.count()
-        self._flat_params: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
-
-    def add(self, flat: FlatParam) -> Tensor:
-        """Give `flat` an id: a 0-d integer tensor on the CPU."""
-        flat_param_id = next(self._ids)
-        self._flat_params[flat_param_id] = flat
-        return torch.tensor(flat_param_id, device="cpu")
-
-    def find(self, flat_param_id: Tensor) -> FlatParam | None:
-        """The flat parameter with that id; None if its model is gone."""
-        return self._flat_params.get(int(flat_param_id))
+_ids = itertools.count()  # never used again
+_living: weakref.WeakValueDictionary[int, FlatParam] = weakref.WeakValueDictionary()
 
 
-FLAT_PARAMS = FlatParamTable()
+def new_flat_param_id(flat: FlatParam) -> Tensor:
+    """Give `flat` an id: a 0-d integer tensor on the CPU."""
+    flat_param_id = next(_ids)
+    _living[flat_param_id] = flat
+    return torch.tensor(flat_param_id, device="cpu")
+
+
+def find_flat_param(flat_param_id: Tensor) -> FlatParam | None:
+    """The flat parameter with that id; None if its model is gone."""
+    return _living.get(int(flat_param_id))

@@ -30,7 +30,7 @@ from fsdp_compile.core._torch import (
 )
 from fsdp_compile.core.autograd import check_first_order
 from fsdp_compile.core.flat_collectives import dividing, start_average
-from fsdp_compile.core.flat_param import FLAT_PARAMS, FlatParam
+from fsdp_compile.core.flat_param import FlatParam, find_flat_param
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager.accumulate import accumulate, settle_after_backward, take_accumulated, wait_for_reduce
 from fsdp_compile.eager.streams import NO_STREAMS, Streams
@@ -317,7 +317,7 @@ def _call_comm_hook(unit: Unit, flat: FlatParam, state: Any, hook: Callable[...,
 @torch.library.impl("fsdp_flat::defer_reduce", "default")
 def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: bool = False) -> Tensor:
     """Accumulate or reduce `packed`; if `owned`, nothing else reads or writes it from now on."""
-    flat = FLAT_PARAMS.find(flat_param_id)
+    flat = find_flat_param(flat_param_id)
     managed = unit_of(flat.params[0]) if flat is not None else None
     if flat is None or managed is None:
         raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
@@ -333,7 +333,7 @@ def _defer_reduce(packed: Tensor, flat_param_id: Tensor, layout: str, owned: boo
 @torch.library.impl("fsdp_flat::update_shard", "default")
 def _update_shard(grad: Tensor, flat_param_id: Tensor, at_once: bool = False) -> Tensor:
     """Update the parameters now if `at_once`: a pass says that nothing in the graph reads them any more."""
-    flat = FLAT_PARAMS.find(flat_param_id)
+    flat = find_flat_param(flat_param_id)
     if flat is None:
         raise RuntimeError("backward: the model of this forward was deleted; keep it until backward has ended")
     reduction = flat.reduction
@@ -358,7 +358,7 @@ def _add_accumulated_in_place(packed: Tensor, flat_param_id: Tensor) -> None:
 
 
 def _take_accumulated_by_id(flat_param_id: Tensor) -> Tensor | None:
-    flat = FLAT_PARAMS.find(flat_param_id)
+    flat = find_flat_param(flat_param_id)
     if flat is None:  # the model was deleted, and its accumulated gradients with it
         return None
     managed = unit_of(flat.params[0])
