@@ -1,10 +1,9 @@
-"""Sharded checkpoints with torch.distributed.checkpoint, ours against FSDP2's: `python -m bench.checkpoint`.
+"""Sharded checkpoints with torch.distributed.checkpoint, ours against FSDP2's.
 
 Two gloo ranks save and load the same model with Adam's state, each system in turn: wall and CPU seconds of
 `get_state_dict` and `dcp.save`, and of `dcp.load` and `set_state_dict`, of the slower rank.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,30 +21,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.report import machine, today, versions
-from bench.systems import Setup, fsdp2, ours
+from bench.report import parser, write
+from bench.systems import Setup, prepare
 
-SYSTEMS: dict[str, Any] = {"ours": ours, "fsdp2": fsdp2}
+SYSTEMS = ("ours", "fsdp2")
 WIDTH, LAYERS, RANKS = 1024, 12, 2  # 48 MiB of parameters, three times that with Adam's state
 
 
-def build(width: int, layers: int) -> nn.Sequential:
-    """Linear layers, of which each is a unit."""
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-
-
-def join_group(rank: int, folder: str, world_size: int) -> None:
-    """Be one of the gloo ranks."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-
-
 def trained(system: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model whose optimizer has state."""
+    """A model of linear layers, each a unit, whose optimizer has state."""
     torch.manual_seed(0)
-    model = build(WIDTH, LAYERS)
-    SYSTEMS[system].prepare(model, list(model), Setup(torch.device("cpu"), init_device_mesh("cpu", (RANKS,))))
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    prepare(system, model, list(model), Setup(torch.device("cpu"), init_device_mesh("cpu", (RANKS,))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -54,13 +41,11 @@ def trained(system: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Write both."""
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Read both."""
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
@@ -75,8 +60,10 @@ def timed(call: Callable[..., None], *args: Any) -> tuple[float, float]:
 
 
 def time_on_rank(rank: int, folder: str, rounds: int) -> None:
-    """One of the ranks: both systems in turns; it leaves its figures in `folder`."""
-    join_group(rank, folder, RANKS)
+    """One of the gloo ranks: both systems in turns; it leaves its figures in `folder`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     systems = {system: trained(system) for system in SYSTEMS}
     seconds: dict[str, dict[str, list[tuple[float, float]]]] = {s: {"save": [], "load": []} for s in systems}
     for number in range(rounds + 1):
@@ -105,19 +92,13 @@ def measure_speed(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print the table, write `bench/results/checkpoint.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21, help="rounds of each system (default: %(default)s)")
-    parser.add_argument("--dry", action="store_true", help="write nothing")
-    args = parser.parse_args()
+    """Print the table and write `bench/results/checkpoint.json`."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=21, help="rounds of each system (default: %(default)s)")
+    args = arguments.parse_args()
     figures = measure_speed(args.rounds)
     print(f"{'':16}{'ours':>10}{'fsdp2':>10}{'ratio':>8}")
     for name, each in figures.items():
         print(f"{name:16}{each['ours']:10.3f}{each['fsdp2']:10.3f}{each['ratio']:8.2f}")
     if not args.dry:
-        report = {"date": today(), "machine": machine(), "versions": versions(), "speed": figures}
-        (Path(__file__).parent / "results" / "checkpoint.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        write("checkpoint", {"speed": figures})

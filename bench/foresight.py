@@ -13,7 +13,6 @@ count.
 
 import argparse
 import json
-import pathlib
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,20 +22,18 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import link
 from bench.link import FREE, LINK
-from bench.memory import curve, resident
+from bench.memory import peak
 from bench.models import gpt
 from bench.parts import link_for
-from bench.report import machine, today, versions
+from bench.planned_step import WORLD, count_one_thread
+from bench.report import RESULTS, parser, write
 from fsdp_compile import compile_step, explain, fully_shard
 from fsdp_compile.explain.calibrate import Case, Rounds, device_cases, fitted, midmean, step_cases
-from fsdp_compile.explain.prediction import Prediction
 from fsdp_compile.passes.cost.hardware import Hardware, Link, Source, device, with_figures
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "foresight.json"
 CPU = torch.device("cpu")
-WORLD, SHARDS, BATCH, CONTEXT = 8, 4, 4, 128
+SHARDS, BATCH, CONTEXT = 4, 4, 128
 SIZES: dict[str, dict[str, int]] = {
     "1.9 M": {"layers": 4, "heads": 3, "dim": 192},
     "10.9 M": {},
@@ -64,7 +61,6 @@ class Trained:
         self.whole = compile_step(self.model, self.optimizer) if setting == "compile_step" else None
 
     def accumulate(self) -> None:
-        """Forward and backward."""
         self.forward(*self.batch).backward()
 
     def step(self) -> dict[str, float]:
@@ -79,28 +75,15 @@ class Trained:
             self.optimizer.zero_grad()
         return {"step": LINK.clock() - begin, "exposed": LINK.summary()["exposed"]}
 
-    def peak(self) -> int:
-        """The most bytes that are alive in a forward and backward, states of the optimizer among them."""
-        states = [each for state in self.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
-        there = resident([*self.model.parameters(), *self.model.buffers(), *states])
-        above = max((total for _, total in curve(self.accumulate, torch.device("cpu"))), default=0)
-        self.optimizer.zero_grad()
-        return there + above
-
 
 def figures(size: str, setting: str, hardware: Hardware) -> dict[str, float]:
     """What `explain` says of the same step."""
-    said = predicted(size, setting, hardware)
-    return {"step": said.step, "exposed": said.exposed, "peak": said.memory.peak}
-
-
-def predicted(size: str, setting: str, hardware: Hardware) -> Prediction:
-    """All of it."""
     workload = gpt(BATCH, CONTEXT, **SIZES[size])
     options = {"precision": "fp32", "clip": False, **SETTINGS[setting]}
     made: Any = explain(workload.build, world_size=WORLD, batch=BATCH, sequence=CONTEXT, hardware=hardware,
                         alternatives=False, name=size, **options)  # fmt: skip
-    return made.predictions[0]
+    said = made.predictions[0]
+    return {"step": said.step, "exposed": said.exposed, "peak": said.memory.peak}
 
 
 def emulated(hardware: Hardware, latency: float, bandwidth: float) -> Hardware:
@@ -143,37 +126,34 @@ def measured(size: str, ratio: float, rounds: int) -> tuple[Hardware, dict[str, 
     found = {setting: {key: midmean([each[key] for each in those]) for key in ("step", "exposed")}
              for setting, those in steps.items()}  # fmt: skip
     for setting, system in systems.items():
-        found[setting]["peak"] = system.peak()
+        found[setting]["peak"] = peak(system.accumulate, system.model, system.optimizer)
     hardware = fitted(timed.cases, device("cpu"), Source("measured", "bench/foresight.py"))
     return emulated(hardware, *wire), found
 
 
 def main() -> None:
     """Print a table and write `bench/results/foresight.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ratio", type=float, default=0.6, help="of communication to computing, which sets the link")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--again", action="store_true", help="predict anew what the newest results have measured")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--ratio", type=float, default=0.6, help="of communication to computing: sets the link")
+    arguments.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    arguments.add_argument("--again", action="store_true", help="predict anew what the newest results have measured")
+    args = arguments.parse_args()
     print(f"{'size':8} {'setting':14} {'step ms':>16} {'error':>7} {'exposed ms':>16} {'of step':>8} {'peak MiB':>16}")
     if args.again:
-        report = json.loads(RESULTS.read_text())
+        report = json.loads((RESULTS / "foresight.json").read_text())
         for row in report["rows"]:
             row["predicted"] = figures(row["size"], row["setting"], with_constants(report["constants"][row["size"]]))
             show(row)
     else:
         report = measure(args)
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    if not args.dry:
+        write("foresight", report)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All sizes, measured and predicted."""
-    torch._dynamo.config.recompile_limit = 64
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    link.start(WORLD, 0.0, FREE)
-    LINK.count_cpu_time()
+    count_one_thread()
     rows: list[dict[str, Any]] = []
     constants: dict[str, dict[str, float]] = {}
     for size in args.sizes:
@@ -183,7 +163,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows.append({"size": size, "setting": setting, "measured": seen, "predicted": said})
             show(rows[-1])
         constants[size] = {name: value for name, value, _, source in hardware.figures() if source.origin == "measured"}
-    return {"date": today(), "machine": machine(), "versions": versions(), "constants": constants, "rows": rows}
+    return {"constants": constants, "rows": rows}
 
 
 def with_constants(constants: dict[str, float]) -> Hardware:
@@ -203,7 +183,3 @@ def show(row: dict[str, Any]) -> None:
              f"{was['exposed'] * 1e3:7.1f} {said['exposed'] * 1e3:8.1f}", f"{exposed:+8.1%}",
              f"{was['peak'] / 2**20:7.1f} {said['peak'] / 2**20:8.1f}", f"{peak:+7.1%}"]  # fmt: skip
     print(f"{row['size']:8} {row['setting']:14}", *cells, flush=True)
-
-
-if __name__ == "__main__":
-    main()

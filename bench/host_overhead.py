@@ -14,10 +14,7 @@ Whole steps with AdamW: a loop with the stock optimizer, unsharded and sharded; 
 As gloo, which the fake group stands for, would copy, a gather is 8 broadcasts.
 """
 
-import argparse
-import json
 import pathlib
-import platform
 import statistics
 import sys
 import time
@@ -28,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.report import parser, write
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.comm.direct import DirectCollectives
 from fsdp_compile.core.unit import unit_of
@@ -36,6 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
 Step = Callable[[], Any]
+TOKENS = torch.zeros(1, 4, dtype=torch.long)
 
 
 def build(layers: int, sharded: bool) -> torch.nn.Module:
@@ -46,30 +45,28 @@ def build(layers: int, sharded: bool) -> torch.nn.Module:
 
 
 def do_nothing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend whose graph computes nothing and returns a loss-shaped constant."""
+    """A backend whose graph computes nothing and returns a constant loss."""
     return lambda *args: (torch.zeros(()),)
 
 
 def guards_only(layers: int, sharded: bool) -> Step:
     """A compiled call without a graph behind it."""
-    tokens = torch.zeros(1, 4, dtype=torch.long)
     compiled = torch.compile(build(layers, sharded), backend=do_nothing, fullgraph=True)
 
     def step() -> None:
         with torch.no_grad():
-            compiled(tokens, tokens)
+            compiled(TOKENS, TOKENS)
 
     return step
 
 
 def whole_step(layers: int, sharded: bool) -> Step:
     """Forward, backward and zero_grad."""
-    tokens = torch.zeros(1, 4, dtype=torch.long)
     model = build(layers, sharded)
     compiled = torch.compile(model, fullgraph=True)
 
     def step() -> None:
-        compiled(tokens, tokens).backward()
+        compiled(TOKENS, TOKENS).backward()
         model.zero_grad()
 
     return step
@@ -79,7 +76,6 @@ def collectives_only(layers: int, sharded: bool) -> Step:
     """Per unit two all-gathers and one all-to-all with their waits; nothing for the unsharded model."""
     units = {at[0] for p in build(layers, True).parameters() if (at := unit_of(p))} if sharded else set()
     buffers = [(unit, flat.shard, flat.shard.new_empty(flat.layout.numel)) for unit in units for flat in unit.flats]
-
     collectives = DirectCollectives()
 
     def step() -> None:
@@ -155,17 +151,16 @@ def added_calls(layers: int) -> dict[str, float]:
 
 def with_adamw(layers: int, sharded: bool, fused: bool = False) -> Step:
     """A whole step: forward, backward, update, zero_grad; `fused`: with a compiled update."""
-    tokens = torch.zeros(1, 4, dtype=torch.long)
     model = build(layers, sharded)
     optimizer = torch.optim.AdamW(model.parameters())
     if fused and sharded:
         whole = compile_step(model, optimizer)  # type: ignore[arg-type]  # is sharded
-        return lambda: whole(tokens, tokens)
+        return lambda: whole(TOKENS, TOKENS)
     compiled = torch.compile(model, fullgraph=True)
     update = torch.compile(optimizer.step) if fused else optimizer.step
 
     def step() -> None:
-        compiled(tokens, tokens).backward()
+        compiled(TOKENS, TOKENS).backward()
         update()
         optimizer.zero_grad()
 
@@ -188,10 +183,10 @@ def whole_steps(layers: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Print a table and write `bench/results/host_overhead.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--layers", type=int, default=12)
+    arguments.add_argument("--rounds", type=int, default=15)
+    args = arguments.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     figures = {
@@ -203,20 +198,11 @@ def main() -> None:
     print(f"{'us of CPU time per step':28}{'unsharded':>12}{'sharded':>12}{'added per block':>18}")
     for name, row in figures.items():
         print(f"{name:28}{row['unsharded']:12.1f}{row['sharded']:12.1f}{row['added per block']:18.2f}")
-    tables = {
-        "AdamW, us": whole_steps(args.layers, args.rounds),
-        "calls added per block": added_calls(args.layers),
-    }
+    tables = {"AdamW, us": whole_steps(args.layers, args.rounds), "calls added per block": added_calls(args.layers)}
     for title, table in tables.items():
         print(f"\n{title}")
         for name, spent in table.items():
             print(f"    {name:32}{spent:12.1f}")
-    report = {"layers": args.layers, "torch": torch.__version__, "machine": platform.machine(), **figures, **tables}
-    target = pathlib.Path(__file__).parent / "results" / "host_overhead.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(report, indent=1) + "\n")
+    if not args.dry:
+        write("host_overhead", {"layers": args.layers, **figures, **tables})
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """Memory of a step: what is resident, and how much more lives at each moment."""
 
-import resource
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
@@ -50,13 +49,14 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield from _storages(inner)
 
 
-def peak(system: Callable[[], Any], model: nn.Module) -> int:
-    """Bytes that live at most: parameters, and what a forward and backward allocates."""
-    above = max((total for _, total in curve(system, torch.device("cpu"))), default=0)
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+
+
+def peak(accumulate: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Bytes that live at most: parameters, states of the optimizer, and what a forward and backward allocates."""
+    states = states_of(optimizer) if optimizer is not None else []
+    there = resident([*model.parameters(), *model.buffers(), *states])
+    above = max((total for _, total in curve(accumulate, torch.device("cpu"))), default=0)
     model.zero_grad()
-    return above + resident([*model.parameters(), *model.buffers()])
-
-
-def peak_rss() -> int:
-    """The most memory that this process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return there + above

@@ -13,24 +13,20 @@ For each model and each of six budgets, from nearly the least that any plan need
 the figures of an H100 about larger models, which are traced and not run.
 """
 
-import argparse
-import json
-import pathlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bench import link
 from bench.memory import peak
-from bench.models import Workload, gpt, llama
+from bench.models import Inputs, Workload, gpt, llama
 from bench.planned_step import noted
-from bench.report import machine, today, versions
+from bench.report import parser, write
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.explain.sharded import choices_of, process_group
 from fsdp_compile.passes._torch import FakeTensorMode
@@ -53,15 +49,8 @@ LARGE: dict[str, Callable[[], Workload]] = {
 LETTERS = {"keep": "K", "recompute": "R", "recompute but products": "P", "offload": "O"}
 
 
-@dataclass
-class Trained:
-    """A model, forward and backward."""
-
-    model: nn.Module
-    forward: Callable[[], torch.Tensor]
-
-    def __call__(self) -> None:
-        self.forward().backward()
+def accumulate(forward: Callable[..., torch.Tensor], batch: Inputs) -> None:
+    forward(*batch).backward()
 
 
 def options_for(workload: Workload, config: CompileConfig, dtype: torch.dtype = torch.float32) -> Options:
@@ -130,13 +119,13 @@ def measured(name: str) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         model = fully_shard(workload.build(), reshard_after_forward="auto")
         options = {"link": WIRE, "budget": budget, "activations": "auto"}
-        run = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
-        system = Trained(model, partial(run, *workload.batch(0, 0)))
+        forward = torch.compile(model, fullgraph=True, backend="fsdp_compile", options=options)
+        batch = workload.batch(0, 0)
         with noted() as graphs:
-            system()
+            forward(*batch).backward()
         model.zero_grad()
         found["planned peak"] = max(simulate(*graph).peak for graph in graphs.values())
-        found["counted peak"] = peak(system, system.model)
+        found["counted peak"] = peak(partial(accumulate, forward, batch), model)
         assert found["counted peak"] <= found["planned peak"] <= budget, "over the budget"
         rows.append(found)
         show(name, rows[-1:])
@@ -174,13 +163,12 @@ def show(name: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Print the tables and write `bench/results/memory_choice.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt", "llama"])
-    parser.add_argument("--parts", nargs="+", default=["predicted", "measured"])
-    parser.add_argument("--dry", action="store_true", help="write nothing")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", default=["gpt", "llama"])
+    arguments.add_argument("--parts", nargs="+", default=["predicted", "measured"])
+    args = arguments.parse_args()
     torch._inductor.config.force_disable_caches = True  # on a hit nothing is planned
-    report: dict[str, Any] = {"date": today(), "machine": machine(), "versions": versions()}
+    report: dict[str, Any] = {}
     if "predicted" in args.parts:
         print("predicted, H100s of 8 nodes, 64 ranks")
         report["predicted"] = {name: predicted(name) for name in args.models}
@@ -190,9 +178,4 @@ def main() -> None:
         report["measured"] = {name: measured(name) for name in args.models}
         dist.destroy_process_group()
     if not args.dry:
-        path = pathlib.Path(__file__).parent / "results" / "memory_choice.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        write("memory_choice", report)

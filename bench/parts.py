@@ -1,13 +1,27 @@
-"""What is measured: each part is a model, a link and the systems that run side by side on it."""
+"""`python -m bench`: measure every part that this machine can, write `bench/results/` and pictures.
 
+python -m bench                      all parts for this machine, then the report
+python -m bench link many_small      some of them (`--list` names them)
+python -m bench report               tables and pictures of the newest results, those of docs/measurements.md too
+python -m bench runs CSV             a table of training runs beside predictions; `fit` fits constants to reported ones
+python -m bench NAME --help          foresight, planned_step, planner, memory_choice, host_overhead, compile_time or
+                                     checkpoint, with options of their own
+
+Each part is a model, a link and the systems that run side by side on it.
+"""
+
+import argparse
 import statistics
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from bench import report
 from bench.link import FREE
+from bench.models import WORKLOADS
 from bench.rounds import Side
 from bench.worker import Spec
 
@@ -15,20 +29,13 @@ LATENCY = 20e-6  # seconds of a collective's launch on the emulated link
 CHECKED = 20  # the step at which losses are compared
 TOLERANCE = {False: 1e-3, True: 1e-2}  # relative, by bf16: systems cast at different places
 
-Steps = dict[str, list[list[dict[str, float]]]]  # system -> round -> step -> what it took
-
 CPU_SYSTEMS = ("unsharded", "ddp", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_blocks", "ours_compiled")
+# Passes that are left out, one measurement each. check_saved refuses what reshard would have prevented. The other
+# passes are needed, or do nothing on the benchmark's link.
 ABLATED = (
-    "reshard+check_saved",  # the second refuses what the first would have prevented
-    "check_saved",
-    "pack_in_place",
-    "reuse_gathered",
-    "order+check_order",
-    "all_gather_into_buffer",
-    "check_ranks",
-    "pin_order",
+    *("reshard+check_saved", "check_saved", "pack_in_place", "reuse_gathered", "order+check_order"),
+    *("all_gather_into_buffer", "check_ranks", "pin_order"),
 )
-"""Passes that are left out, one measurement each; the others are needed, or do nothing on the benchmark's link."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +135,15 @@ def run(name: str, part: Part) -> dict[str, Any]:
             side.ask("train", steps=2)
         for ratio in settings if part.rounds else ():
             found["settings"].append(_at(side, part, ratio, found))
-        found.update({look: _look(side, look) for look in part.looks})
+        for look in part.looks:
+            side.bar.step(look)
+            found[look] = side.ask(look)
     if part.mode in ("gloo", "nccl"):
         check_losses({name: found["settings"][0]["systems"][name]["losses"] for name in side.running}, part.bf16)
     return found
 
 
 def _units(part: Part) -> dict[str, Any]:
-    from bench.models import WORKLOADS
-
     workload = WORKLOADS[part.model]()
     ranks = part.world if part.mode in ("gloo", "nccl") and workload.unit == "tokens" else 1
     return {"unit": workload.unit, "number": workload.per_step * ranks}
@@ -226,13 +233,53 @@ def check_losses(losses: dict[str, Sequence[float]], bf16: bool) -> None:
                 raise RuntimeError(f"step {number}: expected losses as of {ours}, {a}, found {b} of {name}")
 
 
-def _look(side: Side, look: str) -> Any:
-    side.bar.step(look)
-    return side.ask(look)
-
-
 def runnable(part: Part) -> str:
     """Why a part cannot run here, or nothing."""
     if part.device == "cuda" and not torch.cuda.is_available():
         return "needs a GPU"
     return "needs several GPUs" if part.mode == "nccl" and torch.cuda.device_count() < 2 else ""
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = report.parser(__doc__)
+    arguments.add_argument("names", nargs="*", help="parts, and `report`")
+    arguments.add_argument("--list", action="store_true", help="name all parts")
+    arguments.add_argument("--rounds", type=int, help="rounds of each setting")
+    arguments.add_argument("--systems", nargs="+", help="only these systems")
+    args = arguments.parse_args()
+    if args.list:
+        print("\n".join(f"{name:12} {part.about}" for name, part in PARTS.items()))
+        return
+    names = args.names or [*ON_THE_CPU, "cuda_link", "nccl", "report"]
+    if unknown := set(names) - {*PARTS, "report"}:
+        sys.exit(f"bench: error: {', '.join(sorted(unknown))}: no such part; --list names them")
+    for name in names:
+        if name == "report":
+            write_report()
+        elif reason := runnable(PARTS[name]):
+            print(f"{name}: left out, {reason}", file=sys.stderr)
+        else:
+            measure(name, args)
+
+
+def measure(name: str, args: argparse.Namespace) -> None:
+    part = PARTS[name]
+    part = replace(part, rounds=args.rounds or part.rounds, systems=tuple(args.systems or part.systems))
+    found = run(name, part)
+    print(f"\n{report.tables({name: {**found, 'commit': report.commit(), **report.here()}})}\n")
+    if not args.dry:
+        print(f"{name}: written to {report.save(name, found)}", file=sys.stderr)
+
+
+def write_report() -> None:
+    """Tables, pictures and traces of the newest results."""
+    from bench import pictures  # needs matplotlib, which all else does without
+
+    newest = report.load()
+    (report.RESULTS / "tables.md").write_text(report.tables(newest) + "\n")
+    report.write_page(report.tables({name: newest[name] for name in ("gloo", "link") if name in newest}))
+    for name, part in newest.items():
+        report.write_traces(name, part)
+        for path in pictures.draw(name, part):
+            print(path, file=sys.stderr)

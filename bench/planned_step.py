@@ -13,10 +13,7 @@ programs on the machine do not count.
                  and added to the simulated step
 """
 
-import argparse
-import json
 import logging
-import pathlib
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +28,7 @@ from bench import link
 from bench.link import FREE, LINK
 from bench.models import WORKLOADS
 from bench.parts import link_for
-from bench.report import machine, today, versions
+from bench.report import parser, write
 from fsdp_compile import compile_step, fully_shard
 from fsdp_compile.passes.cost.roofline import measured_update
 from fsdp_compile.passes.plan.plan import Plan, Step, Timeline, simulate, verify
@@ -60,6 +57,15 @@ def noted() -> Iterator[Graphs]:
     finally:
         plan_log.setLevel(logging.NOTSET)
         plan_log.removeFilter(note)
+
+
+def count_one_thread() -> None:
+    """Play rank 0 of `WORLD` on a link that takes no time, and count the CPU seconds of this one thread."""
+    torch._dynamo.config.recompile_limit = 64
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    link.start(WORLD, 0.0, FREE)
+    LINK.count_cpu_time()
 
 
 class Stepped:
@@ -168,19 +174,15 @@ def row(stepped: Stepped, latency: float, bandwidth: float, path: str, edge: flo
 
 def main() -> None:
     """Print a table and write `bench/results/planned_step.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.3, 0.6, 0.9])
-    parser.add_argument("--units", nargs="+", choices=UNITS, default=list(UNITS))
-    parser.add_argument("--model", default="gpt")
-    parser.add_argument("--clip", action="store_true", help="clip gradients by the norm of all")
-    args = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    link.start(WORLD, 0.0, FREE)
-    LINK.count_cpu_time()
-    report: dict[str, Any] = {"date": today(), "machine": machine(), "versions": versions(), "clip": args.clip}
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--ratios", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    arguments.add_argument("--units", nargs="+", choices=UNITS, default=list(UNITS))
+    arguments.add_argument("--model", default="gpt")
+    arguments.add_argument("--clip", action="store_true", help="clip gradients by the norm of all")
+    args = arguments.parse_args()
+    count_one_thread()
+    report: dict[str, Any] = {"clip": args.clip}
     for name in args.units:
         stepped = Stepped(args.model, UNITS[name], args.clip)
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -192,8 +194,8 @@ def main() -> None:
                 found = row(stepped, *link_for(ratio, free, sent), file.name, edge, args.rounds)
                 report.setdefault(name, []).append({"ratio": ratio, **found})
                 show(name, ratio, found)
-    path = pathlib.Path(__file__).parent / "results" / "planned_step.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    if not args.dry:
+        write("planned_step", report)
 
 
 def show(name: str, ratio: float, found: dict[str, float]) -> None:
@@ -205,7 +207,3 @@ def show(name: str, ratio: float, found: dict[str, float]) -> None:
         f" exposed {found['exposed differs']:+.1%} of the step",
         flush=True,
     )
-
-
-if __name__ == "__main__":
-    main()

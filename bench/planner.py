@@ -5,11 +5,11 @@ lower bound of a step within that memory, less what it computes; the rules' copi
 Eight ranks have no room for the states of the larger models: those rows have the first of the two alone.
 """
 
-import json
-import pathlib
 import time
+from typing import Any
 
 from bench.llama import MODELS, workload
+from bench.report import parser, write
 from bench.rules import fsdp2, one_ahead
 from fsdp_compile.passes.cost.hardware import device, link
 from fsdp_compile.passes.plan.plan import simulate, verify
@@ -25,9 +25,9 @@ BATCHES = (1, 2, 4)
 NOTABLE = 1e-6  # of a step: less than this between rule and bound is nothing to avoid
 
 
-def rows() -> list[dict[str, object]]:
-    """One for each model, link and batch."""
-    results: list[dict[str, object]] = []
+def rows() -> list[dict[str, Any]]:
+    """A row for each model, link and batch, printed as soon as it is known."""
+    results: list[dict[str, Any]] = []
     for model, worlds in WORLDS.items():
         for name, world in worlds.items():
             for batch in BATCHES:
@@ -37,7 +37,7 @@ def rows() -> list[dict[str, object]]:
     return results
 
 
-def _compare(step: Workload) -> dict[str, object]:
+def _compare(step: Workload) -> dict[str, Any]:
     computing = sum(task.seconds for task in step.tasks)
     rules = {"one_ahead": simulate(step, one_ahead(step)), "fsdp2": simulate(step, fsdp2(step))}
     better = min(rules.values(), key=lambda timeline: (timeline.makespan, timeline.peak))
@@ -46,11 +46,10 @@ def _compare(step: Workload) -> dict[str, object]:
     planning = time.process_time() - start
     verify(step, ours.plan, better.peak)
     avoidable = better.makespan - ours.bound
-    row: dict[str, object] = {
+    figures = {name: {"seconds": e.makespan, "exposed": e.exposed, "peak": e.peak} for name, e in rules.items()}
+    row: dict[str, Any] = {
         "computing": computing,
-        **{
-            name: {"seconds": each.makespan, "exposed": each.exposed, "peak": each.peak} for name, each in rules.items()
-        },
+        **figures,
         "ours": _figures(ours, computing),
         "planning": planning,
         "never_slower": ours.seconds <= better.makespan * (1 + 1e-9),
@@ -63,7 +62,7 @@ def _compare(step: Workload) -> dict[str, object]:
     return row
 
 
-def _figures(planned: PlannedStep, computing: float) -> dict[str, object]:
+def _figures(planned: PlannedStep, computing: float) -> dict[str, Any]:
     return {
         "seconds": planned.seconds,
         "exposed": planned.seconds - computing,
@@ -96,16 +95,13 @@ def _line(row) -> str:
 
 def main() -> None:
     """Print the table, in milliseconds, and write it."""
+    args = parser(__doc__).parse_args()
     print(HEAD)
     results = rows()
-    path = pathlib.Path(__file__).parent / "results" / "planner.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    if not args.dry:
+        write("planner", {"rows": results})
     slower = [row for row in results if not row["never_slower"]]
     planning = max(row["planning"] for row in results)
     avoided = min(row["avoided"] for row in results if row["avoided"] is not None)
     print(f"{len(results)} steps, {len(slower)} slower than a rule; planning took {planning:.2f} s of CPU time at most")
     print(f"of what the better rule exposes and a plan may avoid, ours avoids {avoided:.0%} or more")
-
-
-if __name__ == "__main__":
-    main()

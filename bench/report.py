@@ -1,5 +1,6 @@
 """Results as files: one JSON for each day and kind of machine, tables in Markdown, traces for Perfetto."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -29,14 +30,23 @@ def save(name: str, found: Found) -> Path:
     """Put a part into today's file for this kind of machine, beside the parts that are there."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     target = RESULTS / f"{today()}-{kind}.json"
-    report = json.loads(target.read_text()) if target.exists() else {"parts": {}}
-    report.update(date=today(), machine=machine(), versions=versions())
-    report["parts"][name] = {"date": today(), "commit": commit(), **found}
-    RESULTS.mkdir(exist_ok=True)
-    head = {key: report[key] for key in ("date", "machine", "versions")}
-    parts = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in report["parts"].items())
-    target.write_text(f'{json.dumps(head)[:-1]},\n"parts": {{\n{parts}\n}}}}\n')
+    known = json.loads(target.read_text())["parts"] if target.exists() else {}
+    known[name] = {"date": today(), "commit": commit(), **found}
+    parts = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in known.items())
+    target.write_text(f'{json.dumps(here())[:-1]},\n"parts": {{\n{parts}\n}}}}\n')
     return target
+
+
+def write(name: str, figures: Found) -> None:
+    """Write `results/NAME.json`: of a command that is no part."""
+    (RESULTS / f"{name}.json").write_text(json.dumps(here() | figures, indent=1) + "\n")
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """A command line with `--dry`."""
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--dry", action="store_true", help="print the table, write nothing")
+    return made
 
 
 def load() -> dict[str, Found]:
@@ -52,6 +62,11 @@ def load() -> dict[str, Found]:
 
 def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def here() -> Found:
+    """What decides the figures: machine and versions, beside the date."""
+    return {"date": today(), "machine": machine(), "versions": versions()}
 
 
 def commit(path: Path | None = None) -> str:
@@ -71,7 +86,6 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What decides the figures."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     try:
         found["torchtitan"] = importlib.metadata.version("torchtitan")

@@ -1,8 +1,5 @@
 """Tables of training runs, and what is predicted for each row.
 
-python -m bench runs CSV [--json [FILE]] [--hardware NAME|FILE]    each row beside its prediction
-python -m bench fit [--write] [--plot FILE]                        constants of hardware that agree with reported runs
-
 tables.py          reads a table, finds model and setting of each row, and predicts it
 architectures.py   which model a name and a few sizes mean
 transformers.py    what a step of a transformer computes, in closed form

@@ -34,17 +34,11 @@ _MOST = 0.7  # by which a logarithm moves in one iteration
 
 @dataclass(frozen=True)
 class Free:
-    """A constant that is fitted.
+    """A constant that is fitted."""
 
-    Attributes:
-        field: its name in `Hardware`.
-        devices: names of the hardware whose value it multiplies; empty: all.
-        deviation: prior standard deviation of the logarithm of the factor.
-    """
-
-    field: str
-    devices: tuple[str, ...] = ()
-    deviation: float = 0.3
+    field: str  # of `Hardware`
+    devices: tuple[str, ...] = ()  # whose value it multiplies; empty: all
+    deviation: float = 0.3  # prior standard deviation of the logarithm of the factor
 
 
 # Of one device: how much of the data sheet products, attention and eager kernels reach, and what comes on top.
@@ -264,7 +258,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(point)
     if args.plot:
         plot(args.plot, made, speeds, errors)
-
-
-if __name__ == "__main__":
-    main()

@@ -28,13 +28,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """What a row would take.
-
-    Attributes:
-        row: the row as read, text by column.
-        prediction: the predicted step; None if the row cannot be predicted.
-        error: why it cannot be predicted; None if it can.
-    """
+    """What a row would take, or the error that says why it cannot be predicted."""
 
     row: Row
     prediction: Prediction | None = None
@@ -42,17 +36,14 @@ class RunPrediction:
 
     @property
     def tok_s_gpu(self) -> float | None:
-        """Predicted tokens per second and GPU."""
         return self.prediction.tokens_per_second if self.prediction else None
 
     @property
     def peak_gib(self) -> float | None:
-        """Predicted peak memory in GiB."""
         return self.prediction.memory.peak / 2**30 if self.prediction else None
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is within the GPU's memory."""
         return self.prediction.fits if self.prediction else None
 
     @property
@@ -66,7 +57,6 @@ class RunPrediction:
 
     @property
     def relative_error(self) -> float | None:
-        """Predicted over reported, less 1; None if either is missing."""
         return None if self.tok_s_gpu is None or self.reported is None else self.tok_s_gpu / self.reported - 1
 
 
@@ -80,7 +70,6 @@ class Case:
 
     @property
     def run(self) -> Run:
-        """How the transformer is run."""
         setting = self.setting
         width = 4 if setting.precision == "fp32" else 2
         dtype = {"fp32": "float32", "fp16": "float16", "amp_fp16": "float16"}.get(setting.precision, "bfloat16")
@@ -99,21 +88,15 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
         ValueError: it cannot be read, has no header, or no rows.
     """
     try:
-        text = read_text(Path(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected a CSV file of runs, found {error}") from None
-    try:
-        reader = csv.DictReader(io.StringIO(text.lstrip("\ufeff")))
-        names = [(name or "").strip().lower() for name in reader.fieldnames or ()]
-        rows = [
-            {name: row[given] or "" for name, given in zip(names, reader.fieldnames or (), strict=True)}
-            for row in reader
-        ]
-    except csv.Error as error:
+        reader = csv.DictReader(io.StringIO(read_text(Path(path)).lstrip("\ufeff")))
+        given = reader.fieldnames or ()
+        names = [(name or "").strip().lower() for name in given]
+        rows = [{name: row[each] or "" for name, each in zip(names, given, strict=True)} for row in reader]
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}: expected a CSV file of runs, found {error}") from None
     if "model" not in names or not rows:
-        given = ", ".join(names) or "nothing"
-        raise ValueError(f"{path}: expected a header with a column 'model', and rows, found {given}")
+        found = ", ".join(names) or "nothing"
+        raise ValueError(f"{path}: expected a header with a column 'model', and rows, found {found}")
     return rows
 
 
@@ -123,15 +106,14 @@ def predict_runs(path: str | Path, hardware: Hardware | None = None) -> list[Run
     Raises:
         ValueError: the file cannot be read or has no rows.
     """
-    return [_predict(row, hardware) for row in read_rows(path)]
-
-
-def _predict(row: Row, hardware: Hardware | None) -> RunPrediction:
-    try:
-        case = case_of(row, hardware)
-        return RunPrediction(row, price(work_of(case.model, case.run), case.setting, case.hardware))
-    except (ValueError, ArithmeticError) as error:
-        return RunPrediction(row, error=str(error))
+    made = []
+    for row in read_rows(path):
+        try:
+            case = case_of(row, hardware)
+            made.append(RunPrediction(row, price(work_of(case.model, case.run), case.setting, case.hardware)))
+        except (ValueError, ArithmeticError) as error:
+            made.append(RunPrediction(row, error=str(error)))
+    return made
 
 
 def case_of(row: Row, hardware: Hardware | None = None) -> Case:
@@ -169,9 +151,6 @@ def case_of(row: Row, hardware: Hardware | None = None) -> Case:
         reduce_dtype="float32" if "fsdp2" in system or "titan" in system else None,
     )
     return Case(model, setting, _with_network(used, row))
-
-
-# --- columns ----------------------------------------------------------------------------------------------------------
 
 
 _MOST = {"layers": 1e4, "gpus": 1e7, "seq": 1e9, "micro_batch": 1e6, "grad_accum": 1e6}  # beyond these, a mistake
@@ -258,11 +237,9 @@ def _device(text: str) -> Hardware:
     named = [name for name in known if set(name.lower().split("-")) <= set(joined)]
     if named:
         return known[max(named, key=len)]
-    for word in joined:
-        if word in ("a100", "h100"):
-            if word == "h100" and "96" in joined:
-                return known["h100-96-500w"]
-            return device(word)
+    usual = next((word for word in joined if word in ("a100", "h100")), None)
+    if usual:
+        return known["h100-96-500w"] if usual == "h100" and "96" in joined else device(usual)
     raise ValueError(f"device: expected one of {', '.join(known)}, found {text!r}")
 
 
@@ -273,8 +250,7 @@ def _with_network(hardware: Hardware, row: Row) -> Hardware:
     if match is None:
         return hardware
     per_rank = int(match[1]) / hardware.ranks_per_node
-    known = {100: "ib100", 200: "ib200", 400: "ib400", 800: "ib800"}
-    if per_rank in known:
-        return replace(hardware, network=link(known[int(per_rank)]))
+    if per_rank in (100, 200, 400, 800):
+        return replace(hardware, network=link(f"ib{per_rank:.0f}"))
     usual = link("ib400")
     return replace(hardware, network=replace(usual, bandwidth=usual.bandwidth * per_rank / 400))

@@ -13,47 +13,26 @@ from fsdp_compile.passes.graph.costs import Kind, Work
 
 @dataclass(frozen=True)
 class Transformer:
-    """Sizes of a decoder-only transformer.
-
-    Attributes:
-        name: of the model.
-        layers: number of blocks.
-        hidden: width between blocks.
-        heads: of queries.
-        kv_heads: of keys and values.
-        head: width of a head.
-        inner: width inside the MLP.
-        vocabulary: entries of the embedding.
-        gated: whether the MLP multiplies two projections (SwiGLU), three matrices in all.
-        rms: whether norms are RMSNorm, without biases; otherwise LayerNorm.
-        norm_biases: whether LayerNorms have biases.
-        biases: whether linear layers have biases.
-        fused_qkv: whether one product makes queries, keys and values.
-        rotary: whether positions are rotations of queries and keys.
-        positions: entries of a table of learned positions; 0: there is none.
-        tied: whether embedding and output share one matrix.
-        fused_loss: whether one kernel makes the loss from logits in two bytes.
-        moves: how many times the bytes of their operators the eager kernels of a block move.
-    """
+    """Sizes of a decoder-only transformer."""
 
     name: str
-    layers: int
-    hidden: int
+    layers: int  # blocks
+    hidden: int  # width between blocks
     heads: int
     kv_heads: int
-    head: int
-    inner: int
+    head: int  # width of a head
+    inner: int  # width inside the MLP
     vocabulary: int
-    gated: bool = False
-    rms: bool = False
-    norm_biases: bool = False
-    biases: bool = False
-    fused_qkv: bool = True
+    gated: bool = False  # the MLP multiplies two projections (SwiGLU), three matrices in all
+    rms: bool = False  # norms are RMSNorm, without biases; otherwise LayerNorm
+    norm_biases: bool = False  # of LayerNorms
+    biases: bool = False  # of linear layers
+    fused_qkv: bool = True  # one product makes queries, keys and values
     rotary: bool = False
-    positions: int = 0
-    tied: bool = True
-    fused_loss: bool = False
-    moves: float = 1.0
+    positions: int = 0  # entries of a table of learned positions
+    tied: bool = True  # embedding and output share one matrix
+    fused_loss: bool = False  # one kernel makes the loss from logits in two bytes
+    moves: float = 1.0  # how many times the bytes of their operators the eager kernels of a block move
 
     @property
     def qkv(self) -> tuple[int, int]:
@@ -71,52 +50,37 @@ class Transformer:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block."""
         norms = 2 * self.hidden * (2 if self.norm_biases else 1)
         biases = sum(columns for _, columns in self.products) if self.biases else 0
         return sum(inner * columns for inner, columns in self.products) + norms + biases
 
     @property
     def other_parameters(self) -> int:
-        """Outside of blocks."""
         tables = self.vocabulary * (1 if self.tied else 2) + self.positions
         return self.hidden * (tables + 1 + self.norm_biases)
 
     @property
     def parameters(self) -> int:
-        """All of them."""
         return self.layers * self.block_parameters + self.other_parameters
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a transformer is run.
-
-    Attributes:
-        batch: sequences.
-        sequence: tokens of one.
-        checkpointing: as in `Setting`.
-        compiled: as in `Setting`.
-        compiled_loss: likewise, but never None.
-        width: bytes of an activation.
-        dtype: of products.
-    """
+    """How a transformer is run; names are those of `Setting`."""
 
     batch: int
     sequence: int
     checkpointing: str = "none"
     compiled: bool = False
     compiled_loss: bool = False
-    width: int = 2
+    width: int = 2  # bytes of an activation
     dtype: str = "bfloat16"
 
     @property
     def tokens(self) -> int:
-        """Of the batch."""
         return self.batch * self.sequence
 
     def product(self, rows: int, inner: int, columns: int) -> Work:
-        """A product of matrices in this dtype."""
         read, written = rows * inner + inner * columns, rows * columns
         flops = 2 * rows * inner * columns
         return Work(flops, self.width * read, self.width * written, "product", inner, self.dtype)
@@ -127,12 +91,9 @@ class Run:
 
     def of_weight(self, inner: int, columns: int) -> tuple[Work, Work, Work]:
         """The product with a weight, and in backward the gradients of the weight and of the input."""
-        tokens = self.tokens
-        return (
-            self.product(tokens, inner, columns),
-            self.product(inner, tokens, columns),
-            self.product(tokens, columns, inner),
-        )
+        sizes = (self.tokens, inner, columns), (inner, self.tokens, columns), (self.tokens, columns, inner)
+        forward, weight, given = (self.product(*each) for each in sizes)
+        return forward, weight, given
 
 
 def work_of(model: Transformer, run: Run) -> StepWork:
@@ -142,37 +103,31 @@ def work_of(model: Transformer, run: Run) -> StepWork:
     return work if run.checkpointing in ("none", "selective op") else work.checkpointed(run.checkpointing)
 
 
-# --- a block ----------------------------------------------------------------------------------------------------------
-
-
 def _block(model: Transformer, run: Run) -> UnitWork:
     tokens, width = run.tokens, run.width
     attend = [_attention(model, run, backward) for backward in (False, True)]
     products = [run.of_weight(*sizes) for sizes in model.products]
     mixing = len(model.products) - (4 if model.gated else 3)
-    chains, chains_backward = _chains(model, run)
-    forward: list[Work] = [each[0] for each in products]
-    forward.insert(mixing, attend[0])
-    backward: list[Work] = [each for three in reversed(products) for each in three[1:]]
-    backward.append(attend[1])
-    forward += run.chains(chains)
-    backward += run.chains(chains_backward)
-    saved = _saved(model, run)
-    again: list[Work] = []
-    if run.checkpointing == "selective op":
-        again = [each[0] for each in products[1::2]] + run.chains(chains)
-        saved = _saved_by_operator(model, run)
+    chains, chains_backward = map(run.chains, _chains(model, run))
+    forward = [each[0] for each in products]
+    forward = [*forward[:mixing], attend[0], *forward[mixing:], *chains]
+    backward = [*(each for three in reversed(products) for each in three[1:]), attend[1], *chains_backward]
+    saved = everything = _saved(model, run)
+    if run.checkpointing == "selective op":  # outputs of attention and of every second product are saved
+        backward = [*(each[0] for each in products[1::2]), *chains, *backward]
+        columns = model.qkv[0] + sum(columns for _, columns in model.products[:-1:2])  # none reads the last one
+        saved = width * tokens * columns + 4 * tokens * model.heads
     # Beside what is saved, the widest gradients are alive; of what is computed again, all that backward reads is.
     widest = width * tokens * max(model.inner * (3 if model.gated else 2), 2 * sum(model.qkv))
     return UnitWork(
         "blocks.0",
         model.block_parameters,
         tuple(forward),
-        (*again, *backward),
+        tuple(backward),
         input_bytes=width * tokens * model.hidden,
         saved_bytes=saved,
         forward_bytes=saved + widest,
-        backward_bytes=max(saved, _saved(model, run)) + widest,
+        backward_bytes=max(saved, everything) + widest,
         count=model.layers,
     )
 
@@ -217,23 +172,13 @@ def _saved(model: Transformer, run: Run) -> int:
     return run.width * run.tokens * columns + 4 * run.tokens * model.heads
 
 
-def _saved_by_operator(model: Transformer, run: Run) -> int:
-    """Bytes that are saved where the outputs of attention and of every second product are; none reads the last one."""
-    columns = model.qkv[0] + sum(columns for _, columns in model.products[:-1:2])
-    return run.width * run.tokens * columns + 4 * run.tokens * model.heads
-
-
-# --- what is outside of blocks ----------------------------------------------------------------------------------------
-
-
 def _begin(model: Transformer, run: Run) -> UnitWork:
     hidden, table = run.tokens * run.width * model.hidden, run.width * model.hidden * model.vocabulary
-    looked_up = run.chains([2 * hidden, 3 * hidden] if model.positions else [2 * hidden])
     return UnitWork(
         "embedding",
         model.hidden * (model.vocabulary + model.positions),
-        tuple(looked_up),
-        (*run.chains([3 * hidden, table]),),
+        tuple(run.chains([2 * hidden, 3 * hidden] if model.positions else [2 * hidden])),
+        tuple(run.chains([3 * hidden, table])),
         input_bytes=8 * run.tokens,
         saved_bytes=0,
         forward_bytes=hidden,
@@ -253,10 +198,7 @@ def _end(model: Transformer, run: Run) -> UnitWork:
     else:  # a cast to float32, log_softmax, its backward, and the cast of that
         chains, chains_backward = [6 * logits, 8 * logits], [4 * logits, 12 * logits, 6 * logits]
         alive, saved = 12 * logits, 4 * logits
-
-    def outside(moved: Iterable[int]) -> list[Work]:
-        return replace(run, compiled=run.compiled_loss).chains(moved)
-
+    outside = replace(run, compiled=run.compiled_loss).chains
     return UnitWork(
         "output",
         model.other_parameters - model.hidden * (model.vocabulary + model.positions),

@@ -1,4 +1,4 @@
-"""The systems that are compared, one file each; each has `prepare(model, blocks, setup) -> Prepared`.
+"""The systems that are compared: functions `(model, blocks, setup) -> Prepared`.
 
 bench/README.md says how each is configured and why that is fair to it.
 """
@@ -6,7 +6,6 @@ bench/README.md says how each is configured and why that is fair to it.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,31 +65,29 @@ class System:
 
     Attributes:
         label: its name for readers.
-        module: its file.
+        prepare: its file and function.
         colour: in pictures.
         graphs: what is compiled: "", "blocks" or "whole".
-        cuda_only: whether it does not run on the CPU.
     """
 
     label: str
-    module: str
+    prepare: str
     colour: str
     graphs: str = ""
-    cuda_only: bool = False
 
 
 SYSTEMS = {
-    "unsharded": System("unsharded, torch.compile", "unsharded", "#9aa5b1", "whole"),
-    "ddp": System("DDP, torch.compile", "ddp", "#8c6d46", "whole"),
-    "fsdp1": System("FSDP1", "fsdp1", "#d4b106", cuda_only=True),
-    "fsdp2": System("FSDP2", "fsdp2", "#f0a830"),
-    "fsdp2_compile": System("FSDP2, blocks compiled", "fsdp2_compile", "#c8501e", "blocks"),
-    "simple_fsdp": System("SimpleFSDP", "simple_fsdp", "#b0529a", "whole"),
-    "ours": System("ours, eager", "ours", "#6db6e8"),
-    "ours_blocks": System("ours, blocks compiled", "ours_blocks", "#2f6fbf", "blocks"),
-    "ours_compiled": System("ours, compiled", "ours_compiled", "#1fa187", "whole"),
-    "ours_planned": System("ours, compiled, planned for the link", "ours_planned", "#0b4f4a", "whole"),
-    "ours_step": System("ours, compile_step, planned for the link", "ours_step", "#062b28", "whole"),
+    "unsharded": System("unsharded, torch.compile", "replicated.unsharded", "#9aa5b1", "whole"),
+    "ddp": System("DDP, torch.compile", "replicated.ddp", "#8c6d46", "whole"),
+    "fsdp1": System("FSDP1", "replicated.fsdp1", "#d4b106"),
+    "fsdp2": System("FSDP2", "fsdp2.eager", "#f0a830"),
+    "fsdp2_compile": System("FSDP2, blocks compiled", "fsdp2.by_block", "#c8501e", "blocks"),
+    "simple_fsdp": System("SimpleFSDP", "simple_fsdp.prepare", "#b0529a", "whole"),
+    "ours": System("ours, eager", "ours.eager", "#6db6e8"),
+    "ours_blocks": System("ours, blocks compiled", "ours.by_block", "#2f6fbf", "blocks"),
+    "ours_compiled": System("ours, compiled", "ours.compiled", "#1fa187", "whole"),
+    "ours_planned": System("ours, compiled, planned for the link", "ours.planned", "#0b4f4a", "whole"),
+    "ours_step": System("ours, compile_step, planned for the link", "ours.step", "#062b28", "whole"),
 }
 
 
@@ -116,6 +113,7 @@ def layers_of(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def prepare(name: str, model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    """Let a system take `model` over."""
-    adapter: Any = importlib.import_module(f"bench.systems.{find(name).module}")
-    return adapter.prepare(model, blocks, setup)
+    """Let a system take `model` over. Its file is imported only now: some of them need packages of their own."""
+    file, function = find(name).prepare.split(".")
+    prepared: Prepared = getattr(importlib.import_module(f"bench.systems.{file}"), function)(model, blocks, setup)
+    return prepared

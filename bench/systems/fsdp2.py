@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bench.systems import Prepared, Setup, layers_of
 
-IN_FLIGHT = 1
-"""Reduce-scatters that run beside backward: before it starts another, `fully_shard` waits for the one before."""
+IN_FLIGHT = 1  # reduce-scatters beside backward: before it starts another, `fully_shard` waits for the one before
 
 
 class LateReduceScatter:
@@ -46,7 +45,7 @@ class LateReduceScatter:
             self.works.popleft().wait()
 
 
-def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if setup.bf16 else MixedPrecisionPolicy()
     blocks = layers_of(blocks) if setup.option == "layers" else blocks
     for block in blocks:
@@ -54,6 +53,14 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     fully_shard(model, mesh=setup.mesh, mp_policy=precision)
     helped = setup.blocking and setup.option != "blocking"
     return Prepared(model, model, overlap(model, blocks) if helped else lambda: None)
+
+
+def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """The blocks are compiled one by one before: what torchtitan does, and most people with it."""
+    compiled: list[Any] = [torch.compile(block, fullgraph=True) for block in blocks]
+    for name, block in zip(setup.block_names, compiled, strict=True):
+        model.set_submodule(name, block)
+    return eager(model, compiled, setup)
 
 
 def overlap(model: nn.Module, blocks: Sequence[nn.Module]) -> Any:

@@ -1,24 +1,129 @@
-"""Ours, eager: the default policy has to find the same units that the others are told."""
+"""This package: eager, blocks compiled, the whole model compiled, and planned for the link."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
 
-from bench.systems import Prepared, Setup
-from fsdp_compile import FSDPModule, MixedPrecision, fully_shard
+from bench.models import in_float8
+from bench.systems import Prepared, Setup, layers_of
+from bench.systems.replicated import autocast
+from fsdp_compile import FSDPModule, MixedPrecision, compile_step, fully_shard
+from fsdp_compile.passes.post_grad.plan_pass import TaskProfile
 
-
-def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
-    return Prepared(sharded := shard(model, blocks, setup), sharded)
+PROFILED = 5  # steps
 
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup, **options: Any) -> nn.Module:
+    """Shard the model; the default policy has to find the same units that the other systems are told."""
     precision = MixedPrecision(torch.bfloat16, torch.float32) if setup.bf16 else None
     ahead = setup.blocking  # as FSDP2 is told: on CUDA the host's running ahead has the same effect
     fully_shard(model, mesh=setup.mesh, mixed_precision=precision, forward_prefetch=ahead, **options)
     missed = [block for block in blocks if not isinstance(block, FSDPModule)]
     if missed:
-        raise RuntimeError(f"expected each block to be a unit, found {len(missed)} that are not; compare equal units")
+        raise RuntimeError(f"{len(missed)} blocks are not units, so this would not compare equal units")
     return model
+
+
+def eager(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    return Prepared(model, shard(model, blocks, setup))
+
+
+def by_block(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """Each block is compiled by itself, in the eager runtime."""
+    shard(model, blocks, setup)
+    for block in blocks:
+        block.compile(fullgraph=True)
+    return Prepared(model, model)
+
+
+def compiled(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """The whole model is one graph. The option names passes to leave out, for the ablation.
+
+    It may begin with `autocast`: bf16 then comes from autocast, as in DDP, and not from `param_dtype`; or with
+    `float8`: linear layers of blocks multiply in float8 beside it.
+    """
+    names = setup.option.split("+") if setup.option else []
+    by_autocast = names[:1] in (["autocast"], ["float8"])
+    if names[:1] == ["float8"]:
+        in_float8(blocks)
+    shard(model, blocks, replace(setup, bf16=setup.bf16 and not by_autocast))
+    left_out: dict[str, Any] = {}
+    if disabled := tuple(names[by_autocast:]):
+        left_out = {"backend": "fsdp_compile", "options": {"disable": disabled}}
+    forward: Any = torch.compile(model, fullgraph=True, **left_out)
+    return Prepared(model, autocast(forward, setup) if by_autocast else forward)
+
+
+class Planned(Prepared):
+    """Compiled again for each link: first to record a profile of its tasks, then with the plan for that profile."""
+
+    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        """Plan for `link`; the link itself takes no time meanwhile."""
+        self.compile(link=link, record_profile=True)
+        for _ in range(2):  # the second call of `compile_step` compiles the update
+            self.run(*batch)
+        with TaskProfile() as profile:
+            for _ in range(PROFILED):
+                self.run(*batch)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.save(file.name)
+            self.compile(link=link, profile=file.name)
+            self.run(*batch)
+
+    def compile(self, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options=options)
+
+    def run(self, *batch: Tensor) -> Any:
+        self.forward(*batch).backward()
+        self.model.zero_grad()
+
+
+@dataclass
+class Stepped(Planned):
+    """The whole step is one call of `compile_step`, planned with its update."""
+
+    in_backward: bool = False
+
+    def whole_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+        self.optimizer = optimizer
+        self.compile()
+        return self.run
+
+    def compile(self, **options: Any) -> None:
+        torch._dynamo.reset()
+        in_backward = self.in_backward
+        self.step: Any = compile_step(self.model, self.optimizer, update_in_backward=in_backward, options=options)
+
+    def run(self, *batch: Tensor) -> Any:
+        return self.step(*batch)
+
+
+def planned(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """The plan also says which units stay unsharded.
+
+    The option `layers` makes each linear layer of a block a unit, and the plan says which of them are launched
+    together; `first` does so in the first block alone.
+    """
+    return Planned(*_for_plans(model, blocks, setup))
+
+
+def step(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """As `planned`; the option `in_backward` updates units within backward, and frees all of them after forward."""
+    return Stepped(*_for_plans(model, blocks, setup), in_backward=setup.option == "in_backward")
+
+
+def _for_plans(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> tuple[nn.Module, Any]:
+    if setup.option == "layers":
+        blocks = layers_of(blocks)
+    elif setup.option == "first":
+        blocks = [*layers_of(blocks[:1]), *blocks[1:]]
+    policy = CustomPolicy(lambda module: any(module is each for each in blocks))
+    reshard: Any = True if setup.option == "in_backward" else "auto"
+    shard(model, blocks, setup, reshard_after_forward=reshard, auto_wrap_policy=policy)
+    return model, torch.compile(model, fullgraph=True)

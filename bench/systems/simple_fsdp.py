@@ -23,25 +23,19 @@ BUCKETS = "transformer_block_bucketing"
 
 
 def open_package(name: str) -> None:
-    """Make submodules of the package `name` importable without running its `__init__`.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
+    """Make submodules of the package `name` importable without running its `__init__`."""
     found = importlib.util.find_spec(name)
     if found is None or found.submodule_search_locations is None:
-        raise ModuleNotFoundError(
-            f"{name}: expected it to be installed for SimpleFSDP, found nothing; run `make bench`"
-        )
+        raise ModuleNotFoundError(f"SimpleFSDP needs {name}, which is not installed; run `make bench`")
     bare = ModuleType(name)
     bare.__path__ = list(found.submodule_search_locations)
     sys.modules.setdefault(name, bare)
 
 
 def answer_for_bandwidth() -> None:
-    """Let the manual pass start without a GPU: it asks for the memory's bandwidth, by way of Triton, and uses it not.
+    """Let the manual pass start without a GPU: it asks Triton for the memory's bandwidth, and does not use it.
 
-    Torch remembers the answer, so the stand-in for Triton is there for one call only.
+    Torch caches the answer, so Triton is replaced for one call only.
     """
     testing: Any = ModuleType("triton.testing")
     testing.get_dram_gbps = lambda: 100.0
