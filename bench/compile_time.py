@@ -101,10 +101,7 @@ def compare(layers: int, rounds: int) -> dict[str, Figures]:
 
 
 def measure_rank(layers: int, rank: int, world_size: int, shard: int, alone: int, folder: str) -> Figures:
-    """As `measure`, of one of several gloo ranks that train the sharded model, over groups of `shard` ranks.
-
-    If it is `alone`, the other ranks do not exist.
-    """
+    """As `measure`, of a gloo rank of the sharded model, over groups of `shard` ranks; `alone`: no others exist."""
     torch.set_num_threads(1)
     store = FakeStore() if alone else dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("fake" if alone else "gloo", rank=rank, world_size=world_size, store=store)
@@ -124,10 +121,7 @@ def measure_rank(layers: int, rank: int, world_size: int, shard: int, alone: int
 
 
 def on_ranks(layers: int, world_size: int, shard: int, share: bool, alone: bool = False) -> Figures:
-    """CPU seconds of all ranks together, each with empty caches of its own, and how many codes they run.
-
-    Or of the first rank `alone`.
-    """
+    """CPU seconds of all ranks together, or of one `alone`, with empty caches each, and how many codes they run."""
     running = range(1 if alone else world_size)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world_size) as pool:
 

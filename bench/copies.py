@@ -91,11 +91,4 @@ class GeneratedCode:
         GraphLowering.save_output_code = self.codes.append  # a hook of torch's tests
 
     def moved(self) -> int:
-        """Bytes that they copy, each run once."""
         return sum(moved_in(code) for code in self.codes)
-
-
-def release(tensors: list[torch.Tensor]) -> None:
-    """Drop gradients, so that the next measurement begins as the last did."""
-    for tensor in tensors:
-        tensor.grad = None

@@ -175,7 +175,6 @@ def with_constants(constants: dict[str, float]) -> Hardware:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line of the table: measured, predicted, and how far apart."""
     was, said = row["measured"], row["predicted"]
     step, peak = said["step"] / was["step"] - 1, said["peak"] / was["peak"] - 1
     exposed = (said["exposed"] - was["exposed"]) / was["step"]

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,13 +138,9 @@ def counted_calls(step: Step) -> tuple[int, int]:
 def added_calls(layers: int) -> dict[str, float]:
     """How many calls a sharded step adds per block, without and with AdamW."""
     added: dict[str, float] = {}
-    pairs = {
-        "step": (whole_step(layers, False), whole_step(layers, True)),
-        "stock loop": (with_adamw(layers, False), with_adamw(layers, True)),
-        "compile_step": (with_adamw(layers, False, fused=True), with_adamw(layers, True, fused=True)),
-    }
-    for name, (unsharded, sharded) in pairs.items():
-        before, after = counted_calls(unsharded), counted_calls(sharded)
+    makers = {"step": whole_step, "stock loop": with_adamw, "compile_step": partial(with_adamw, fused=True)}
+    for name, make in makers.items():
+        before, after = (counted_calls(make(layers, sharded)) for sharded in (False, True))
         for kind, less, more in zip(("Python", "C"), before, after, strict=True):
             added[f"{name}, in {kind}"] = (more - less) / layers
     return added

@@ -34,23 +34,15 @@ untraced: Any = torch.compiler.disable  # a compiled DDP calls these from C++ wh
 
 @dataclass
 class Call:
-    """One collective on the link; times in seconds of `LINK.clock()`.
+    """One collective on the link; times in seconds of `LINK.clock()`."""
 
-    Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, broadcast, scatter or barrier.
-        group: the process group's name: one for each mesh axis.
-        nbytes: bytes that this rank sends, by the ring algorithm; as many are received.
-        issued: when it was called; `begin` to `end`: when it has the link.
-        waits: when waits for it began and ended: its exposed part.
-    """
-
-    kind: str
-    group: str
-    nbytes: int
+    kind: str  # all_gather, reduce_scatter, all_reduce, broadcast, scatter or barrier
+    group: str  # the process group's name: one for each mesh axis
+    nbytes: int  # that this rank sends, by the ring algorithm; as many are received
     issued: float
-    begin: float
+    begin: float  # from here to `end` it has the link
     end: float
-    waits: list[tuple[float, float]] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)  # when waits for it began and ended: exposed
 
     @property
     def waited(self) -> float:
@@ -59,8 +51,6 @@ class Call:
 
 
 class Link:
-    """What the link is like and what has gone over it."""
-
     def __init__(self) -> None:
         self.latency, self.bandwidth = 20e-6, 1e9
         self.now = time.perf_counter
@@ -73,10 +63,7 @@ class Link:
         self.bandwidth = self.bandwidth if bandwidth is None else bandwidth
 
     def count_cpu_time(self) -> None:
-        """From now on count the seconds that this process computes; waits pass at once, other programs do not count.
-
-        Not for systems that wait in threads of their own, as DDP does.
-        """
+        """Count CPU seconds of this process; waits pass at once. Not for systems that wait in threads, as DDP does."""
         self.now, self.uncounted = time.process_time, 0.0
 
     def clock(self) -> float:
@@ -124,16 +111,12 @@ class Link:
         for call in self.calls:
             count[call.group][call.kind] += 1
             sent[call.group][call.kind] += call.nbytes
-        return {
-            "busy": sum(call.end - call.begin for call in self.calls),
-            "exposed": sum(call.waited for call in self.calls),
-            "calls": {group: dict(kinds) for group, kinds in count.items()},
-            "bytes": {group: dict(kinds) for group, kinds in sent.items()},
-        }
+        calls, nbytes = ({group: dict(kinds) for group, kinds in each.items()} for each in (count, sent))
+        busy = sum(call.end - call.begin for call in self.calls)
+        return {"busy": busy, "exposed": sum(call.waited for call in self.calls), "calls": calls, "bytes": nbytes}
 
 
-LINK = Link()
-"""The one that all groups of this process use: a rank has one network card."""
+LINK = Link()  # of all groups of this process: a rank has one network card
 
 
 class LinkWork(dist._Work):
@@ -145,20 +128,16 @@ class LinkWork(dist._Work):
 
     @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Sleep until it has ended."""
         LINK.wait(self.call)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
         return LINK.clock() >= self.call.end
 
     def is_success(self) -> bool:
-        """It never fails."""
         return True
 
     def result(self) -> list[Tensor]:
-        """What it has written."""
         return self.tensors
 
     @untraced
@@ -183,11 +162,9 @@ class EmulatedGroup(dist.ProcessGroup):
         self.alive: list[Any] = []  # C++ holds works, but not the Python halves that know how to wait
 
     def size(self) -> int:
-        """How many ranks it plays."""
         return self.ranks
 
     def getBackendName(self) -> str:
-        """For messages."""
         return BACKEND
 
     @property
@@ -197,7 +174,6 @@ class EmulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The same, for functional collectives."""
         return self.pg_name
 
     def _set_group_name(self, name: str) -> None: ...
@@ -274,7 +250,6 @@ class EmulatedGroup(dist.ProcessGroup):
 
     @untraced
     def barrier(self, opts: Any = None) -> Any:
-        """A call of no bytes."""
         return self._issue("barrier", 0, lambda: None, [])
 
     def _factor(self, opts: Any) -> int:
@@ -312,11 +287,9 @@ class EchoStore(dist.Store):
         self.world, self.values = world, dict[str, bytes]()
 
     def set(self, key: str, value: Any) -> None:
-        """Overwrite a value."""
-        self.values[key] = value if isinstance(value, bytes) else str(value).encode()
+        self.values[key] = _bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Read a value."""
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
@@ -334,13 +307,12 @@ class EchoStore(dist.Store):
         return self.values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
         return all(key in self.values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """What this rank has not set, nobody sets."""
         if not self.check(keys):
-            raise RuntimeError(f"keys: expected some that were set, found {keys}")
+            raise RuntimeError(f"keys {keys} are not set, and no other rank exists to set them")
 
 
 def _bytes(value: Any) -> bytes:

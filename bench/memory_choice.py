@@ -14,7 +14,7 @@ the figures of an H100 about larger models, which are traced and not run.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from bench.report import parser, write
 from fsdp_compile import CompileConfig, fully_shard
 from fsdp_compile.explain.sharded import choices_of, process_group
 from fsdp_compile.passes._torch import FakeTensorMode
-from fsdp_compile.passes.plan.memory import Options, Result, choices, choose, workload_of
+from fsdp_compile.passes.plan.memory import Options, choices, choose, workload_of
 from fsdp_compile.passes.plan.plan import simulate, verify
 from fsdp_compile.passes.plan.schedule import TOLERANCE, search_plan
 from fsdp_compile.passes.plan.workload import smallest_budget
@@ -77,16 +77,14 @@ def alone(step: Options, budget: int) -> dict[str, float | None]:
         names = {policy.name for policy in policies if policy is not None}
         if len(names) == 1:
             settings.setdefault(names.pop(), []).append(replace(workload_of(step, policies), units=closed))
-    return {name: min(_seconds(tried, budget), default=None) for name, tried in settings.items()}
+    found: dict[str, float | None] = {}
+    for name, workloads in settings.items():
+        within = (each for each in workloads if smallest_budget(each) <= budget)
+        found[name] = min((search_plan(each, budget).seconds for each in within), default=None)
+    return found
 
 
-def _seconds(settings: list[Any], budget: int) -> Iterator[float]:
-    for workload in settings:
-        if smallest_budget(workload) <= budget:
-            yield search_plan(workload, budget).seconds
-
-
-def row(step: Options, budget: int) -> tuple[dict[str, Any], Result]:
+def row(step: Options, budget: int) -> dict[str, Any]:
     """What is chosen within a budget, and the knobs alone."""
     begin = time.process_time()
     chosen = choose(step, budget)
@@ -95,18 +93,10 @@ def row(step: Options, budget: int) -> tuple[dict[str, Any], Result]:
     singles = alone(step, budget)
     best = min(seconds for seconds in singles.values() if seconds is not None) if any(singles.values()) else None
     assert best is None or chosen.seconds <= best * (1 + TOLERANCE), "a knob alone is faster"
-    found = {
-        "budget": budget,
-        "mix": "".join(LETTERS[policy.name if policy else "keep"] for policy in chosen.policies),
-        "unsharded": len(chosen.planned.keep_unsharded),
-        "units": len(chosen.workload.units),
-        "step": chosen.seconds,
-        "bound": chosen.planned.bound,
-        "peak": chosen.planned.peak,
-        "alone": singles,
-        "planning": planning,
-    }
-    return found, chosen
+    mix = "".join(LETTERS[policy.name if policy else "keep"] for policy in chosen.policies)
+    plan, units = chosen.planned, len(chosen.workload.units)
+    return {"budget": budget, "mix": mix, "unsharded": len(plan.keep_unsharded), "units": units, "peak": plan.peak,
+            "step": chosen.seconds, "bound": plan.bound, "alone": singles, "planning": planning}  # fmt: skip
 
 
 def measured(name: str) -> list[dict[str, Any]]:
@@ -114,7 +104,7 @@ def measured(name: str) -> list[dict[str, Any]]:
     workload, rows = SMALL[name](), list[dict[str, Any]]()
     step = options_for(workload, CompileConfig(link=WIRE))
     for budget in budgets(step):
-        found, _ = row(step, budget)
+        found = row(step, budget)
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = fully_shard(workload.build(), reshard_after_forward="auto")
@@ -141,13 +131,12 @@ def predicted(name: str) -> list[dict[str, Any]]:
     step = replace(step, plain=plain, stored=stored)
     rows = []
     for budget in budgets(step):
-        rows.append(row(step, budget)[0])
+        rows.append(row(step, budget))
         show(name, rows[-1:])
     return rows
 
 
 def show(name: str, rows: list[dict[str, Any]]) -> None:
-    """A line for each budget."""
     for each in rows:
         singles = ", ".join(
             f"{knob} {'-' if seconds is None else f'{1e3 * seconds:.3f}'}" for knob, seconds in each["alone"].items()

@@ -30,7 +30,6 @@ class Workload:
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The repeated part of every model here."""
     return list(model.get_submodule("blocks").children())
 
 
@@ -39,9 +38,6 @@ def help_text() -> Tensor:
     from pydoc_data.topics import topics
 
     return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
-
-
-# --- a GPT ------------------------------------------------------------------------------------------------------------
 
 
 def gpt(batch: int = 4, context: int = 128, **shape: int) -> Workload:
@@ -119,9 +115,6 @@ def lora() -> Workload:
     return replace(plain, build=build)
 
 
-# --- many small parameters --------------------------------------------------------------------------------------------
-
-
 class Layers(nn.Module):
     """Ten small linear layers: 20 parameters."""
 
@@ -156,9 +149,6 @@ def many_small(blocks: int = 100, width: int = 16, batch: int = 4) -> Workload:
         return x, y
 
     return Workload(lambda: Regression(blocks, width), blocks_of, draw, "steps", 1)
-
-
-# --- Llama-3-8B, fewer blocks -----------------------------------------------------------------------------------------
 
 
 class LlamaBlock(nn.Module):
@@ -202,9 +192,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.tokens, self.norm = nn.Embedding(vocab, dim), nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
-        angles = torch.outer(
-            torch.arange(context), 500_000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
-        )  # (context, head_dim / 2)
+        speeds = 500_000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        angles = torch.outer(torch.arange(context), speeds)  # (context, head_dim / 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for parameter in self.parameters():
@@ -236,5 +225,4 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "lora": lora,
     "many_small": many_small,
     "llama": llama,
-    "llama_small": lambda: llama(2, 32, 1, vocab=64, dim=64, heads=4, kv_heads=2, hidden=128),
 }

@@ -40,28 +40,19 @@ ABLATED = (
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement.
+    """One measurement; names that are not explained are those of `worker.Spec`."""
 
-    Attributes:
-        about: a line for readers.
-        mode, device, model, bf16, world: as of `worker.Spec`.
-        systems: which.
-        ratios: emulated link: communication over compute, one setting each.
-        rounds, steps: how many turns each system has, and of how many steps; of each ratio.
-        looks: what else is measured: "calls", "copies", "memory".
-    """
-
-    about: str
+    about: str  # a line for readers
     mode: str
     model: str
     systems: tuple[str, ...] = CPU_SYSTEMS
     world: int = 2
     device: str = "cpu"
     bf16: bool = False
-    ratios: tuple[float, ...] = ()
-    rounds: int = 7
-    steps: int = 3
-    looks: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = ()  # emulated link: communication over compute, one setting each
+    rounds: int = 7  # how many turns each system has at each ratio
+    steps: int = 3  # of a turn
+    looks: tuple[str, ...] = ()  # what else is measured: "calls", "copies", "memory"
 
 
 PEERS = ("unsharded", "fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled")
@@ -124,29 +115,24 @@ ON_THE_CPU = ("gloo", "many_small", "link", "memory")
 
 def run(name: str, part: Part) -> dict[str, Any]:
     """Measure a part; what the report reads."""
-    specs = [Spec(system, part.model, part.mode, part.device, part.bf16, 0, part.world, "") for system in part.systems]
+    specs = [Spec(system, part.model, part.mode, part.device, part.bf16, part.world) for system in part.systems]
     settings = (0.0, *part.ratios) if part.mode == "link" and part.rounds else (0.0,)
     with Side(name, specs, len(settings) * part.rounds + len(part.looks)) as side:
-        found: dict[str, Any] = {"about": part.about, "model": part.model, "mode": part.mode, "world": part.world}
-        found.update(
-            device=part.device, bf16=part.bf16, first=side.first, failed=side.failed, per_step=_units(part), settings=[]
-        )
+        asked = {key: getattr(part, key) for key in ("about", "model", "mode", "world", "device", "bf16")}
+        workload = WORKLOADS[part.model]()
+        ranks = part.world if part.mode in ("gloo", "nccl") and workload.unit == "tokens" else 1
+        per_step = {"unit": workload.unit, "number": workload.per_step * ranks}
+        found = {**asked, "first": side.first, "failed": side.failed, "per_step": per_step, "settings": []}
         if part.rounds:
             side.ask("train", steps=2)
         for ratio in settings if part.rounds else ():
             found["settings"].append(_at(side, part, ratio, found))
         for look in part.looks:
-            side.bar.step(look)
+            side.say(look)
             found[look] = side.ask(look)
     if part.mode in ("gloo", "nccl"):
         check_losses({name: found["settings"][0]["systems"][name]["losses"] for name in side.running}, part.bf16)
     return found
-
-
-def _units(part: Part) -> dict[str, Any]:
-    workload = WORKLOADS[part.model]()
-    ranks = part.world if part.mode in ("gloo", "nccl") and workload.unit == "tokens" else 1
-    return {"unit": workload.unit, "number": workload.per_step * ranks}
 
 
 def _at(side: Side, part: Part, ratio: float, found: dict[str, Any]) -> dict[str, Any]:
@@ -185,10 +171,7 @@ def least(seen: dict[str, Any], free: dict[str, float]) -> dict[str, float]:
     That is "step", of which "unavoidable" is exposed: the first gather, the last reduce, and what computing is too
     short for. "dependent" is what is exposed at least where the root unit (embedding, head) computes next to nothing
     and all are gathered again: the first two gathers of each pass and the last two reduces have nothing to hide behind.
-
-    Args:
-        seen: a step's calls on the link, and how many of them forward issued (`Worker.calls`).
-        free: seconds of a step, of forward, and of both passes where the link takes no time.
+    `seen` are a step's calls (`Worker.calls`), `free` seconds where the link takes no time.
     """
     took = [(call["kind"], call["end"] - call["begin"]) for call in seen["list"]]
     ahead = [seconds for kind, seconds in took[: seen["calls"]] if kind == "all_gather"]
@@ -219,11 +202,7 @@ def summarise(rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def check_losses(losses: dict[str, Sequence[float]], bf16: bool) -> None:
-    """A peer that does not train the same model to the same loss is not compared.
-
-    Raises:
-        RuntimeError: losses of the first 20 steps differ by more than `TOLERANCE`, relative to ours.
-    """
+    """Raise RuntimeError if a peer's losses of the first 20 steps differ from ours by more than `TOLERANCE`."""
     ours = next(name for name in reversed(list(losses)) if name.startswith("ours"))
     for name, found in losses.items():
         if name == "unsharded":  # trains on its own rank's batch alone
@@ -241,7 +220,6 @@ def runnable(part: Part) -> str:
 
 
 def main() -> None:
-    """Measure and report."""
     arguments = report.parser(__doc__)
     arguments.add_argument("names", nargs="*", help="parts, and `report`")
     arguments.add_argument("--list", action="store_true", help="name all parts")

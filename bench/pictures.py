@@ -20,31 +20,18 @@ from bench.report import HERE, Found, computing, exposed, origin
 from bench.systems import find, label
 
 IMAGES = HERE.parent / "docs" / "images"
-TIMELINES, MEMORY = (
-    ("smoke", "link", "cuda_link"),
-    ("smoke", "link", "memory", "cuda_link"),
-)  # parts whose steps and memory are drawn
+TIMELINES = ("smoke", "link", "cuda_link")  # parts whose steps are drawn
+MEMORY = (*TIMELINES, "memory")  # and whose memory
 
 INK, GRID = "#33415c", "#e4e7ec"
 LINK_COLOURS = {"all_gather": "#5b8def", "reduce_scatter": "#e07a5f", "all_reduce": "#e07a5f"}
 WAIT = dict(facecolors="white", edgecolors="#9aa5b1", hatch="////", linewidth=0)
-STYLE = {
-    "font.size": 9,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "figure.dpi": 150,
-}
+INKED = ("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+STYLE = {"font.size": 9, "axes.edgecolor": GRID, "axes.spines.top": False, "axes.spines.right": False,
+         "axes.axisbelow": True, "figure.dpi": 150, **dict.fromkeys(INKED, INK)}  # fmt: skip
 
 
 def draw(name: str, part: Found) -> list[Path]:
-    """The pictures of a part."""
     done = []
     with plt.rc_context(STYLE):
         if part["settings"]:
@@ -64,9 +51,6 @@ def _save(figure: Any, name: str, part: Found) -> Path:
     figure.savefig(target, bbox_inches="tight", facecolor="white")
     plt.close(figure)
     return target
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 def _bars(name: str, part: Found) -> Path:
@@ -90,11 +74,8 @@ def _bars(name: str, part: Found) -> Path:
 
 def _rows(systems: Sequence[str]) -> dict[str, float]:
     """Where each system's bar is: those with units of layers come last, after a gap."""
-    coarse = [each for each in systems if not each.endswith(":layers")]
-    fine = [each for each in systems if each.endswith(":layers")]
-    return {each: index for index, each in enumerate(coarse)} | {
-        each: len(coarse) + 0.7 + index for index, each in enumerate(fine)
-    }
+    ordered = sorted(systems, key=lambda system: system.endswith(":layers"))  # keeps the order of equals
+    return {system: index + 0.7 * system.endswith(":layers") for index, system in enumerate(ordered)}
 
 
 def _bar(axes: Axes, at: float, system: str, number: float, figures: Found) -> None:
@@ -112,9 +93,6 @@ def _title(part: Found, setting: Found) -> str:
     if part["mode"] != "link":
         return part["about"]
     return f"communication {setting['ratio']:g} of compute" if setting["ratio"] else "a link that takes no time"
-
-
-# --- one step ---------------------------------------------------------------------------------------------------------
 
 
 def _timeline(name: str, part: Found) -> Path:
@@ -153,9 +131,6 @@ def _lanes(axes: Axes, top: float, system: str, calls: Found) -> None:
     for call in calls["list"]:
         span = bars([(call["begin"] - call["origin"], call["end"] - call["origin"])])
         axes.broken_barh(span, (top - 1.4, 0.8), facecolors=LINK_COLOURS.get(call["kind"], "#999"), edgecolors="white")
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def _memory(name: str, part: Found) -> Path:

@@ -155,18 +155,12 @@ def row(stepped: Stepped, latency: float, bandwidth: float, path: str, edge: flo
     LINK.configure(latency, bandwidth)
     measured = stepped.medians(rounds)
     simulated = timeline.makespan + free - computing
+    prefetched = sum(unit.arrives is not None for unit in graphs["forward"][0].units)
     return {
-        "latency": latency,
-        "bandwidth": bandwidth,
-        "prefetched": sum(unit.arrives is not None for unit in graphs["forward"][0].units),
-        "computing": computing,
-        "edge": edge,
-        "outside": free - computing,
-        "step": measured["step"],
-        "simulated step": simulated,
-        "exposed": measured["exposed"],
-        "simulated exposed": timeline.exposed,
-        "bound": lower_bound(workload) - computing,
+        **{"latency": latency, "bandwidth": bandwidth, "prefetched": prefetched},
+        **{"computing": computing, "edge": edge, "outside": free - computing},
+        **{"step": measured["step"], "simulated step": simulated, "bound": lower_bound(workload) - computing},
+        **{"exposed": measured["exposed"], "simulated exposed": timeline.exposed},
         "step differs": simulated / measured["step"] - 1,
         "exposed differs": (timeline.exposed - measured["exposed"]) / measured["step"],
     }
@@ -199,7 +193,6 @@ def main() -> None:
 
 
 def show(name: str, ratio: float, found: dict[str, float]) -> None:
-    """One row, in milliseconds."""
     times = ("step", "simulated step", "exposed", "simulated exposed", "bound", "computing", "edge", "outside")
     print(
         f"{name} {ratio}  " + "  ".join(f"{each} {found[each] * 1e3:.1f}" for each in times),

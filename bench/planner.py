@@ -63,14 +63,9 @@ def _compare(step: Workload) -> dict[str, Any]:
 
 
 def _figures(planned: PlannedStep, computing: float) -> dict[str, Any]:
-    return {
-        "seconds": planned.seconds,
-        "exposed": planned.seconds - computing,
-        "unavoidable": planned.bound - computing,
-        "gap": planned.gap,
-        "peak": planned.peak,
-        "keep_unsharded": len(planned.keep_unsharded),
-    }
+    spent = {"seconds": planned.seconds, "exposed": planned.seconds - computing, "gap": planned.gap}
+    kept = {"peak": planned.peak, "keep_unsharded": len(planned.keep_unsharded)}
+    return {**spent, **kept, "unavoidable": planned.bound - computing}
 
 
 HEAD = (

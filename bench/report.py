@@ -23,9 +23,6 @@ BEGIN, END = "<!-- bench: written by `python -m bench report` -->", "<!-- end of
 Found = dict[str, Any]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def save(name: str, found: Found) -> Path:
     """Put a part into today's file for this kind of machine, beside the parts that are there."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,19 +83,14 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
     try:
-        found["torchtitan"] = importlib.metadata.version("torchtitan")
+        titan = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
-        found["torchtitan"] = "not installed"
-    return found
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
+        titan = "not installed"
+    return {"python": platform.python_version(), "torch": torch.__version__, "torchtitan": titan}
 
 
 def tables(parts: dict[str, Found]) -> str:
-    """All parts in Markdown."""
     return "\n\n".join("\n".join(_section(name, part)) for name, part in parts.items())
 
 
@@ -187,9 +179,6 @@ def write_page(text: str) -> None:
     if not line:
         raise RuntimeError(f"{PAGE.name}: expected a line {BEGIN!r}, found none; add it, and {END!r} after it")
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
-
-
-# --- Perfetto ---------------------------------------------------------------------------------------------------------
 
 
 def trace(calls: Found) -> list[Found]:

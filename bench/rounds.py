@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +17,20 @@ class Failed(Exception):
     """A system that cannot run; what it said."""
 
 
-class Bar:
-    """A bar on standard error: how far a part has come."""
-
-    def __init__(self, title: str, total: int) -> None:
-        self.title, self.total, self.done = title, total, 0
-
-    def step(self, text: str) -> None:
-        """One more thing is about to be done."""
-        filled = 30 * self.done // max(self.total, 1)
-        line = f"{self.title:12} [{'#' * filled}{'.' * (30 - filled)}] {text}"
-        self.done += 1
-        print(f"{line:110}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-
-
 class Running:
-    """All ranks of a system, up to a step's beginning."""
+    """All ranks of a system, a process each."""
 
     def __init__(self, spec: Spec, folder: Path) -> None:
-        self.system, self.folder = spec.system, folder
         ranks = spec.world if spec.mode in ("gloo", "nccl") else 1
-        self.ranks = [Rank(Spec(**{**asdict(spec), "rank": rank}), folder) for rank in range(ranks)]
-        self.parameters = self._answers()[0]["parameters"]
+        meeting = str(folder / "meeting")
+        self.ranks = [Rank(replace(spec, rank=rank, rendezvous=meeting), folder) for rank in range(ranks)]
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Let every rank do something; what rank 0 answers."""
         for rank in self.ranks:
             rank.tell(do, **arguments)
-        return self._answers()[0]
-
-    def _answers(self) -> list[Any]:
-        return [rank.answer() for rank in self.ranks]
-
-    def stop(self) -> None:
-        """Let the processes end."""
-        for rank in self.ranks:
-            rank.stop()
+        answers = [rank.answer() for rank in self.ranks]
+        return answers[0]
 
 
 class Rank:
@@ -62,26 +40,27 @@ class Rank:
         self.spec, self.errors = spec, folder / f"{spec.rank}.err"
         reading, writing = os.pipe()
         command = [sys.executable, "-m", "bench.worker", str(writing), json.dumps(asdict(spec))]
+        environment = {  # one thread a rank, and compile caches of the system's own, empty at first
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=errors,
-                stderr=errors,
-                pass_fds=[writing],
-                env=_environment(folder),
+                command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, pass_fds=[writing], env=environment
             )
         os.close(writing)
         self.answers = os.fdopen(reading)
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Send one line."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
-        """Read one line."""
         line = self.answers.readline()
         if not line:
             raise Failed(f"{self.spec.system}, rank {self.spec.rank}: {self.errors.read_text()[-3000:]}")
@@ -97,38 +76,30 @@ class Rank:
             self.process.kill()
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """One thread a rank, and compile caches of the system's own, empty at first."""
-    root = str(Path(__file__).parents[1])
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-
-
 class Side:
     """Systems that run side by side; those that fail are left out, with the reason."""
 
-    def __init__(self, title: str, specs: Iterable[Spec], steps: int) -> None:
+    def __init__(self, title: str, specs: Sequence[Spec], steps: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.running: dict[str, Running] = {}
         self.failed: dict[str, str] = {}
         self.first: dict[str, dict[str, float]] = {}
-        specs = list(specs)
-        self.bar = Bar(title, len(specs) + steps)
+        self.title, self.total, self.done = title, len(specs) + steps, 0
         for spec in specs:
             self._start(spec)
 
+    def say(self, text: str) -> None:
+        """Print to standard error what begins now, and how far the part has come."""
+        line = f"{self.title} [{self.done} of {self.total}] {text}"
+        self.done += 1
+        print(f"{line:80}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
     def _start(self, spec: Spec) -> None:
-        self.bar.step(f"{spec.system}: first step")
+        self.say(f"{spec.system}: first step")
         folder = Path(self.folder.name) / spec.system.replace(":", "_")
         folder.mkdir()
         try:
-            running = Running(Spec(**{**asdict(spec), "rendezvous": str(folder / "meeting")}), folder)
+            running = Running(spec, folder)
             self.first[spec.system] = running.ask("first")
             self.running[spec.system] = running
         except (Failed, BrokenPipeError) as error:
@@ -146,7 +117,7 @@ class Side:
         found: dict[str, list[list[dict[str, float]]]] = {name: [] for name in self.running}
         names = list(self.running)
         for index in range(number):
-            self.bar.step(f"round {index + 1} of {number}")
+            self.say(f"round {index + 1} of {number}")
             for name in rotated(names, index):
                 found[name].append(self.running[name].ask("train", steps=steps))
         return found
@@ -156,7 +127,8 @@ class Side:
 
     def __exit__(self, *_: Any) -> None:
         for running in self.running.values():
-            running.stop()
+            for rank in running.ranks:
+                rank.stop()
         self.folder.cleanup()
 
 

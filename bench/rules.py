@@ -6,10 +6,7 @@ from fsdp_compile.passes.plan.workload import Workload
 
 
 def one_ahead(workload: Workload) -> Plan:
-    """A fixed prefetch: where a unit is waited for, the next one's gather is issued before; two reduces in flight.
-
-    DeepCompile's and our own passes' rule without a planner (passes/plan/schedule.py).
-    """
+    """DeepCompile's fixed prefetch: before a unit is waited for, the next gather is issued; two reduces in flight."""
     return prefetch(workload, forward=1, backward=1, before_wait=True, in_flight=2)
 
 

@@ -17,34 +17,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import link, systems
-from bench.copies import GeneratedCode, copied, release
+from bench.copies import GeneratedCode, copied
 from bench.link import FREE, LINK
-from bench.memory import curve, peak_rss, resident, thinned
+from bench.memory import curve, resident, states_of, thinned
 from bench.models import WORKLOADS
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker is.
+    """What a worker is."""
 
-    Attributes:
-        system: a name of `systems.SYSTEMS`, maybe with an option.
-        model: a name of `models.WORKLOADS`.
-        mode: gloo or nccl: real ranks; link: the emulated one.
-        device: cpu or cuda.
-        bf16: whether to compute in bfloat16.
-        rank, world: this rank and how many there are, or are played.
-        rendezvous: a file that real ranks meet at.
-    """
-
-    system: str
-    model: str
-    mode: str
-    device: str
-    bf16: bool
-    rank: int
-    world: int
-    rendezvous: str
+    system: str  # of `systems.SYSTEMS`, maybe with an option
+    model: str  # of `models.WORKLOADS`
+    mode: str  # gloo or nccl: real ranks; link: the emulated one
+    device: str  # cpu or cuda
+    bf16: bool  # what it computes in
+    world: int  # how many ranks there are, or are played
+    rank: int = 0
+    rendezvous: str = ""  # a file that real ranks meet at
 
 
 class Worker:
@@ -55,22 +45,6 @@ class Worker:
         self.device = torch.device(spec.device, spec.rank) if spec.mode == "nccl" else torch.device(spec.device)
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # what is never really received must not slow kernels
-        self._start_group()
-        self.generated = GeneratedCode()
-        self.workload = WORKLOADS[spec.model]()
-        torch.manual_seed(0)
-        with self.device:
-            model = self.workload.build()
-        self.prepared = systems.prepare(spec.system, model, self.workload.blocks(model), self._setup(model))
-        self.trained = [p for p in self.prepared.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, betas=(0.9, 0.95), foreach=True)
-        self.update: Any = self.optimizer.step
-        if spec.system.endswith(":optimizer"):
-            self.update = torch.compile(self.optimizer.step)
-        self.whole_step = self.prepared.whole_step(self.optimizer)
-
-    def _start_group(self) -> None:
-        spec = self.spec
         if spec.mode == "link":
             link.start(spec.world)
         else:
@@ -78,20 +52,24 @@ class Worker:
             dist.init_process_group(spec.mode, init_method=meeting, rank=spec.rank, world_size=spec.world)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self.generated = GeneratedCode()
+        self.workload = WORKLOADS[spec.model]()
+        torch.manual_seed(0)
+        with self.device:
+            model = self.workload.build()
+        self.prepared = systems.prepare(spec.system, model, self.workload.blocks(model), self._setup(model))
+        trained = [p for p in self.prepared.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), foreach=True)
+        step: Any = self.optimizer.step
+        self.update = torch.compile(step) if spec.system.endswith(":optimizer") else step
+        self.whole_step = self.prepared.whole_step(self.optimizer)
 
     def _setup(self, model: torch.nn.Module) -> systems.Setup:
         names = {module: name for name, module in model.named_modules()}
-        return systems.Setup(
-            self.device,
-            init_device_mesh(self.device.type, (self.spec.world,)),
-            self.spec.bf16,
-            self.spec.mode == "link" and self.device.type == "cpu",
-            self.workload.ends,
-            [names[block] for block in self.workload.blocks(model)],
-            self.spec.system.partition(":")[2],
-        )
-
-    # --- a step -------------------------------------------------------------------------------------------------------
+        mesh = init_device_mesh(self.device.type, (self.spec.world,))
+        blocking = self.spec.mode == "link" and self.device.type == "cpu"
+        blocks, option = [names[block] for block in self.workload.blocks(model)], self.spec.system.partition(":")[2]
+        return systems.Setup(self.device, mesh, self.spec.bf16, blocking, self.workload.ends, blocks, option)
 
     def clock(self) -> float:
         """Seconds; after all that the device was told."""
@@ -113,12 +91,14 @@ class Worker:
         return [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
 
     def step(self) -> dict[str, float]:
-        """A whole step, by the clock."""
         if self.whole_step is None:
             LINK.reset()
         else:
             LINK.forget()  # what it has started for this step in the one before is a part of it
-        origin = self._origin()
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            origin = torch.cuda.Event(enable_timing=True)
+            origin.record()
         begin = self.clock()
         if self.whole_step is not None:
             loss = self.whole_step(*self._batch())
@@ -128,24 +108,12 @@ class Worker:
             self.update()
             self.optimizer.zero_grad()
         done["step"] = self.clock() - begin
-        self._settle(origin)
-        self.number += 1
-        return {**done, "begin": begin, "exposed": LINK.summary()["exposed"]}
-
-    def _origin(self) -> Any:
-        if self.device.type != "cuda":
-            return None
-        origin = torch.cuda.Event(enable_timing=True)
-        origin.record()
-        return origin
-
-    def _settle(self, origin: Any) -> None:
-        if LINK.marks:
+        if on_cuda and LINK.marks:
             from bench.link_cuda import settle
 
             settle(LINK, origin)
-
-    # --- what it can be told ------------------------------------------------------------------------------------------
+        self.number += 1
+        return {**done, "begin": begin, "exposed": LINK.summary()["exposed"]}
 
     def first(self) -> dict[str, float]:
         """The step that compiles: seconds and CPU seconds, of the compilers that it starts too."""
@@ -180,9 +148,8 @@ class Worker:
         if systems.find(self.spec.system).graphs == "whole":
             return self.generated.moved()
         plain = self.workload.build().to(self.device, torch.bfloat16 if self.spec.bf16 else None)
-        batch = [tensor.to(self.device) for tensor in self.workload.batch(self.number, self.spec.rank)]
-        found = copied(self.accumulate) - copied(lambda: plain(*batch).backward())
-        release(self.trained)
+        found = copied(self.accumulate) - copied(lambda: plain(*self._batch()).backward())
+        self.prepared.model.zero_grad()
         return found
 
     def memory(self) -> dict[str, Any]:
@@ -192,21 +159,18 @@ class Worker:
         """
         if self.whole_step is not None:
             self.step()
-        states = [
-            value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-        ]
-        model = self.prepared.model
+        states, model = states_of(self.optimizer), self.prepared.model
         there = resident([*model.parameters(), *model.buffers(), *states])
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         points = curve(self.accumulate if self.whole_step is None else self.step, self.device)
-        release(self.trained)
+        model.zero_grad()
         return {
             "resident": there,
             "optimizer": resident(states),
             "above": max((total for _, total in points), default=0),
             "curve": thinned(points),
-            "rss": peak_rss(),
+            "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "allocator": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
         }
 
@@ -224,7 +188,6 @@ def main() -> None:
         print(json.dumps(found), file=answers, flush=True)
 
     worker = Worker(Spec(**json.loads(sys.argv[2])))
-    answer({"parameters": sum(p.numel() for p in worker.trained)})
     for line in sys.stdin:
         told = json.loads(line)
         answer(getattr(worker, told.pop("do"))(**told))

@@ -19,12 +19,7 @@ HEADS = ("model", "device", "GPUs", "batch", "seq", "tokens/s/GPU", "predicted",
 
 
 def totals(rows: Sequence[RunPrediction]) -> dict[str, float | int | None]:
-    """How far predictions are from what was reported.
-
-    `rows` and `predicted` count; `compared` counts the rows that have both figures. Of the relative errors of those,
-    `mape` is the mean size, `p90` the size that nine of ten do not exceed, `bias` the mean: positive where predictions
-    are too fast.
-    """
+    """How many rows there are, are predicted, and have both speeds; of the errors of these, `fit.summary`."""
     errors = [each.relative_error for each in rows if each.relative_error is not None]
     counts = {"rows": len(rows), "predicted": sum(each.error is None for each in rows), "compared": len(errors)}
     return {**counts, **(summary(errors) if errors else {"mape": None, "p90": None, "bias": None})}
@@ -33,16 +28,10 @@ def totals(rows: Sequence[RunPrediction]) -> dict[str, float | int | None]:
 def as_json(rows: Sequence[RunPrediction]) -> str:
     """`format`, `summary` and `rows`: the columns of each as they were read, and the predicted ones."""
     shown: list[dict[str, Any]] = [
-        {
-            **each.row,
-            "predicted_tok_s_gpu": each.tok_s_gpu,
-            "predicted_peak_gib": each.peak_gib,
-            "predicted_fits": each.fits,
-            "relative_error": each.relative_error,
-            "error": each.error,
-        }
+        {**each.row, "predicted_tok_s_gpu": each.tok_s_gpu, "predicted_peak_gib": each.peak_gib,
+         "predicted_fits": each.fits, "relative_error": each.relative_error, "error": each.error}
         for each in rows
-    ]
+    ]  # fmt: skip
     return json.dumps({"format": FORMAT, "summary": totals(rows), "rows": shown}, indent=1, allow_nan=False) + "\n"
 
 
@@ -71,7 +60,6 @@ def _cells(each: RunPrediction) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print or write the table."""
     parser = argparse.ArgumentParser(prog="python -m bench runs", description="Predict each row of a table of runs.")
     parser.add_argument("table", type=Path, metavar="CSV", help="columns as in bench/runs/data/reported_runs.csv")
     parser.add_argument("--json", nargs="?", metavar="FILE", const="-", help="JSON to FILE; without FILE, printed")

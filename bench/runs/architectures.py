@@ -87,12 +87,8 @@ def infer(name: str, sizes: Mapping[str, int | None], sequence: int) -> Transfor
 
     Args:
         name: of the model.
-        sizes: what columns give: `parameters`, `layers`, `hidden`, `heads`, and if known `kv_heads`, `inner`,
-            `vocabulary`.
+        sizes: what columns give: `parameters` and fields of `Transformer`.
         sequence: tokens of a sequence, as many as a table of learned positions has entries.
-
-    Raises:
-        UnknownModel: name and sizes do not say enough, or no model of these sizes has so many parameters.
     """
     text = re.sub(r"[\s_/]+", "-", name.strip().lower())
     _, known, family = next((each for each in _KNOWN if re.search(each[0], text)), ("", None, None))
@@ -114,19 +110,13 @@ def infer(name: str, sizes: Mapping[str, int | None], sequence: int) -> Transfor
     )  # fmt: skip
     exact = parameters is not None and not _is_rounded(parameters)
     candidates = list(_candidates(base, table, given, sequence, exact))
-    best = (
-        candidates[0]
-        if parameters and not exact
-        else min(candidates, key=lambda each: abs(each.parameters - (parameters or each.parameters)))
-    )
-    if parameters and abs(best.parameters / parameters - 1) > _tolerance(parameters):
+    best = candidates[0]
+    if parameters and exact:
+        best = min(candidates, key=lambda each: abs(each.parameters - parameters))
+    tolerance = 0.12 if parameters and _is_rounded(parameters) else 0.02  # 7e9 may stand for 6.7e9
+    if parameters and abs(best.parameters / parameters - 1) > tolerance:
         best = _solved(best, parameters)
     return best
-
-
-def _tolerance(parameters: int) -> float:
-    """By which part a number may differ from that of the sizes: more if it is rounded, as 7e9 is for 6.7e9."""
-    return 0.12 if _is_rounded(parameters) else 0.02
 
 
 def _is_rounded(parameters: int) -> bool:
@@ -154,13 +144,13 @@ def _candidates(
     kv_heads = [given["kv_heads"]] if "kv_heads" in given else [table["kv_heads"]] if table else [heads]
     if not table and "kv_heads" not in given and base.gated and heads > 8 and heads % 8 == 0:
         kv_heads.append(8)
-    usual = 4 * base.hidden if not base.gated else _multiple(8 * base.hidden / 3, 256)
+    usual = 4 * base.hidden if not base.gated else -(-int(8 * base.hidden / 3) // 256) * 256
     inner = given.get("inner", table.get("inner", usual))
-    vocabularies = [given["vocabulary"]] if "vocabulary" in given else [base.vocabulary]
-    if "vocabulary" not in given and table:
-        vocabularies.insert(0, table["vocabulary"])
-    if "vocabulary" not in given and exact:
-        vocabularies += VOCABULARIES
+    if "vocabulary" in given:
+        vocabularies = [given["vocabulary"]]
+    else:
+        known = [table["vocabulary"]] if table else []
+        vocabularies = [*known, base.vocabulary, *(VOCABULARIES if exact else ())]
     biases = (False, True) if not (base.biases or base.gated) else (base.biases,)
     for kv, vocabulary, positions, biased in product(
         kv_heads, vocabularies, (0,) if base.rotary else (0, sequence), biases
@@ -170,14 +160,9 @@ def _candidates(
 
 
 def _solved(model: Transformer, parameters: int) -> Transformer:
-    """`model` with the vocabulary, or else the width of the MLP, at which it has so many parameters.
-
-    Raises:
-        UnknownModel: neither gives a model.
-    """
-    tables = 1 if model.tied else 2
+    """`model` with the vocabulary, or else the width of the MLP, at which it has so many parameters."""
     rest = parameters - replace(model, vocabulary=0).parameters
-    vocabulary = rest // (model.hidden * tables)
+    vocabulary = rest // (model.hidden * (1 if model.tied else 2))
     if 1000 <= vocabulary <= 300_000 and not model.gated:
         return replace(model, vocabulary=vocabulary)
     matrices = (3 if model.gated else 2) * model.hidden * model.layers
@@ -188,7 +173,3 @@ def _solved(model: Transformer, parameters: int) -> Transformer:
             f"{model.vocabulary} entries of the vocabulary, found {parameters:,}"
         )
     return replace(model, inner=inner)
-
-
-def _multiple(value: float, of: int) -> int:
-    return -(-int(value) // of) * of

@@ -5,14 +5,8 @@
     python -m bench fit --plot FILE                       a scatter plot of predicted and reported speeds
     python -m bench fit --runs CSV --hardware NAME OUT    a hardware file with constants fitted to one's own runs
 
-Each constant is a factor on what a hardware file has, of one device or of several alike. Each has a prior, a standard
-deviation of its logarithm (ridge regression), so that a factor that few rows determine stays near 1. Rows have no
-constants of their own.
-
-Five constants a device are fitted to the reported runs: the parts of the data sheet that products, attention and eager
-kernels reach, how long a product's inner loop takes to begin, and what a block takes beside its kernels. The first two
-are those of A100 and H100 each; for the other three all devices have the same factor on figures that are in proportion
-to their data sheets. GPUs of 500 W have one more factor, of products.
+Each constant is a factor on what a hardware file has, of one device or of several alike, with a prior (ridge
+regression), so that a factor that few rows determine stays near 1. `FREE` are those of the reported runs.
 """
 
 import argparse
@@ -41,6 +35,8 @@ class Free:
     deviation: float = 0.3  # prior standard deviation of the logarithm of the factor
 
 
+Cases, Floats, Frees = Sequence[Case], Sequence[float], Sequence[Free]
+
 # Of one device: how much of the data sheet products, attention and eager kernels reach, and what comes on top.
 USUAL = (
     Free("product_efficiency", deviation=0.2),
@@ -51,17 +47,15 @@ USUAL = (
 )
 
 
-def fit(cases: Sequence[Case], speeds: Sequence[float], free: Sequence[Free], rounds: int = 6) -> list[float]:
-    """Logarithms of the factors of `free` at which predicted and reported `speeds` agree best: Gauss and Newton."""
+def fit(cases: Cases, speeds: Floats, free: Frees, rounds: int = 6) -> list[float]:
+    """Logarithms of the factors of `free` at which predicted and reported `speeds` agree best: Gauss-Newton."""
     point = [0.0] * len(free)
     for _ in range(rounds):
         point = _next(free, point, *_linear(cases, speeds, free, point))
     return point
 
 
-def _linear(
-    cases: Sequence[Case], speeds: Sequence[float], free: Sequence[Free], point: Sequence[float]
-) -> tuple[list[float], list[list[float]]]:
+def _linear(cases: Cases, speeds: Floats, free: Frees, point: Floats) -> tuple[list[float], list[list[float]]]:
     """Errors at `point`, and for each constant how they change with it."""
     errors = _errors(cases, speeds, free, point)
     slopes = []
@@ -72,9 +66,7 @@ def _linear(
     return errors, slopes
 
 
-def _next(
-    free: Sequence[Free], point: Sequence[float], errors: Sequence[float], slopes: Sequence[Sequence[float]]
-) -> list[float]:
+def _next(free: Frees, point: Floats, errors: Floats, slopes: Sequence[Floats]) -> list[float]:
     """The point at which the linear model has the least squares, priors included."""
     slope = torch.tensor(slopes, dtype=torch.float64) / ROW_DEVIATION
     error, at = (torch.tensor(each, dtype=torch.float64) for each in (errors, point))
@@ -97,10 +89,10 @@ def predicted(case: Case, free: Sequence[Free], point: Sequence[float]) -> float
     return case.priced(apply(case.hardware, free, point)).tokens_per_second
 
 
-def leave_one_out(cases: Sequence[Case], speeds: Sequence[float], free: Sequence[Free]) -> list[float]:
+def leave_one_out(cases: Cases, speeds: Floats, free: Frees) -> list[float]:
     """For each case, predicted over reported speed less 1, by constants that are fitted to all others.
 
-    These are one step of Gauss and Newton away from the constants that are fitted to all.
+    These are one Gauss-Newton step away from the constants that are fitted to all.
     """
     point = fit(cases, speeds, free)
     errors, slopes = _linear(cases, speeds, free, point)
@@ -119,9 +111,7 @@ def summary(errors: Sequence[float]) -> Mapping[str, float]:
     return {"mape": sizes.mean().item(), "p90": p90, "bias": sum(errors) / len(errors)}
 
 
-def _errors(
-    cases: Sequence[Case], speeds: Sequence[float], free: Sequence[Free], point: Sequence[float]
-) -> list[float]:
+def _errors(cases: Cases, speeds: Floats, free: Frees, point: Floats) -> list[float]:
     return [math.log(predicted(case, free, point) / speed) for case, speed in zip(cases, speeds, strict=True)]
 
 
@@ -199,7 +189,6 @@ def write(point: list[float]) -> None:
 
 
 def line(name: str, errors: list[float]) -> str:
-    """One line of figures."""
     figures = summary(errors)
     return f"{name:34} {len(errors):3} runs  " + "  ".join(f"{key} {value:+.2%}" for key, value in figures.items())
 
@@ -226,7 +215,6 @@ def plot(path: pathlib.Path, made: list[Case], speeds: list[float], errors: list
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--plot", type=pathlib.Path)

@@ -101,11 +101,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def predict_runs(path: str | Path, hardware: Hardware | None = None) -> list[RunPrediction]:
-    """A prediction for each row of a file, or why there is none; on `hardware`, or by the column `device`.
-
-    Raises:
-        ValueError: the file cannot be read or has no rows.
-    """
+    """A prediction for each row of a file, or why there is none; on `hardware`, or by the column `device`."""
     made = []
     for row in read_rows(path):
         try:
@@ -117,11 +113,7 @@ def predict_runs(path: str | Path, hardware: Hardware | None = None) -> list[Run
 
 
 def case_of(row: Row, hardware: Hardware | None = None) -> Case:
-    """What a row says; on `hardware`, or by the column `device`.
-
-    Raises:
-        ValueError: a column is missing or says nothing that is known; it is named.
-    """
+    """What a row says; on `hardware`, or by the column `device`. ValueError names a column that cannot be read."""
     row = {name: value or "" for name, value in row.items()}
     sequence = _int(row, "seq", least=1)
     world = _int(row, "gpus", least=1)

@@ -14,42 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Setup:
-    """What a system is told.
-
-    Attributes:
-        device: where it trains.
-        mesh: all ranks, one dimension.
-        bf16: compute in bfloat16 and reduce in float32; parameters and the optimizer stay in float32.
-        blocking: collectives block the host unless they are asked not to: the emulated link on the CPU.
-        ends: names of the modules before the blocks and after them.
-        block_names: names of the blocks.
-        option: what stands behind ":" in the system's name.
-    """
+    """What a system is told."""
 
     device: torch.device
-    mesh: DeviceMesh
-    bf16: bool = False
-    blocking: bool = False
-    ends: tuple[str, list[str]] = ("", [])
+    mesh: DeviceMesh  # all ranks, one dimension
+    bf16: bool = False  # compute in bfloat16, reduce in float32; parameters and the optimizer stay in float32
+    blocking: bool = False  # collectives block the host unless asked not to: the emulated link on the CPU
+    ends: tuple[str, list[str]] = ("", [])  # names of the modules before the blocks and after them
     block_names: list[str] = field(default_factory=list)
-    option: str = ""
+    option: str = ""  # what stands behind ":" in the system's name
 
 
 @dataclass
 class Prepared:
-    """A model that is ready to train.
-
-    Attributes:
-        model: whose parameters the optimizer takes.
-        forward: a batch to the loss.
-        after_backward: what has to be called between backward and the optimizer's step.
-        scale: by what the loss is multiplied before backward, so that gradients are the mean over ranks.
-    """
+    """A model that is ready to train."""
 
     model: nn.Module
-    forward: Callable[..., Tensor]
-    after_backward: Callable[[], None] = lambda: None
-    scale: float = 1.0
+    forward: Callable[..., Tensor]  # from a batch to the loss
+    after_backward: Callable[[], None] = lambda: None  # called before the optimizer's step
+    scale: float = 1.0  # of the loss before backward, so that gradients are the mean over ranks
 
     def whole_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor] | None:
         """A batch to the loss, with backward, update and zero_grad, if the system has such a call."""
@@ -61,19 +44,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class System:
-    """A row of the tables.
-
-    Attributes:
-        label: its name for readers.
-        prepare: its file and function.
-        colour: in pictures.
-        graphs: what is compiled: "", "blocks" or "whole".
-    """
+    """A row of the tables."""
 
     label: str
-    prepare: str
-    colour: str
-    graphs: str = ""
+    prepare: str  # file and function
+    colour: str  # in pictures
+    graphs: str = ""  # what is compiled: "", "blocks" or "whole"
 
 
 SYSTEMS = {
