@@ -1,13 +1,6 @@
-"""The command `fsdp-compile`.
+"""The command `fsdp-compile`: explain, calibrate, plan, build, checkpoint show, checkpoint convert.
 
-    fsdp-compile explain FILE.py:FUNCTION --gpus 8,64 --seq 8192 --hardware h100-80
-    fsdp-compile calibrate OUT.json
-    fsdp-compile plan FILE.py --link LINK --world-size N
-    fsdp-compile build FILE.py:FUNCTION OUT --world-size N
-    fsdp-compile checkpoint show SRC
-    fsdp-compile checkpoint convert SRC DST --format dcp|safetensors|torch
-
-Exit status: 0; 1 if a file is damaged or cannot be read or written; 2 if the arguments make no sense. Functions import
+Exit status: 0; 1 if a file is damaged or cannot be read or written; 2 if the arguments are invalid. Functions import
 what they need themselves: importing torch takes seconds, and `--help` answers at once without it.
 """
 
@@ -47,7 +40,6 @@ examples:
   fsdp-compile checkpoint convert checkpoints model --format safetensors"""
 SHOW = "List names, dtypes, shapes and bytes of all tensors, and the step."
 CONVERT = "Write a checkpoint in another format, with one tensor in memory at a time."
-
 
 EXPLAIN = """Predict what a training step takes on clusters that need not exist here: time, tokens per second,
 memory by part, whether it fits, what is exposed, and what else could be chosen. No GPU is needed."""
@@ -269,8 +261,6 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     print(f"fsdp-compile: warning: {printable(str(message))}", file=sys.stderr)
 
 
-# --- explain ----------------------------------------------------------------------------------------------------------
-
 # Options by the fields of `Setting`; those that were not given keep the field's default.
 FIELDS = {"gpus": "world_size", "batch": "batch", "seq": "sequence", "strategy": "strategy", "keep": "keep",
           "checkpointing": "checkpointing", "accumulate": "accumulation", "precision": "precision",
@@ -359,9 +349,6 @@ def _list_hardware() -> None:
         print(f"{name:14} {peak / 1e12:,.1f} Tflop/s, {each.bandwidth / 1e12:,.3f} TB/s{memory}")
 
 
-# --- plan -------------------------------------------------------------------------------------------------------------
-
-
 def run_plan(args: argparse.Namespace) -> None:
     """Print the report on the plan of the model that a file defines."""
     from fsdp_compile.api import explain_plan
@@ -370,24 +357,13 @@ def run_plan(args: argparse.Namespace) -> None:
     for name in ("make_model", "example_inputs"):
         if not callable(names.get(name)):
             raise ValueError(f"{args.file}: expected a function {name}() without arguments, found none")
-    report = explain_plan(
-        names["make_model"],
-        names["example_inputs"](),
-        link=args.link,
-        world_size=args.world_size,
-        device=args.device,
-        budget=args.budget,
-        activations=args.activations,
-        optimizer=args.optimizer,
-        clip=args.clip,
-    )
+    options = ("link", "world_size", "device", "budget", "activations", "optimizer", "clip")
+    chosen = {option: getattr(args, option) for option in options}
+    report = explain_plan(names["make_model"], names["example_inputs"](), **chosen)
     print(report, end="")
     if args.trace:
         args.trace.write_text(report.to_trace())
         print(f"wrote {args.trace}")
-
-
-# --- calibrate --------------------------------------------------------------------------------------------------------
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
@@ -406,9 +382,6 @@ def run_calibrate(args: argparse.Namespace) -> None:
         for name, value, unit, source in made.figures():
             if source.origin in ("measured", "fitted"):
                 print(f"  {name:22} {value:12.4g} {unit:9} {source.origin}")
-
-
-# --- build -----------------------------------------------------------------------------------------------------------
 
 
 def run_build(args: argparse.Namespace) -> None:
@@ -471,9 +444,6 @@ def _arguments(given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     return ((), given) if isinstance(given, dict) else (given, {})
 
 
-# --- checkpoint ------------------------------------------------------------------------------------------------------
-
-
 def run_show(args: argparse.Namespace) -> None:
     """Print what is there, a line for each tensor."""
     from fsdp_compile.checkpoint.convert import open_source
@@ -492,9 +462,6 @@ def run_show(args: argparse.Namespace) -> None:
     step = "not known" if source.step is None else source.step
     print(f"\n{len(source.tensors)} tensors, {source.nbytes:,} bytes, step {step}, "
           f"{source.format} in {len(source.files)} file(s)")  # fmt: skip
-
-
-# --- convert ----------------------------------------------------------------------------------------------------------
 
 
 def run_convert(args: argparse.Namespace) -> None:

@@ -334,9 +334,6 @@ class _Undo:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-# --- the model's process groups ---------------------------------------------------------------------------------------
-
-
 def _check_model(model: nn.Module, mesh: DeviceMesh, optimizers: Iterable[Optimizer]) -> None:
     """ValueError unless all units are sharded over the second dimension of `mesh`, in a way that can change groups."""
     units = units_gathered_below(model)

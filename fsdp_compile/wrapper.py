@@ -274,9 +274,6 @@ class FullyShardedDataParallel(nn.Module):
         return sharding.units or sharding.units_below
 
 
-# --- around the modules that a policy chose ---------------------------------------------------------------------------
-
-
 def _wrap_units_below(root: nn.Module, left_alone: Container[nn.Module]) -> None:
     """Put a wrapper around each sharded module below `root`, wherever it is registered, but for those `left_alone`."""
     wrappers: dict[nn.Module, FullyShardedDataParallel] = {}
@@ -290,9 +287,6 @@ def _wrap_units_below(root: nn.Module, left_alone: Container[nn.Module]) -> None
                 wrappers[child]._put_around(child)
                 wrappers[child].training = child.training
             parent._modules[name] = wrappers[child]
-
-
-# --- names in state dicts ---------------------------------------------------------------------------------------------
 
 
 def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

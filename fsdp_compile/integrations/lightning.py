@@ -50,11 +50,7 @@ class FabricStrategy(_ShardOverAllRanks, _FabricBase):
     """
 
     def __init__(
-        self,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        **options: Any,
+        self, *, process_group_backend: str | None = None, timeout: timedelta = default_pg_timeout, **options: Any
     ) -> None:
         def shard(model: nn.Module, _mesh: Any) -> nn.Module:
             return model if isinstance(model, FSDPModule) else fully_shard(model, **options)
@@ -100,11 +96,7 @@ class TrainerStrategy(_ShardOverAllRanks, _TrainerBase):
     model: Any
 
     def __init__(
-        self,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        **options: Any,
+        self, *, process_group_backend: str | None = None, timeout: timedelta = default_pg_timeout, **options: Any
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._options = options
@@ -135,7 +127,5 @@ class TrainerStrategy(_ShardOverAllRanks, _TrainerBase):
         set_model_state_dict(model, state["state_dict"])
         for name, optimizer in optimizers.items():
             set_optimizer_state_dict(model, optimizer, state[name])
-        rest: dict[str, Any] = torch.load(
-            path / _METADATA, weights_only=False if weights_only is None else weights_only
-        )
+        rest: dict[str, Any] = torch.load(path / _METADATA, weights_only=weights_only or False)
         return rest
