@@ -21,7 +21,7 @@ FUNCTION_LINES = 90
 FILES = 109
 BUDGET = {
     PACKAGE: 27_940,
-    f"{PACKAGE}/*.py": 2_910,
+    f"{PACKAGE}/*.py": 2_850,
     f"{PACKAGE}/core": 4_600,
     f"{PACKAGE}/comm": 1_380,
     f"{PACKAGE}/construct": 1_170,
@@ -31,7 +31,7 @@ BUDGET = {
     f"{PACKAGE}/state_dict": 1_020,
     f"{PACKAGE}/checkpoint": 1_580,
     f"{PACKAGE}/explain": 2_550,
-    f"{PACKAGE}/integrations": 300,
+    f"{PACKAGE}/integrations": 290,
     "bench": 4_490,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
