@@ -5,7 +5,7 @@ What to look for when torch moves:
 compile_fx(gm, inputs, config_patches=)   applies the patches to the backward too, which is compiled later
 config.joint_custom_post_pass             called within the partitioner, before the cut, on a graph that may be unsorted
 config.post_grad_custom_post_pass         called on forward and backward each, before the graph is lowered
-config.realize_reads_threshold            how many buffers a value that several read may take before it is stored
+config.realize_reads_threshold            buffers that a value with several readers may read before it is stored
 config._post_fusion_custom_pass           called on the scheduler's nodes once loops are fused
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
 callback_handler.end_callbacks            called when a frame or a deferred backward has been compiled, or has failed to
@@ -23,9 +23,9 @@ products can be pinned); `reorder_for_peak_memory` must leave the pinned order a
 
 Lowering: `V.graph`, the graph that is being lowered, must still have `env`, `operations`, `name_to_buffer`,
 `name_to_op`, `additional_buffer_deps`, `additional_star_deps`, `never_reuse_buffers` and `scheduler`, and the wrapper
-`add_import_once` and `make_buffer_free`. `fallback_handler` is the call as it is; `ops` is what a loop computes.
+`add_import_once` and `make_buffer_free`. `fallback_handler` makes the call itself; loops compute with `ops`.
 
-Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/test_traps.py` holds without the hook, drop it.
+Scheduler: see Note [Loops that forget the wait]. If `tests/gloo/test_traps.py` passes without the hook, drop it.
 
 Inductor's IR: `ConcatKernel`, `NonOwningLayout` and `ReinterpretView` let a kernel write into a slice of another
 buffer; `NopKernel`, `FallbackKernel` and `_WaitKernel` are subclassed; an `InputBuffer` of another dtype than the input
@@ -85,8 +85,8 @@ CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", Cus
 
 
 def fake_store() -> Any:
-    """The store of a process group of the backend "fake", for predictions."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # only they import what tests of torch use
+    """Return a store for a process group of the backend "fake"."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # only predictions need torch's test helpers
 
     return FakeStore()
 
@@ -98,17 +98,17 @@ def call_after_compiling(function: Callable[[Any], None]) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of the compiler's caches."""
+    """Return the folder of the compiler's caches."""
     return Path(cache_dir()).resolve()
 
 
 def cache_hits() -> int:
-    """Number of graphs that this process has found in the compiler's caches."""
+    """Return the number of graphs that this process found in the compiler's caches."""
     return counters["inductor"]["fxgraph_cache_hit"]
 
 
 def cache_misses() -> int:
-    """Number of graphs that this process has compiled and put there."""
+    """Return the number of graphs that this process compiled and put there."""
     return counters["inductor"]["fxgraph_cache_miss"]
 
 
@@ -163,13 +163,13 @@ def _restore(node: Any) -> bool:
 
 
 def direction() -> str:
-    """The kind of graph being compiled: "joint", "forward", "backward" or "inference"."""
+    """Return the kind of graph being compiled: "joint", "forward", "backward" or "inference"."""
     name = get_graph_being_compiled()  # model__<id>_<joint|forward|backward|inference>_<n>
     return next((word for word in ("joint", "forward", "backward") if f"_{word}_" in name), "inference")
 
 
 def graph_index() -> int:
-    """The index that AOTAutograd gave to the graph that is being compiled; forward and backward share it."""
+    """Return AOTAutograd's index of the graph being compiled; forward and backward share it."""
     match = re.search(r"__(\d+)_", get_graph_being_compiled())
     return int(match[1]) if match else 0
 
@@ -188,7 +188,7 @@ _UNBOUNDED = 8192  # stands for a size that depends on data and has no bound, as
 
 
 def size_hint(size: Any) -> int:
-    """The size at tracing time; for a size that depends on data, its upper bound."""
+    """Return the size at tracing time; for a size that depends on data, its upper bound."""
     if isinstance(size, int):
         return size
     context = TracingContext.try_get()

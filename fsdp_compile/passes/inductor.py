@@ -251,7 +251,8 @@ class CompileNotice:
         """Call when a compilation begins."""
         if self.timer is None and (not dist.is_initialized() or dist.get_rank() == 0):
             call_after_compiling(self.end)
-            self.timer = threading.Timer(self.after, self._say)
+            text = "fsdp_compile: compiling a sharded model; later steps do not wait for this"
+            self.timer = threading.Timer(self.after, lambda: print(text, file=sys.stderr))
             self.timer.daemon = True
             self.timer.start()
 
@@ -260,9 +261,6 @@ class CompileNotice:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-
-    def _say(self) -> None:
-        print("fsdp_compile: compiling a sharded model; later steps do not wait for this", file=sys.stderr)
 
 
 _notice = CompileNotice()

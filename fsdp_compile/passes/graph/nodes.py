@@ -87,6 +87,23 @@ def tagged(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
     return [n for n in calls if (tag := get_tag(n)) is not None and tag.kind in kinds]
 
 
+def add_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    mode: Any,
+    name: Any = None,
+) -> fx.Node:
+    """Add a call where `graph` inserts nodes, with the value that it has in the fake tensor mode `mode`."""
+    node = graph.create_node("call_function", target, args, kwargs, name=name)
+    values, options = fx.map_arg((args, kwargs or {}), lambda arg: arg.meta["val"])
+    with mode:
+        node.meta["val"] = target(*values, **options)
+    return node
+
+
 Emit = Callable[..., fx.Node]  # (kind, target, *args, **kwargs)
 
 
@@ -100,11 +117,8 @@ def emitter(graph: fx.Graph, before: fx.Node, tag: Tag, like: fx.Node | None = N
 
     def emit(kind: Kind, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with graph.inserting_before(before):
-            node = graph.create_node("call_function", target, args, kwargs, name=f"{kind}_{tag.path or 'root'}")
-        node.meta = dict(inherited)
-        values, options = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
-        with mode:
-            node.meta["val"] = target(*values, **options)
+            node = add_call(graph, target, args, kwargs, mode=mode, name=f"{kind}_{tag.path or 'root'}")
+        node.meta = {**inherited, "val": node.meta["val"]}
         set_tag(node, replace(tag, kind=kind))
         return node
 

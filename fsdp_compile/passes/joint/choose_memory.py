@@ -49,6 +49,7 @@ from fsdp_compile.passes.graph.costs import Costs, costs_of, size_of
 from fsdp_compile.passes.graph.lifetimes import Lifetime, inlined, last_uses_of, live_bytes
 from fsdp_compile.passes.graph.nodes import (
     Tag,
+    add_call,
     backward_nodes,
     block_path,
     flop_formula,
@@ -165,10 +166,7 @@ class Blocks:
         first = min(users)
 
         def call(target: Any, *args: fx.Node) -> fx.Node:
-            node = graph.call_function(target, args)
-            with args[0].meta["val"].fake_mode:
-                node.meta["val"] = target(*(arg.meta["val"] for arg in args))
-            return node
+            return add_call(graph, target, args, mode=args[0].meta["val"].fake_mode)
 
         for node in block.copied:
             tag = Tag("host", -1, module_path(node), False)

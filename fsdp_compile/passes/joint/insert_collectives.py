@@ -83,8 +83,8 @@ def _tag_updates(graph: fx.Graph) -> None:
         unit = nodes.tag_of(grad.args[0] if grad.target is nodes.CAST else grad)
         if flat_param_id in updated:
             raise RuntimeError(
-                f"unit {unit.path or 'root'}: expected one call in a forward, found several: the first gradient is not "
-                f"the whole one; use compile_step without update_in_backward"
+                f"unit {unit.path or 'root'} is called several times in a forward, so its first gradient is not the "
+                f"whole one; use compile_step without update_in_backward"
             )
         updated.add(flat_param_id)
         update.args = (grad, flat_param_id, True)

@@ -274,7 +274,8 @@ def _shape_of(node: fx.Node, seen: Elements | Scales) -> tuple[Shape, Shape] | N
         except (RuntimeError, IndexError, TypeError):
             return None  # of a tensor that lies otherwise: a view of a copy
         size, stride = tuple(view.shape), tuple(view.stride())
-        if view.numel() != base.numel() or view.storage_offset() != 0 or not _is_dense(size, stride):
+        by_stride = view.permute(sorted(range(view.dim()), key=view.stride, reverse=True))
+        if view.numel() != base.numel() or view.storage_offset() != 0 or not by_stride.is_contiguous():
             return None
     return (size, stride) if _has_strides(node, size, stride) else None
 
@@ -295,16 +296,6 @@ def _is_of_blocks(scales: Scales, elements: Elements) -> bool:
         else:
             return False
     return within < scales.block
-
-
-def _is_dense(size: Shape, stride: Shape) -> bool:
-    """Whether the strides are those of a permutation of a contiguous shape."""
-    expected = 1
-    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length != 1):
-        if step != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _has_strides(node: fx.Node, size: Shape, stride: Shape) -> bool:

@@ -130,28 +130,24 @@ def _minimum_cut(root: fx.Node, values: ParameterValues) -> _Cut:
         found = [user for user in values.users(work.pop(0)) if isinstance(values.of(user), Scales)]
         work += [user for user in found if user not in scales]
         scales.update(dict.fromkeys(found))
+
+    def entry(node: fx.Node) -> Any:
+        return (node, "in") if node in members else node if node in scales else "sink"
+
     network = networkx.DiGraph()
     network.add_edge("source", (root, "in"))
     for order, node in enumerate(region):
         size = node.meta["val"].numel() * node.meta["val"].element_size()
         network.add_edge((node, "in"), (node, "out"), capacity=size * len(values.values) + order)
-        for user in values.users(node):
-            if user in members:
-                network.add_edge((node, "out"), (user, "in"))
-                network.add_edge((user, "in"), (node, "in"))
-            elif user in scales:
-                network.add_edge((node, "out"), user)
-                network.add_edge(user, (node, "in"))
-            else:
-                network.add_edge((node, "out"), "sink")
     for node in scales:
         maxima = node.meta["val"].numel() * (node.target in MAXIMA)
         network.add_edge(node, "sink", capacity=_MAXIMUM_BYTES * maxima * len(values.values))
-        for user in values.users(node):
-            if user in members:
-                network.add_edge((user, "in"), node)
-            elif user in scales:
-                network.add_edge(user, node)
+    for node in (*region, *scales):
+        for user in map(entry, values.users(node)):
+            if node in members:
+                network.add_edge((node, "out"), user)
+            if user != "sink":
+                network.add_edge(user, entry(node))
     if "sink" not in network:
         return _Cut([], [])
     _, (near, _) = networkx.minimum_cut(network, "source", "sink")

@@ -64,7 +64,7 @@ def pack_in_place(context: GraphContext) -> None:
     """Rewrite the gradients of each pack into nodes that can write straight into the packed buffer."""
     graph = context.graph
     for pack in graph.find_nodes(op="call_function", target=PACK_GRADS):
-        pack.update_arg(0, [_placeable(graph, grad) if grad is not None else None for grad in pack.args[0]])
+        pack.update_arg(0, [None if grad is None else _placeable(graph, grad) for grad in pack.args[0]])
         packed: fx.Node | None = pack
         while packed is not None and len(packed.users) == 1:  # its only reader may overwrite it
             (reader,) = packed.users
@@ -91,9 +91,8 @@ def _transposed_product(graph: fx.Graph, grad: fx.Node) -> fx.Node | None:
     if product.target is not aten.mm.default or len(product.users) > 1:
         return None
     with graph.inserting_before(product):
-        factors = [graph.call_function(aten.permute.default, (factor, [1, 0])) for factor in reversed(product.args)]
-        for factor in factors:
-            factor.meta["val"] = factor.args[0].meta["val"].permute(1, 0)  # type: ignore[union-attr]  # likewise
+        mode, permute = grad.meta["val"].fake_mode, aten.permute.default
+        factors = [nodes.add_call(graph, permute, (each, [1, 0]), mode=mode) for each in reversed(product.args)]
         turned = graph.call_function(aten.mm.default, tuple(factors))
     turned.meta = {**grad.meta, "val": grad.meta["val"].contiguous()}
     return turned
@@ -368,15 +367,21 @@ def _operations_after_wait(name: str) -> list[Any]:
 
 
 def _elements_read(operation: Any, name: str) -> list[tuple[float, float]]:
-    """The ranges of elements that an operation reads of the buffer; everything, where that cannot be told."""
+    """Return the ranges of the buffer's elements that an operation reads; everything if they are unknown."""
     if isinstance(operation, ir.ComputedBuffer):
         if name not in operation.get_read_names():
             return []
         return [_range_of_loop(read) for read in operation.get_read_writes().reads if read.name == name]
     if all(read.name != name for read in operation.get_read_writes().reads):
         return []  # a call's own names are what it computes
-    views = [each for each in operation.inputs if isinstance(each, ir.IRNode) and each.get_name() == name]
-    return [_range_of_view(view.get_layout()) for view in views] or [_EVERYTHING]
+    ranges: list[tuple[float, float]] = []
+    for view in operation.inputs:
+        if isinstance(view, ir.IRNode) and view.get_name() == name:
+            layout = view.get_layout()
+            last = sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
+            first, end = sympy.sympify(layout.offset), sympy.sympify(layout.offset + last + 1)
+            ranges.append((int(first), int(end)) if first.is_Integer and end.is_Integer else _EVERYTHING)
+    return ranges or [_EVERYTHING]
 
 
 def _range_of_loop(read: Any) -> tuple[float, float]:
@@ -390,12 +395,6 @@ def _range_of_loop(read: Any) -> tuple[float, float]:
     for step, size in zip(steps, read.size, strict=True):
         first, last = first + min(step * (size - 1), 0), last + max(step * (size - 1), 0)
     return int(first), int(last) + 1
-
-
-def _range_of_view(layout: Any) -> tuple[float, float]:
-    last = sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
-    first, end = sympy.sympify(layout.offset), sympy.sympify(layout.offset + last + 1)
-    return (int(first), int(end)) if first.is_Integer and end.is_Integer else _EVERYTHING
 
 
 def _hold_products(name: str, written: list[Any]) -> None:

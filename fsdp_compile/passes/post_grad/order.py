@@ -13,10 +13,9 @@ from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import GROUP_ARGUMENT, STARTS, WAIT
 from fsdp_compile.comm.comparison import GroupCheck, Subject, compare_in_groups
 from fsdp_compile.core import ops
-from fsdp_compile.core.ops import FROM_HOST, TO_HOST, WAIT_COPY
 from fsdp_compile.passes._torch import OrderedSet, preserve_node_ordering
 from fsdp_compile.passes.graph.analyze import GraphInfo, stored_shard, with_ancestors, with_preparation
-from fsdp_compile.passes.graph.nodes import get_tag, is_product, readers, set_tag, tag_of, tagged
+from fsdp_compile.passes.graph.nodes import add_call, get_tag, is_product, readers, set_tag, tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import PlanError, Step
 
@@ -123,9 +122,7 @@ def name_prefetched(context: GraphContext) -> None:
 def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], like: fx.Node) -> None:
     """Insert a call before all other calls."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        node = graph.create_node("call_function", target, args, name=name)
-    with like.meta["val"].fake_mode:
-        node.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))
+        add_call(graph, target, args, mode=like.meta["val"].fake_mode, name=name)
 
 
 # Note [Why the order is pinned]
@@ -144,7 +141,7 @@ def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], l
 def pin_order(context: GraphContext) -> None:
     """Chain collectives, waits and matrix products by control dependencies (Note [Why the order is pinned])."""
     if tagged(context.graph, "gather", "reduce", "defer_reduce"):
-        events = [node for node in context.graph.nodes if _is_event(node)]
+        events = list(filter(_is_event, context.graph.nodes))
         dependencies = {
             # on a call that returns several tensors: on the first of them, which comes next
             after: OrderedSet([before.next if isinstance(before.meta["val"], list) else before])
@@ -154,14 +151,13 @@ def pin_order(context: GraphContext) -> None:
 
 
 _EVENTS = (
-    *STARTS, WAIT, TO_HOST, FROM_HOST, WAIT_COPY,
+    *STARTS, WAIT, ops.TO_HOST, ops.FROM_HOST, ops.WAIT_COPY,
     ops.WAIT_COLLECTIVE, ops.DEFER_REDUCE, ops.UPDATE_SHARD, ops.CHECK_RANKS, ops.RECORD_TIME, ops.PREFETCH_NEXT,
 )  # fmt: skip
 
 
 def _is_event(node: fx.Node) -> bool:
-    tag = get_tag(node)
-    if node.target in _EVENTS or (tag is not None and tag.kind == "mean"):
+    if node.target in _EVENTS or ((tag := get_tag(node)) is not None and tag.kind == "mean"):
         return True
     return is_product(node) and not any(reader.target is ops.PACK_GRADS for reader in readers(node)[1])
 
