@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import repeat
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.guards import install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._subclasses.fake_tensor import FakeTensor
@@ -117,6 +119,31 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
     output = InstructionTranslator.current_tx().output
     if function not in output.register_finalizer_fns:
         output.add_graph_finalizer(function)
+
+
+def call_before_runs(tracing: Any, name: str, function: Callable[[Any], bool], inside: CodeType) -> None:
+    """Call `function` now and before each run of the graph that Dynamo traces, as one of its guards.
+
+    Args:
+        tracing: Dynamo's `ComptimeContext`.
+        name: of the local variable whose value `function` gets.
+        function: returns whether the graph is still right. If it raises, Dynamo traces again, and raises the same.
+        inside: code of a function; while Dynamo traces a call of it, nothing is done.
+    """
+    caller = tracing._ComptimeContext__tx.parent
+    while caller is not None:
+        if caller.f_code is inside:
+            return
+        caller = caller.parent
+    variable = tracing.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    function(variable.value)
+    if variable.source is not None:  # else the graph makes the value itself
+        install_guard(variable.source.make_guard(functools.partial(_guard_that_calls, function)))
+
+
+def _guard_that_calls(function: Callable[[Any], bool], builder: Any, guard: Any) -> None:
+    text = [f"{function.__module__}.{function.__name__}({guard.name})"]
+    builder.get_guard_manager(guard).add_lambda_guard(function, text, guard.user_stack)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,3 +281,92 @@ def _renormalizes(rank: int) -> None:
 def test_embedding_with_max_norm(two: Ranks) -> None:
     """`nn.Embedding(max_norm=...)`, which changes its weight in forward, is refused by name."""
     two.run(_renormalizes)
+
+
+# --- between steps, where the call of the model is traced with its caller ---------------------------------------------
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class _Loss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().sum()
+
+
+def _new_data(net: Any) -> None:
+    net.first.weight.data = torch.full((4, 4), 0.3)
+
+
+def _scaled_data(net: Any) -> None:
+    for param in net.parameters():
+        param.data = param.data * 2
+
+
+def _new_parameter(net: Any) -> None:
+    net.first.weight = nn.Parameter(torch.full((4, 4), 0.3))
+
+
+def _thaw_module(net: Any) -> None:
+    net.requires_grad_(True)
+
+
+def _thaw_weight(net: Any) -> None:
+    net.first.weight.requires_grad = True
+
+
+def _freeze(net: Any) -> None:
+    net.last.requires_grad_(False)
+
+
+def _train(run: Callable[[Tensor], Tensor], net: nn.Module, change: Callable[[Any], None], grad: bool) -> list[Tensor]:
+    losses = []
+    for step in range(5):
+        if step in (2, 4):
+            change(net)
+        with torch.set_grad_enabled(grad):
+            losses.append(run(torch.linspace(-1, step, 12).view(3, 4)))
+        if grad:
+            losses[-1].backward()
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+            net.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+def _compiled_caller(rank: int, how: str, strategy: ShardingStrategy) -> None:
+    changes = (_new_data, _scaled_data, _new_parameter, _thaw_module, _thaw_weight, _freeze)
+    for change, caller, grad in product(changes, ("module", "function"), (True, False)):
+        whole, net = _Net(), _Net()
+        for each in (whole, net):
+            each.first.requires_grad_("thaw" not in change.__name__)
+        fully_shard(net.first, sharding_strategy=strategy)
+        fully_shard(net, sharding_strategy=strategy)
+        torch._dynamo.reset()
+        run: Any = _Loss(net) if caller == "module" else partial(_Loss.forward, SimpleNamespace(net=net))
+        found = _train(torch.compile(run, backend=how, fullgraph=True), net, change, grad)
+        for step, pair in enumerate(zip(found, _train(_Loss(whole), whole, change, grad), strict=True)):
+            torch.testing.assert_close(*pair, msg=f"{change.__name__}, {caller}, grad {grad}, step {step}")
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_before_a_compiled_caller(two: Ranks, strategy: ShardingStrategy) -> None:
+    """A compiled module or function that calls a sharded model sees data, parameters and `requires_grad` that were
+    changed since the last step, with one graph (E-WB-1)."""
+    two.run(_compiled_caller, "aot_eager", strategy)
+
+
+@pytest.mark.nightly
+def test_before_a_caller_compiled_by_inductor(two: Ranks) -> None:
+    """The same where Inductor compiles."""
+    two.run(_compiled_caller, "inductor", ShardingStrategy.FULL_SHARD)
