@@ -244,7 +244,7 @@ def test_of_its_own_unit(two: Ranks, how: str) -> None:
 
 
 def _unsharded(rank: int, how: str) -> None:
-    for edit, grad in product((_own_multiply, _own_data, _own_copy), (True, False)):
+    for edit, grad in product((_own_multiply, _own_data, _own_copy, _own_new_data), (True, False)):
         torch._dynamo.reset()
         whole, model = _Coded(edit), fully_shard(_Coded(edit), sharding_strategy=ShardingStrategy.NO_SHARD)
         run = model if how == "eager" else torch.compile(model, backend=how)
