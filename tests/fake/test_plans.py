@@ -21,7 +21,7 @@ from fsdp_compile import explain_plan, fully_shard
 from fsdp_compile.passes.inductor import fsdp_compile_backend
 from fsdp_compile.passes.joint import reshard
 from fsdp_compile.passes.plan.plan import Plan, PlanError, simulate
-from fsdp_compile.passes.plan.schedule import PlannedStep, search_plan
+from fsdp_compile.passes.plan.schedule import TOLERANCE, PlannedStep, search_plan
 from fsdp_compile.passes.plan.workload import Workload
 from fsdp_compile.passes.post_grad.plan_pass import plan_log
 
@@ -97,12 +97,13 @@ def test_a_small_end_is_sent_with_the_other(rows: tuple[int, int]) -> None:
 
 
 def test_a_slow_link_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where communication is the bottleneck the link of a forward never idles from the first gather to the last."""
+    """Where communication is the bottleneck the link of a forward never idles from the first gather to the last, up
+    to the part of a step by which the search stops."""
     links = []
     monkeypatch.setattr(plan_log, "debug", lambda *args, extra: links.append(simulate(extra["workload"], args[2]).link))
     compiled("mlp", fsdp_compile_backend, options={"link": SLOW})
     assert len(links[0]) == 6
-    assert all(after.start == pytest.approx(before.end) for before, after in pairwise(links[0]))
+    assert all(after.start == pytest.approx(before.end, rel=TOLERANCE) for before, after in pairwise(links[0]))
 
 
 def test_a_budget_is_kept_or_refused(plans: dict[str, Plan]) -> None:
