@@ -17,6 +17,7 @@ CompileConfig                what to choose about compilation, for `backend="fsd
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ if TYPE_CHECKING:  # each name `as` itself: for type checkers it is exported
     from fsdp_compile.step import compile_step as compile_step
     from fsdp_compile.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 
+    __version__: str
+
 # Where each public name is defined. It is imported when it is first asked for.
 _NAMES = {
     "torch.distributed.fsdp": "BackwardPrefetch CPUOffload CPUOffloadPolicy FlatParameter FullOptimStateDictConfig "
@@ -88,6 +91,8 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version(__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

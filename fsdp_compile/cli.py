@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments; argparse ends the program where they make no sense."""
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Tools for sharded models.", epilog=HELP,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"fsdp-compile {version('fsdp_compile')}")
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_explain(_command(groups, "explain", EXPLAIN, EXPLAIN_EXAMPLE, run_explain).add_argument)
     _add_calibrate(_command(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE, run_calibrate).add_argument)

@@ -66,6 +66,8 @@ def precision_of(
     check_type("mixed_precision", mixed_precision, MixedPrecision | None)
     check_type("mp_policy", mp_policy, MixedPrecisionPolicy | None)
     check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+        check_type(name, getattr(mixed_precision or mp_policy, name, None), torch.dtype | None)
     if mp_policy is None:
         return mixed_precision or MixedPrecision(), None
     if mp_policy.param_dtype is None and mp_policy.reduce_dtype is None:

@@ -122,6 +122,12 @@ def _ask(model: nn.Module, policy: AutoWrapPolicy, ignored: Ignored) -> Chosen:
             if not (isinstance(each, type) and issubclass(each, nn.Module)):
                 raise TypeError(f"auto_wrap_policy: expected a set of module classes, found {each!r} in it")
         policy = ModuleWrapPolicy(policy)
+    if isinstance(policy, type):
+        raise TypeError(f"auto_wrap_policy: {policy.__name__} is a class; pass a set of classes, {{{policy.__name__}}}")
+    if isinstance(policy, ModuleWrapPolicy):
+        named = (policy(module=each, recurse=False, nonwrapped_numel=0) for each in model.modules())
+        if not any(named):
+            raise ValueError(f"auto_wrap_policy: no module of {type(model).__name__} is of a class in {policy!r}")
     if isinstance(policy, CustomPolicy):
         # torch's policy classes share no public call, only this method: checked on torch 2.11 and 2.13. What it answers
         # about modules that are left alone is ignored.
@@ -180,9 +186,9 @@ def _ask_policy(model: nn.Module, policy: Callable[..., bool], ignored: Ignored)
         if module in seen or sharding_of(module) or module in ignored.modules:
             return numel
         seen.add(module)
-        wrapped = 0
-        if policy(module=module, recurse=True, nonwrapped_numel=numel):
-            wrapped = sum(visit(child) for child in module.children())
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0  # neither it nor what is inside of it
+        wrapped = sum(visit(child) for child in module.children())
         if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
             chosen.append(module)
             return numel

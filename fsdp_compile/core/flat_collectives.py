@@ -8,7 +8,7 @@ that no pass of ours has expanded.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm.direct import take
 from fsdp_compile.core.ops import NamedGroup, UnshardSpec
+from fsdp_compile.core.settings import warn_caller
 
 
 def all_gather_flat(shard: Tensor, groups: Sequence[NamedGroup], dtype: torch.dtype | None = None) -> Tensor:
@@ -145,10 +146,21 @@ def gradient_divide_factors(ranks: float) -> tuple[float, float]:
     return float(before), ranks / before
 
 
+@cache
+def _warn_of_other_backend() -> None:
+    warn_caller(
+        "a graph of a sharded model runs without the passes of fsdp_compile, as with backend='aot_eager' or 'eager': "
+        "what its forward gathers stays in memory until backward, and no communication is hidden; to save memory and "
+        "time, compile with backend='inductor', the default, or 'fsdp_compile'"
+    )
+
+
 @torch.library.impl("fsdp_flat::unshard", "default")
 def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | None, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
     if parsed.is_sharded:
+        if parsed.reshard_after_forward is not False:
+            _warn_of_other_backend()
         with collectives.waiting_for("all-gather", parsed.layout.numel):
             return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
     local = shard.to(parsed.compute_dtype or shard.dtype)

@@ -224,7 +224,7 @@ class ShardedTensor(Tensor):
                 raise RuntimeError("deepcopy of the result of a computation; detach() it first")
             copied = type(self)(self.local.detach().clone(), self.spec, self.requires_grad)
             copied._is_param = isinstance(self, nn.Parameter)
-            if self.grad is not None:
+            if self.grad is not None and not copied._is_param:  # as torch copies them: parameters without gradients
                 copied.grad = self.grad.__deepcopy__(memo)
             memo[id(self)] = copied
         return memo[id(self)]

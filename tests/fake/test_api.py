@@ -15,7 +15,14 @@ from refusing import local, refused, units
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import FSDPModule, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, fully_shard
+from fsdp_compile import (
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
@@ -101,6 +108,16 @@ def test_wrong_types_are_refused() -> None:
 def test_settings_of_wrong_types_are_refused(name: str, value: Any, message: str) -> None:
     """A setting of a wrong type is a TypeError that names it, what it takes and what was found."""
     refused(mlp(), TypeError, f"{name}: expected {message}", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+def test_dtypes_of_wrong_types_are_refused(name: str) -> None:
+    """A dtype of mixed precision that is a string is a TypeError that names it, in both classes."""
+    precision = MixedPrecision(**{name: "bf16"})  # type: ignore[arg-type]  # that is the point
+    refused(mlp(), TypeError, f"{name}: expected a dtype or None, found str", mixed_precision=precision)
+    if name != "buffer_dtype":
+        policy = MixedPrecisionPolicy(**{name: "bf16"})  # type: ignore[arg-type]  # likewise
+        refused(mlp(), TypeError, f"{name}: expected a dtype or None, found str", mp_policy=policy)
 
 
 def test_which_error_wins() -> None:

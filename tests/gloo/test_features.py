@@ -302,6 +302,7 @@ def _train_copy(rank: int, how: str, name: str, strategy: str) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     other, other_reference = copy.deepcopy(model), copy.deepcopy(reference)
     assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}, "a parameter is shared"
+    assert all(param.grad is None for param in other.parameters()), "as of a plain model, whose copy has no gradients"
     follow(executor(other, how), other_reference, case, first_seed=200)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the original has changed"
     follow(executor(model, how), reference, case, first_seed=300)

@@ -115,6 +115,22 @@ def test_a_set_of_classes() -> None:
         paths(Model(), {3})
 
 
+def test_policies_that_cannot_be_meant() -> None:
+    """A class in place of a set of classes, and classes of which the model has no module, are refused by name."""
+    with pytest.raises(TypeError, match=r"auto_wrap_policy: Block is a class; pass a set of classes, \{Block\}"):
+        paths(Model(), Block)
+    for policy in ({nn.Conv2d}, ModuleWrapPolicy({nn.Conv2d})):
+        with pytest.raises(ValueError, match=r"auto_wrap_policy: no module of Model is of a class in .*Conv2d"):
+            paths(Model(), policy)
+
+
+def test_a_module_that_is_not_descended_into_is_no_unit() -> None:
+    """Where a callable answers False to `recurse=True`, it is not asked whether to wrap: torch does not either."""
+    assert paths(Model(), lambda module, recurse, nonwrapped_numel: not recurse) == [""]
+    enters = lambda module, recurse, nonwrapped_numel: not (recurse and isinstance(module, Block))  # noqa: E731
+    assert not any(path.startswith("blocks.") for path in paths(Model(), enters))
+
+
 def test_size_based_policy() -> None:
     """torch's policy by size: a block has enough elements, its layers and the embedding have not (E-INIT-5)."""
     policy = partial(size_based_auto_wrap_policy, min_num_params=40)

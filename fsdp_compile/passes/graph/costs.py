@@ -142,7 +142,7 @@ def _flops(node: fx.Node) -> int:
     formula = flop_formula(node)
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))  # a subgraph has none
     flops = size_hint(formula(*args, **kwargs, out_val=node.meta["val"]))
     return flops // 2 if _is_causal(node) else flops
 
