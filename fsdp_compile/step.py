@@ -96,7 +96,7 @@ def compile_step(
             `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise.
     """
     called: Any = getattr(model, "_orig_mod", model)
-    sharded = called.module if isinstance(called, FullyShardedDataParallel) else called
+    sharded = called.sharded_module if isinstance(called, FullyShardedDataParallel) else called
     if not isinstance(sharded, FSDPModule) or not sharded.is_root():
         raise TypeError(
             f"model: expected a model sharded by fully_shard, and not a module inside one, found "

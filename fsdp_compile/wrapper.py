@@ -113,9 +113,15 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> Any:
-        """The wrapped module, a `FSDPModule`; where activation checkpointing was put around it since, that in it."""
+        """The wrapped module, without activation checkpointing that was put around it, before or since."""
         inside = self._modules[WRAPPED]
         return inside._modules.get(CHECKPOINTED, inside) if inside is not None else None
+
+    @property
+    def sharded_module(self) -> Any:
+        """The `FSDPModule`: what was wrapped. Checkpointing that was put around it since is not."""
+        inside: Any = self._modules[WRAPPED]
+        return inside if sharding_of(inside) is not None else self.module
 
     @never_trace  # the frame that is compiled is the forward of the module: there is a code object for each model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +130,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `FSDPModule.compile`."""
-        self.module.compile(*args, **kwargs)
+        self.sharded_module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -147,15 +153,15 @@ class FullyShardedDataParallel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As `FSDPModule.no_sync`."""
-        return self.module.no_sync()
+        return self.sharded_module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `FSDPModule.clip_grad_norm_`."""
-        return self.module.clip_grad_norm_(max_norm, norm_type)
+        return self.sharded_module.clip_grad_norm_(max_norm, norm_type)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., None]) -> None:
         """As `FSDPModule.register_comm_hook`."""
-        self.module.register_comm_hook(state, hook)
+        self.sharded_module.register_comm_hook(state, hook)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
@@ -165,7 +171,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """Whether no sharded module is around this one."""
-        return bool(self.module.is_root())
+        return bool(self.sharded_module.is_root())
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -204,13 +210,13 @@ class FullyShardedDataParallel(nn.Module):
         """The strategy in force: NO_SHARD, whatever was asked for, where one rank has all parameters."""
         if self._units and not self._units[0].is_sharded:
             return ShardingStrategy.NO_SHARD
-        strategy: ShardingStrategy = self.module._fsdp.settings.strategy
+        strategy: ShardingStrategy = self.sharded_module._fsdp.settings.strategy
         return strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The dtypes in force; those of the parameters where they are None."""
-        precision: MixedPrecision = self.module._fsdp.settings.precision
+        precision: MixedPrecision = self.sharded_module._fsdp.settings.precision
         return precision
 
     @property
@@ -236,7 +242,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
-        device: torch.device = self._units[0].device if self._units else self.module._fsdp.device
+        device: torch.device = self._units[0].device if self._units else self.sharded_module._fsdp.device
         return device
 
     @property
@@ -264,13 +270,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _root_settings(self) -> Settings:
-        settings: Settings = self.module._fsdp_runtime.settings
+        settings: Settings = self.sharded_module._fsdp_runtime.settings
         return settings
 
     @property
     def _units(self) -> tuple[Unit, ...]:
         """The module's own units, or, if all its parameters are those of modules below, theirs."""
-        sharding = self.module._fsdp
+        sharding = self.sharded_module._fsdp
         return sharding.units or sharding.units_below
 
 

@@ -21,7 +21,9 @@ from fsdp_compile import (
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
+    ShardingStrategy,
     StateDictType,
+    compile_step,
     fully_shard,
     set_state_dict_type,
 )
@@ -178,3 +180,20 @@ def test_models_of_one_class_are_compiled_in_one_process(shard: Callable[[nn.Mod
             compiled.eval()(inputs)
             compiled.train()
         assert counter.frame_count == 4, width  # the fourth reduces what no_sync accumulated
+
+
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Residual})])
+def test_around_activation_checkpointing(policy: ModuleWrapPolicy | None) -> None:
+    """`FullyShardedDataParallel(checkpoint_wrapper(model))`, as many scripts write it, has all of its methods."""
+    wrapped = FullyShardedDataParallel(checkpoint_wrapper(mlp()), auto_wrap_policy=policy)
+    assert isinstance(wrapped.module, Stack)
+    assert [clean_name(name) for name, _ in wrapped.named_parameters()] == [
+        name for name, _ in mlp().named_parameters()
+    ]
+    assert wrapped.check_is_root() and wrapped.sharding_strategy is ShardingStrategy.FULL_SHARD
+    with wrapped.no_sync():
+        wrapped(torch.randn(2, 7)).sum().backward()
+    wrapped(torch.randn(2, 7)).sum().backward()
+    assert wrapped.clip_grad_norm_(1.0).shape == ()  # no values: the other ranks do not exist
+    assert set(wrapped.state_dict()) == set(mlp().state_dict())
+    compile_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
