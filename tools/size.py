@@ -21,7 +21,7 @@ FUNCTION_LINES = 90
 FILES = 109
 BUDGET = {
     PACKAGE: 27_940,
-    f"{PACKAGE}/*.py": 2_860,
+    f"{PACKAGE}/*.py": 2_870,
     f"{PACKAGE}/core": 4_640,
     f"{PACKAGE}/comm": 1_380,
     f"{PACKAGE}/construct": 1_170,

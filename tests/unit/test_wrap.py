@@ -120,8 +120,9 @@ def test_policies_that_cannot_be_meant() -> None:
     with pytest.raises(TypeError, match=r"auto_wrap_policy: Block is a class; pass a set of classes, \{Block\}"):
         paths(Model(), Block)
     for policy in ({nn.Conv2d}, ModuleWrapPolicy({nn.Conv2d})):
-        with pytest.raises(ValueError, match=r"auto_wrap_policy: no module of Model is of a class in .*Conv2d"):
+        with pytest.raises(ValueError, match=r"auto_wrap_policy: Model has no module of class Conv2d"):
             paths(Model(), policy)
+    assert paths(Model(), ModuleWrapPolicy(set())) == [""]
 
 
 def test_a_module_that_is_not_descended_into_is_no_unit() -> None:
