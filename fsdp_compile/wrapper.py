@@ -262,7 +262,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def training_state(self) -> TrainingState:
-        """SUMMON_FULL_PARAMS, FORWARD_BACKWARD or IDLE: what reads this wrapper's full parameters at the moment."""
+        """SUMMON_FULL_PARAMS, FORWARD_BACKWARD or IDLE: what this wrapper's parameters are used for now."""
         if self._is_summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         is_running = any(unit.is_unsharded for unit in self._units)

@@ -132,7 +132,7 @@ class GradientReduction:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:
-        """Note that the running backward pass reduces; return whether it had before. False outside of backward."""
+        """Record that the running backward pass reduces; return whether this was known. False outside of backward."""
         now = current_backward()
         if now == -1 or now in self.backwards:  # outside of backward nothing is noted
             return now != -1

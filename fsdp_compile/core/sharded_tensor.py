@@ -375,7 +375,7 @@ class UnshardedTensor(ShardedTensor):
         return _call_on_all_elements(func, args, kwargs or {})
 
     def full_tensor(self) -> Tensor:
-        """The tensor, plain; it shares memory."""
+        """This tensor as a plain one that shares its memory."""
         return self.local.view(self.shape)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -134,7 +134,7 @@ class Streams:
         return self.device.run_in(self.post_backward)
 
     def use_in_post_backward(self, *gradients: Tensor) -> None:
-        """`gradients`, made by compute, are read in the post-backward stream after the host has dropped them."""
+        """Keep the memory of `gradients` until the post-backward stream has read them (`record_stream`)."""
         for tensor in gradients:
             self.device.keep(tensor, self.post_backward)
 

@@ -118,7 +118,7 @@ def explain_sharded(
 
 @contextmanager
 def process_group(world_size: int | None) -> Iterator[None]:
-    """A process group of `world_size` ranks: the one that is initialized, or else a fake one meanwhile."""
+    """Yield the initialized process group, of `world_size` ranks, or else a fake one that ends with the context."""
     if dist.is_initialized():
         if world_size not in (None, dist.get_world_size()):
             raise ValueError(f"world_size: expected {dist.get_world_size()}, as the process group has, found "
@@ -135,7 +135,7 @@ def process_group(world_size: int | None) -> Iterator[None]:
 
 
 class _GraphRead(Exception):
-    """Ends a compilation whose joint graph has been read."""
+    """Raised to end a compilation once its joint graph has been read."""
 
 
 def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> tuple[Options, Setting, int]:

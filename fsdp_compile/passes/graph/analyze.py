@@ -324,7 +324,7 @@ def _writes(name: str, reduce: Reduce, reads: Mapping[str, list[Span]], position
 
 
 def _cuts(computing: list[fx.Node], touched: Iterable[list[Span]], backward: int) -> list[int]:
-    """Where tasks begin: see the module's docstring."""
+    """The nodes at which tasks begin (see the module's docstring)."""
     spans = [span for spans in touched for span in spans]
     cuts = {0, backward, *(first for first, _ in spans), *(last + 1 for _, last in spans)}
     cuts |= {index for index, node in enumerate(computing) if is_product(node)}

@@ -141,7 +141,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward called `node`, or whose derivative it is; only for people."""
+    """Path of the module whose forward or backward `node` belongs to, for messages."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     source = next(reversed(stack.values()))[0] if stack else ""
     words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))

@@ -131,7 +131,7 @@ class Result:
 
 
 def workload_of(options: Options, policies: PolicyPerBlock) -> Workload:
-    """The step in which each block's activations have a policy, or are kept."""
+    """The workload if each block's activations follow the given policy; blocks without one keep them."""
     active = [each for each in policies if each is not None]
     step = _with_policies(options, active) if active else options.plain
     return step if options.update is None else with_update(step, options.update)
