@@ -20,7 +20,7 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 109
 BUDGET = {
-    PACKAGE: 27_940,
+    PACKAGE: 26_800,
     f"{PACKAGE}/*.py": 2_870,
     f"{PACKAGE}/core": 4_640,
     f"{PACKAGE}/comm": 1_380,
