@@ -95,11 +95,6 @@ _ORDER = Subject(
     "the end of forward",
     "let forward call the same modules in the same order on all ranks",
 )
-_CHANGE = (
-    "module code reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or "
-    "name it in ignored_params"
-)
-_CHANGED = Subject("parameters that forward changed", "none", "none", _CHANGE)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
 
 
@@ -136,32 +131,32 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     return True
 
 
-def compare_order(module: nn.Module, order: Iterable[Unit]) -> None:
-    """Compare the order in which the first complete forward of the root `module` gathered units, as above."""
+def compare_order(module: nn.Module, order: Iterable[Unit], changed: Sequence[str]) -> None:
+    """Compare the order in which the first complete forward of the root `module` gathered units, as above.
+
+    Raises RuntimeError also if that forward `changed` parameters of these names. A rank sees that of those alone of
+    which it stores a part, so that names are compared too.
+    """
     timeout = _timeout()
     paths = _paths(module)
     gathered = {unit: paths[unit] for unit in order if unit in paths and unit.is_sharded}
     if timeout is not None:
-        texts = [(g, "\n".join(p for u, p in gathered.items() if g in _groups([u]))) for g in _groups(gathered)]
+        edits = [changed_in_forward([name]) for name in changed]
+        texts = [
+            (g, "\n".join([*(p for u, p in gathered.items() if g in _groups([u])), *edits])) for g in _groups(gathered)
+        ]
         compare_in_groups(texts, timeout, _ORDER)
-
-
-def refuse_changed(module: Any, changed: Sequence[str]) -> None:
-    """Raise RuntimeError on all ranks if the first forward of the root `module` changed parameters.
-
-    A rank sees that of those alone of which it stores a part: `changed`, their names.
-    """
-    timeout = _timeout()
-    if timeout is not None:
-        texts = [(group, "\n".join(changed) or "none") for group in _groups(module._fsdp.units_below)]
-        compare_in_groups(texts, timeout, _CHANGED)
     if changed:
         raise RuntimeError(changed_in_forward(changed))
 
 
 def changed_in_forward(names: Sequence[str]) -> str:
     """The error of a forward that changed parameters."""
-    return f"forward changed parameter {' or '.join(names)} of its own unit, and the change would be lost: {_CHANGE}"
+    return (
+        f"forward changed parameter {' or '.join(names)} of its own unit, and the change would be lost: module code "
+        f"reads a copy that was gathered; change the parameter outside of forward, use a buffer instead, or name it in "
+        f"ignored_params"
+    )
 
 
 def _paths(module: nn.Module) -> dict[Unit, str]:

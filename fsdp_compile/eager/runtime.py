@@ -24,7 +24,7 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import ReduceQueue, Unit
-from fsdp_compile.eager.checks import check_root, compare_order, compare_units, refuse_changed
+from fsdp_compile.eager.checks import check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_for_next_forward, reshard
@@ -121,8 +121,7 @@ class Runtime:
         """After the first complete forward of the root, raise RuntimeError if ranks differ or it changed parameters."""
         if not self._order_is_known:
             changed, self._changed_in_forward = self._changed_in_forward, []
-            compare_order(module, filter(None, (unit() for unit in self.order)))
-            refuse_changed(module, changed)
+            compare_order(module, filter(None, (unit() for unit in self.order)), changed)
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
 
     def end_iteration(self) -> None:

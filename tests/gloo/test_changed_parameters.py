@@ -215,7 +215,6 @@ class _Coded(nn.Module):
 REFUSED = "|".join(
     (
         "forward changed parameter code of its own unit",
-        "parameters that forward changed: .*code",  # where another rank stores what was changed
         LOST,
         "view is the output of a function that returns multiple views",  # autograd's own, with the line of the model
     )
