@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_compile.comm._torch import store_of
+from fsdp_compile.comm._torch import store_of, timeout_of
 
 _AGREED, _DIFFERENT = "all ranks agree", "digests differ"
 
@@ -109,10 +109,14 @@ class GroupCheck:
     def compare(self, text: str, group: dist.ProcessGroup, timeout: float, subject: Subject) -> None:
         """Wait until every rank of `group` has come with its text, `timeout` seconds at most.
 
+        If the group's own timeout is shorter, that holds.
+
         Raises:
             RuntimeError: on all ranks that come: their texts or subjects differ, or a rank did not come.
         """
-        error = self.begin(group).verdict(text, timeout, subject)
+        limit = timeout_of(group)
+        seconds = timeout if limit is None else min(timeout, limit.total_seconds())
+        error = self.begin(group).verdict(text, seconds, subject)
         if error is not None:
             raise RuntimeError(error)
 

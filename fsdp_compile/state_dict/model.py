@@ -4,6 +4,7 @@ FULL       plain tensors of the original shapes: each unit is gathered, copied a
 SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory of the shard: nothing is gathered
 LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, over the same memory
 
+Where the kind was set, as `FullyShardedDataParallel` does, SHARDED and LOCAL values are copies, as in torch.
 In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
 Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
@@ -152,8 +153,10 @@ class _Saving:
                 self._copies[unit] = _full_copies(unit)
             return self._copies[unit][parameter.index]
         local = parameter.local
-        if settings.state_dict_config.offload_to_cpu:
+        if settings.state_dict_config.offload_to_cpu and local.device.type != "cpu":
             local = local.cpu()
+        elif unit.state_settings is not None and not self.for_dcp:  # the kind was set: FSDP1 gives copies
+            local = local.clone()
         return ShardedTensor(local, parameter.spec) if settings.state_dict_type is LOCAL else parameter.value(local)
 
 

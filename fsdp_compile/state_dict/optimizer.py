@@ -151,7 +151,7 @@ def optim_state_dict(
 
     FULL: plain tensors, gathered; all ranks must call it, and with `rank0_only` all but the first get {}. SHARDED: a
     `ShardedValue` for each tensor; nothing is gathered. LOCAL: what this rank has. Scalars, such as step counts, stay
-    0-d. By default values are copied to the CPU, except for LOCAL.
+    0-d. Values are copies, by default on the CPU, except for LOCAL.
 
     Args:
         model: the module that was sharded, or one around it.
@@ -177,6 +177,7 @@ def _by_name(
     kind: StateDictType,
     config: OptimStateDictConfig,
     group: dist.ProcessGroup | None,
+    shares_memory: bool = False,
 ) -> StateDict:
     watch_state(optim)
     given = optim.state_dict() if state_dict is None else state_dict
@@ -191,8 +192,8 @@ def _by_name(
         states = _gathered([name for name, _ in params.values()], states, config, wanted, group or unit.group)
         if not wanted:
             return {}
-    elif config.offload_to_cpu:
-        states = tree_map_only(Tensor, lambda value: value.cpu(), states)
+    elif not shares_memory:  # training goes on in the optimizer's memory
+        states = tree_map_only(Tensor, functools.partial(_copied, config), states)
     return {"state": states, "param_groups": groups}
 
 
@@ -226,10 +227,12 @@ def _gathered(
         for key, value in states.get(name, {}).items():
             value = full_tensor(value)
             if wanted:
-                if isinstance(value, Tensor):
-                    value = value.cpu() if config.offload_to_cpu else value.clone()
-                full.setdefault(name, {})[key] = value
+                full.setdefault(name, {})[key] = _copied(config, value) if isinstance(value, Tensor) else value
     return {name: full[name] for name in names if name in full}
+
+
+def _copied(config: OptimStateDictConfig, value: Tensor) -> Tensor:
+    return value.cpu() if config.offload_to_cpu and value.device.type != "cpu" else value.clone()
 
 
 def _name_of(param: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
@@ -408,7 +411,7 @@ def full_optim_state_dict(
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
     """As `optim_state_dict` in SHARDED, whichever kind is set; values share memory with the optimizer."""
-    return _by_name(model, optim, None, SHARDED, ShardedOptimStateDictConfig(offload_to_cpu=False), group)
+    return _by_name(model, optim, None, SHARDED, ShardedOptimStateDictConfig(), group, shares_memory=True)
 
 
 def shard_full_optim_state_dict(

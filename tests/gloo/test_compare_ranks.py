@@ -4,6 +4,7 @@ import copy
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -137,6 +138,22 @@ def test_ranks_that_differ(two: Ranks) -> None:
     """
     two.run(_differ)
     two.run(_agree)
+
+
+def _alone(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = fully_shard(nn.Linear(8, 8), process_group=group)
+    before = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="for 3 s, while rank 0"):
+            model(X)
+        assert time.monotonic() - before < 20
+    dist.barrier()
+
+
+def test_the_timeout_of_the_group_holds_if_it_is_shorter(two: Ranks) -> None:
+    """A forward on one rank alone raises after the group's timeout, not only after that of comparisons (600 s)."""
+    two.run(_alone)
 
 
 def _in_a_hybrid(rank: int, seeds: tuple[int, ...], width: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import MODELS, Residual
@@ -16,10 +17,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fsdp_compile import FullyShardedDataParallel, MixedPrecision, StateDictType, summon_full_params
+from fsdp_compile import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    StateDictType,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    state_dict_type,
+    summon_full_params,
+)
 
 from .ranks import Ranks
-from .training import build
+from .training import backward, build, mine
 
 MLP = MODELS["mlp"]
 POLICY = ModuleWrapPolicy({Residual})
@@ -194,3 +203,31 @@ def test_settings_and_inputs(two: Ranks) -> None:
     Inputs are cast in the same containers, and what the caller has is not changed.
     """
     two.run(_settings)
+
+
+def _snapshot(rank: int, kind: StateDictType) -> None:
+    model = FullyShardedDataParallel(MLP.build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(seed: int) -> None:
+        optimizer.zero_grad()
+        backward(model, MLP, mine(MLP, seed))
+        optimizer.step()
+
+    step(0)
+    with state_dict_type(model, kind):
+        saved, states = model.state_dict(), optim_state_dict(model, optimizer)
+    step(1)
+    expected = [param.detach().clone() for param in model.parameters()]
+    with state_dict_type(model, kind):
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, states))
+    step(1)
+    assert all(torch.equal(param, other) for param, other in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT,
+                                  StateDictType.LOCAL_STATE_DICT])  # fmt: skip
+def test_a_state_dict_is_a_snapshot(two: Ranks, kind: StateDictType) -> None:
+    """State dicts of a kind that was set, kept while training goes on, bring model and optimizer back."""
+    two.run(_snapshot, kind)
