@@ -138,12 +138,16 @@ class waiting_for:  # used like a function; a generator would cost a microsecond
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         if isinstance(error, RuntimeError):
-            what = self._what
-            if isinstance(what, int):
-                names = sorted(_units.get(what, ()))
-                what = f"one of {', '.join(names)}" if len(names) > 1 else names[0] if names else f"{what} elements"
-            stage = "forward" if current_backward() == -1 and self._kind != "reduce" else "backward"
-            error.add_note(f"This was the {self._kind} of {what} in {stage}.")
+            note_wait(error, self._kind, self._what)
+
+
+def note_wait(error: RuntimeError, kind: str, what: str | int) -> None:
+    """Add a note to the error of a wait: see `waiting_for`, which costs three calls where nothing fails."""
+    if isinstance(what, int):
+        names = sorted(_units.get(what, ()))
+        what = f"one of {', '.join(names)}" if len(names) > 1 else names[0] if names else f"{what} elements"
+    stage = "forward" if current_backward() == -1 and kind != "reduce" else "backward"
+    error.add_note(f"This was the {kind} of {what} in {stage}.")
 
 
 class Filling(NamedTuple):

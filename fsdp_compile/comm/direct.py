@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile.comm._torch import group_named, start_all_to_all
-from fsdp_compile.comm.collectives import Filling, start_all_gather, waiting_for
+from fsdp_compile.comm.collectives import Filling, note_wait, start_all_gather
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
@@ -198,5 +198,8 @@ class DirectCollectives:
         """Order what follows after the collective that fills `full`."""
         filling = self._in_flight.pop(full.data_ptr(), None)
         if filling is not None:  # else `at_start` was not first, and has waited for it
-            with waiting_for(filling.kind, full.numel()):
+            try:
                 filling.wait()
+            except RuntimeError as error:
+                note_wait(error, filling.kind, full.numel())
+                raise
