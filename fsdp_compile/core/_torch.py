@@ -157,6 +157,8 @@ def call_after_backward(callback: Callable[[], Any], if_failed: Callable[[], Any
 class _Last:
     """What the engine calls after a backward pass; it drops this uncalled if the pass has failed."""
 
+    if_failed: Callable[[], Any] | None = None  # also where an exception interrupts `__init__`
+
     def __init__(self, callback: Callable[[], Any], if_failed: Callable[[], Any] | None) -> None:
         self.callback, self.if_failed = callback, if_failed
 

@@ -204,11 +204,14 @@ def _unsharded(
         try:
             _pre_forward(module, opened, as_flats)
             output = run(*args, **kwargs)
+            _post_forward(module, opened, (args, kwargs), output)
+            return output
         except BaseException as error:
             _hide(module, opened, error=error)
             raise
-        _post_forward(module, opened, (args, kwargs), output)
-        return output
+        finally:
+            if module._fsdp.is_root:  # no call, which could be interrupted: the next forward would not gather
+                module._fsdp_runtime.iteration = None
     finally:
         pass
 
@@ -229,9 +232,9 @@ def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> No
     """Gather the module's units, show them to module code, and begin to gather what comes next."""
     runtime: Runtime = module._fsdp_runtime
     full_precision = computes_in_full_precision(module)
-    sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
     if module._fsdp.is_root:
         runtime.begin_iteration(module)
+    sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
     for unit in sharded:
         gathered = runtime.gather(unit, full_precision)
         gathered.open(as_flats)  # one by one: if one fails, those before it are closed

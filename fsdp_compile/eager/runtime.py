@@ -23,7 +23,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
-from fsdp_compile.core.unit import ReduceQueue, Unit
+from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
 from fsdp_compile.eager.checks import check_root, compare_order, compare_units
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
@@ -98,12 +98,16 @@ class Runtime:
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 
-    def begin_iteration(self, module: nn.Module) -> None:
+    def begin_iteration(self, module: Any) -> None:
         """Begin a forward of the root `module`. Raises as `check` and `compare` do."""
         self.check(module)
         self.compare(module, compiled=False)
         self._drop_prediction()
         self._drop_unread()
+        for unit in module._fsdp.units_below:
+            if unit.phase is Phase.FORWARD:  # an exception has interrupted what ends a forward
+                unit.hide_unsharded()
+        self.shared_in_forward.clear()
         self._last_forward, self.iteration = None, object()
         if not self._order_is_known:
             self.order.clear()  # of an iteration that failed
