@@ -54,8 +54,8 @@ def offer_name(name: str, group: dist.ProcessGroup) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time after which a collective of `group` fails; None if its backend does not say, as the fake one."""
-    backend: Any = group._get_backend(group._device_types[0])
+    """The time after which a collective of `group` fails; None if it has no backend, or one that does not say."""
+    backend: Any = group._get_backend(group._device_types[0]) if group._device_types else None
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
