@@ -46,9 +46,10 @@ _SHAPE = operator.attrgetter("shape")
 def bump_version(written: Tensor | Sequence[Tensor]) -> None:
     """Count a change of local data: nobody counts versions below `__torch_dispatch__` (2.11, 2.13)."""
     torch.autograd.graph.increment_version(written)
-    tensors = [written] if isinstance(written, Tensor) else written
-    if tensors and isinstance(tensors[0], FakeTensor):
-        note_written(tensors)
+    if type(written) is FakeTensor:  # not isinstance: optimizers come here for each parameter
+        note_written([written])
+    elif type(written) is list and written and type(written[0]) is FakeTensor:
+        note_written(written)
 
 
 Rule = Callable[[Any, Any, Any], Any]  # func, args, kwargs -> what func returns
