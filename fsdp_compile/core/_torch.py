@@ -3,8 +3,8 @@
 torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is active, and frames that it leaves alone. When
                                                          torch moves: look for `skip_code` and the getter of the
                                                          eval-frame callback, which is None or False when off.
-torch._dynamo.comptime, symbolic_convert                 functions that Dynamo calls while it traces, and with the
-                                                         finished graph: `add_graph_finalizer` of its OutputGraph
+torch._dynamo.comptime, guards, symbolic_convert         functions that Dynamo calls while it traces, before each run
+                                                         (`add_lambda_guard`), with the graph (`add_graph_finalizer`)
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
 torch._foreach_norm                                      norms of many tensors in one kernel

@@ -52,9 +52,9 @@ def start_average(
         replicas: the group whose ranks hold the same slice, or None.
         how: what to divide by; None: what gives the mean.
         before_replicas: is called with this rank's slice, reduced over `groups`, which it may change in place; if it
-        returns False, the reduce over `replicas` and the division are left out.
+            returns False, the reduce over `replicas` and the division are left out.
         at_once: whether each reduce starts as soon as the one before it is enqueued, and not when the mean is
-        completed. For streams: a wait holds back the current one, where it would hold back a CPU.
+            completed. For streams: a wait holds back the current one, where it would hold back a CPU.
     """
     how = how or averaging(packed.dtype, prod(group.size for group in (*groups, *([replicas] if replicas else []))))
     if how.before != 1:

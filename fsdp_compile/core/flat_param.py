@@ -35,7 +35,7 @@ class FlatParam:
 
     Args:
         params: `(name, parameter)` pairs, full shape, in layout order. Each stays the same object and becomes a
-        `ShardedTensor` over a view into the local shard, or, without `ranks`, a plain view of it.
+            `ShardedTensor` over a view into the local shard, or, without `ranks`, a plain view of it.
         ranks: the ranks that the flat buffer is split over; None: it is not split.
         shard_order: for each of these ranks the slice that it stores; empty: rank r stores slice r.
         device: where the shard is stored.

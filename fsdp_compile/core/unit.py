@@ -137,7 +137,7 @@ class ReduceQueue(deque[GradientReduction]):
 
     Attributes:
         awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
-        what they accumulated is reduced even if they take part in no further backward pass.
+            what they accumulated is reduced even if they take part in no further backward pass.
         settled_in: the last backward pass at whose end that happened.
     """
 
@@ -152,7 +152,7 @@ class Unit:
 
     Args:
         sections: each `(name, parameter)` pairs in full shape; no flat parameter spans two. Each parameter stays the
-        same object.
+            same object.
         settings: the options of `fully_shard`.
         on_meta: whether the shard has no memory until `to_empty` gives it some.
         device: where the unit computes; None: where its parameters are.
