@@ -4,7 +4,8 @@ FULL       plain tensors of the original shapes: each unit is gathered, copied a
 SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory of the shard: nothing is gathered
 LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, over the same memory
 
-Where the kind was set, as `FullyShardedDataParallel` does, SHARDED and LOCAL values are copies, as in torch.
+Where the kind was set, as `FullyShardedDataParallel` does, values are copies, also of parameters that are not sharded
+(`NO_SHARD`, ignored ones, within `summon_full_params`) and of buffers.
 In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
 Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
@@ -165,7 +166,7 @@ _running: ContextVar[_Saving | None] = ContextVar("saving", default=None)  # the
 
 def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Call `state_dict`, the method of the original class of `module`, for values of the kind that is set."""
-    saving = _running.get() or _Saving()
+    is_outermost, saving = _running.get() is None, _running.get() or _Saving()
     token = _running.set(saving)
     try:
         state: dict[str, Any] = state_dict(*args, **kwargs)
@@ -184,7 +185,18 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
                 del state[name]
             elif settings.state_dict_config.offload_to_cpu and isinstance(state[name], Tensor):
                 state[name] = state[name].cpu()
+    if is_outermost and unit is not None and unit.state_settings is not None and not saving.for_dcp:
+        _copy_what_is_not_sharded(module, state, prefix)
     return state
+
+
+def _copy_what_is_not_sharded(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name in {
+        prefix + name for name, tensor in tensors if not (isinstance(tensor, nn.Parameter) and managed(tensor))
+    }:
+        if isinstance(state.get(name), Tensor):
+            state[name] = state[name].clone()
 
 
 def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:

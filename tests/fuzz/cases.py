@@ -37,6 +37,7 @@ class Node(Printed):
         dtype: of its parameters, where it is not the model's.
         tie: gives it the first weight of the node of this index among those of its kind and size.
         same: makes it the very module that the node of this index is.
+        changes: how the module around it changes its first parameter before it runs, a key of `models.CHANGES`.
     """
 
     kind: str = "linear"
@@ -52,6 +53,7 @@ class Node(Printed):
     dtype: str = ""
     tie: int = -1
     same: int = -1
+    changes: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,6 +102,7 @@ class Case(Printed):
     input_grads: bool = False
     optimizer: str = "sgd"
     steps: tuple[Step, ...] = (Step(),)
+    caller: str = ""  # what is compiled: "" the model, a "module" that holds it, or a "function" that calls it
     seed: int = 0
 
 
@@ -124,10 +127,16 @@ LEAVES = ("linear", "mlp", "scale", "norm", "inplace", "experts", "attention", "
 LEAVES += ("recurrent", "quantized", "computed")
 EDITS = ("mul", "data", "eval", "summon", "state", "full state", "optimizer state", "freeze", "abandon", "copy")
 FAILURES = ("failed forward", "failed backward")
+LATER_EDITS = ("deepcopy", "new parameter", "roll back", "thaw")  # drawn with `later`
+CHANGES = ("mul", "data", "row", "foreach")
 
 
 def draw(seed: int, how: str = "eager", world_size: int = 2) -> Case:
     """The case of this seed."""
+    return _with_later_draws(_draw(seed, how, world_size), random.Random(f"later {seed}"), how)
+
+
+def _draw(seed: int, how: str, world_size: int) -> Case:
     rng = random.Random(seed)
     nodes = tuple(_node(rng, how, depth=0) for _ in range(rng.randint(1, 4)))
     strategy = rng.choice(("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
@@ -211,6 +220,34 @@ def _supported(nodes: tuple[Node, ...], wrap: str) -> tuple[Node, ...]:
         )
 
     return tuple(visit(node, -1, False) for node in nodes)
+
+
+def _with_later_draws(case: Case, rng: random.Random, how: str) -> Case:
+    """What was added after seeds of cases had been written down: it draws from a generator of its own."""
+    steps = tuple(replace(step, before=rng.choice(LATER_EDITS)) if rng.random() < 0.25 else step for step in case.steps)
+    if how == "eager" and not _ranks_differ(case) and rng.random() < 0.3:  # after a step: what the first one sets up
+        steps = (*steps, Step(before="interrupt"))  # takes other calls on each rank
+    case = replace(case, steps=steps, caller=rng.choice(("", "module", "function")) if how != "eager" else "")
+    nodes = tuple(_changing(node, rng) for node in case.nodes)
+    # Units change, whose parameters no other unit has; and a second forward would change what the first one's backward
+    # needs. Under mixed precision the reference computes with a copy.
+    plain = case.wrap == "units" and not case.param_dtype and not case.reduce_dtype
+    if nodes == case.nodes or not plain or any(node.tie >= 0 or node.same >= 0 for node in nodes_of(nodes)):
+        return case
+    steps = (replace(s, forwards="one", before="" if s.before == "interrupt" else s.before) for s in case.steps)
+    return replace(case, nodes=nodes, steps=tuple(steps))
+
+
+def _changing(node: Node, rng: random.Random) -> Node:
+    changes = rng.choice(CHANGES) if rng.random() < 0.2 else ""
+    may_change = node.unit and node.times == 1 and node.kind not in ("nest", "quantized")
+    may_below = node.times == 1 and not node.checkpoint  # else a change between forward and backward is refused
+    children = tuple(_changing(child, rng) for child in node.children) if may_below else node.children
+    return replace(node, children=children, changes=changes if may_change else "")
+
+
+def _ranks_differ(case: Case) -> bool:
+    return case.uneven or any(node.gate == "rank" for node in nodes_of(case.nodes))
 
 
 def _step(rng: random.Random) -> Step:

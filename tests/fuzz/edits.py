@@ -1,15 +1,23 @@
 """What a script does before a step, to the sharded model and to the unsharded one."""
 
 import copy
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from interruptions import interrupted
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from fsdp_compile import summon_full_params
+from fsdp_compile import (
+    StateDictType,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    state_dict_type,
+    summon_full_params,
+)
 
 from .models import loss_of, play_rank
 
@@ -80,11 +88,11 @@ def _freeze(comparison: "Comparison", when: str) -> None:
 
 def _evaluate(comparison: "Comparison", when: str) -> None:
     losses = []
-    for model in (comparison.run, comparison.reference):
+    for model, run in ((comparison.model, comparison.run), (comparison.reference, comparison.reference)):
         play_rank(model, comparison.rank)
         model.eval()
         with torch.no_grad(), comparison.autocast():
-            losses.append(loss_of(model(comparison.example())))
+            losses.append(loss_of(run(comparison.example())))
         model.train()
     if not comparison.case.param_dtype:
         comparison.check(when, losses[0], losses[1])
@@ -102,6 +110,68 @@ def _fail(comparison: "Comparison", when: str) -> None:
     with suppress(ArithmeticError):
         comparison.forward_alone().backward()
     nest.fails = ""
+    for optimizer in comparison.optimizers:
+        optimizer.zero_grad()
+
+
+def _deepcopy(comparison: "Comparison", when: str) -> None:
+    """A copy runs once, and leaves the model as it was."""
+    twins = [copy.deepcopy(model) for model in (comparison.model, comparison.reference)]
+    losses = []
+    for twin in twins:
+        play_rank(twin, 0)
+        with comparison.autocast():
+            losses.append(loss_of(twin(comparison.example())))
+        losses[-1].backward()
+    if not comparison.case.param_dtype and not comparison.case.reduce_dtype:
+        comparison.check(when, losses[0], losses[1])
+        comparison.check_gradients(when, twins[0], twins[1])
+    comparison.check_parameters(when)
+
+
+def _new_parameter(comparison: "Comparison", when: str) -> None:
+    """The first parameter of the first node is replaced by a new one, which a new optimizer trains."""
+    for model in (comparison.model, comparison.reference):
+        name, old = next(model.nest.inner[0].named_parameters())
+        owner, _, attribute = name.rpartition(".")
+        if not is_quantized(old) and sum(param is old for param in _all_places(model)) == 1:
+            new = nn.Parameter(0.9 * old.detach(), requires_grad=old.requires_grad)
+            setattr(model.nest.inner[0].get_submodule(owner), attribute, new)
+    comparison.make_optimizers()
+
+
+def _all_places(model: nn.Module) -> list[nn.Parameter]:
+    return [param for _, param in model.named_parameters(remove_duplicate=False)]
+
+
+def _roll_back(comparison: "Comparison", when: str) -> None:
+    """A step, after which the model and its optimizer get back the state that was kept before it."""
+    model, reference, optimizer = comparison.model, comparison.reference, comparison.optimizers[1]
+    optimizer.zero_grad()
+    comparison.optimizers[0].zero_grad()
+    before = copy.deepcopy(reference.state_dict())  # a forward may change parameters
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        kept, of_optimizer = model.state_dict(), optim_state_dict(model, optimizer)
+        comparison.forward_alone().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(kept)
+        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, of_optimizer))
+    reference.load_state_dict(before)
+    comparison.check_parameters(when)
+
+
+def _thaw(comparison: "Comparison", when: str) -> None:
+    """What is frozen trains from now on."""
+    for param in comparison.all_parameters():
+        param.requires_grad_(True)
+
+
+def _interrupt(comparison: "Comparison", when: str) -> None:
+    """A step of the sharded model alone in which some function of the package raises, on all ranks the same one."""
+    at = random.Random(f"{comparison.case.seed} {when}").randrange(1, 3000)
+    with suppress(RuntimeError):  # autograd's, of an interruption in a hook
+        interrupted(lambda: comparison.forward_alone().backward(), at)
     for optimizer in comparison.optimizers:
         optimizer.zero_grad()
 
@@ -125,5 +195,10 @@ EDITS: dict[str, Callable[["Comparison", str], None]] = {
     "abandon": _abandon,
     "failed forward": _fail,
     "failed backward": _fail,
+    "deepcopy": _deepcopy,
+    "new parameter": _new_parameter,
+    "roll back": _roll_back,
+    "thaw": _thaw,
+    "interrupt": _interrupt,
     "planted": _plant,
 }

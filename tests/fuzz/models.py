@@ -1,5 +1,6 @@
 """Builds the random model of a case: nests of small modules, each of which maps `[batch, width]` to the same shape."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,14 @@ def first_of(output: Any) -> Tensor:
     return output["first"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
 
 
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "mul": lambda param: param.mul_(0.9),
+    "data": lambda param: param.data.mul_(0.9),
+    "row": lambda param: param[:1].fill_(0.5) if param.dim() else param.fill_(0.5),
+    "foreach": lambda param: torch._foreach_mul_([param], 0.9),
+}
+
+
 class _Fails(torch.autograd.Function):
     """Raises in backward."""
 
@@ -53,10 +62,13 @@ class Nest(nn.Module):
         self.nodes, self.gates, self.syncs, self.rank, self.fails = nodes, True, True, 0, ""
         self.gain = nn.Parameter(torch.randn(width))
         self.inner = nn.ModuleList(build_node(node, width, made) for node in nodes)
+        self.changed = [_first_parameter(node, module) for node, module in zip(nodes, self.inner, strict=True)]
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x) + torch.sin(self.gain).to(x.dtype)
-        for node, module in zip(self.nodes, self.inner, strict=True):
+        for node, module, path in zip(self.nodes, self.inner, self.changed, strict=True):
+            if path:
+                _change(node, module, path)
             for _ in range(node.times):
                 x = self._run(node, module, x)
             if node.then == "in place":
@@ -81,6 +93,18 @@ class Nest(nn.Module):
         return first_of(module(x))
 
 
+def _first_parameter(node: Node, module: nn.Module) -> list[str]:
+    """The path to the first parameter of a module that changes."""
+    return next(name for name, _ in module.named_parameters()).split(".") if node.changes else []
+
+
+def _change(node: Node, module: nn.Module, path: list[str]) -> None:
+    for name in path[:-1]:
+        module = getattr(module, name)
+    with torch.no_grad():
+        CHANGES[node.changes](getattr(module, path[-1]))
+
+
 class Returning(nn.Module):
     """Gives the output of another module a structure."""
 
@@ -90,6 +114,17 @@ class Returning(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return structured(self.out, self.inner(x))
+
+
+class Caller(nn.Module):
+    """A module of the user's around the sharded model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
 
 
 class Model(nn.Module):

@@ -22,7 +22,7 @@ from fsdp_compile import ModuleWrapPolicy, fully_shard
 
 from .cases import Case, Step, nodes_of
 from .edits import EDITS, is_quantized
-from .models import Model, Nest, build, loss_of, play_rank
+from .models import Caller, Model, Nest, build, loss_of, play_rank
 
 # Relative to the largest value. Rounding differs only in the order in which ranks are summed, but grows with the steps.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-4, torch.bfloat16: 5e-2}
@@ -40,11 +40,17 @@ def compare(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
     reference, model = build(case), build(case)
     run = _shard_by_fsdp2(case, model) if fsdp2 else _shard(case, model)
     if how != "eager":
-        run = torch.compile(model, backend=JointPasses() if how == "joint" else how)
+        run = torch.compile(_caller(case, model), backend=JointPasses() if how == "joint" else how)
     try:
         return Comparison(case, reference, model, run, rank, how).train()
     except InvalidCase:  # on all ranks, before the step communicates
         return INVALID
+
+
+def _caller(case: Case, model: Model) -> Callable[[Tensor], Any]:
+    """What is compiled."""
+    callers = {"": model, "module": Caller(model), "function": lambda x: model(x)}
+    return callers[case.caller]
 
 
 def attempt(rank: int, case: Case, how: str, fsdp2: bool = False) -> str | None:
@@ -111,7 +117,9 @@ def _shard_by_fsdp2(case: Case, model: Model) -> nn.Module:
 class Comparison:
     """Trains `model`, run as `run`, beside `reference`, and keeps the first difference."""
 
-    def __init__(self, case: Case, reference: Model, model: Model, run: nn.Module, rank: int, how: str) -> None:
+    def __init__(
+        self, case: Case, reference: Model, model: Model, run: Callable[[Tensor], Any], rank: int, how: str
+    ) -> None:
         self.case, self.reference, self.model, self.run, self.rank = case, reference, model, run, rank
         self.world_size = dist.get_world_size()
         self.mismatch: str | None = None
@@ -119,7 +127,11 @@ class Comparison:
         used |= {getattr(torch, node.dtype) for node in nodes_of(case.nodes) if node.dtype}
         used |= {torch.bfloat16} if case.autocast and how == "inductor" else set()
         self.tolerance = max([AUTOCAST * case.autocast, *(TOLERANCES[dtype] for dtype in used)])
-        self.optimizers = [_optimizer(case, each) for each in (reference, model)]
+        self.make_optimizers()
+
+    def make_optimizers(self) -> None:
+        """New ones, without state."""
+        self.optimizers = [_optimizer(self.case, each) for each in (self.reference, self.model)]
 
     def train(self) -> str | None:
         """Run all steps."""
@@ -137,18 +149,22 @@ class Comparison:
             EDITS[step.before](self, f"{when}, {step.before}")
         before = [param.grad for param in self.reference.parameters()]
         expected_losses, grads = [], []
+        values = [param.detach().clone() for param in self.reference.parameters()]
         for rank in range(self.world_size):
+            with torch.no_grad():
+                for param, value in zip(self.reference.parameters(), values, strict=True):
+                    param.copy_(value)  # a forward may change parameters, on every rank alike
             try:
                 expected, of_rank = self._play(step, number, rank)
             except Exception as error:
                 raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
             expected_losses.append(expected)
             grads.append(of_rank)
-        losses = self._passes(step, number, self.rank, self.run, self._sync)
+        losses = self._passes(step, number, self.rank, self.model, self.run, self._sync)
         for found, expected in zip(losses, expected_losses[self.rank], strict=True):
             self.check(f"{when}: loss or gradient of inputs", found, expected)
         self._average(before, grads)
-        self._check_gradients(when)
+        self.check_gradients(when, self.model, self.reference)
         if step.clip:
             norms = [nn.utils.clip_grad_norm_(_parameters_of(m), CLIP) for m in (self.model, self.reference)]
             self.check(f"{when}: norm of gradients", _full(norms[0]), norms[1])
@@ -165,7 +181,7 @@ class Comparison:
             model = copy.deepcopy(model).to(precision.param_dtype)
         for param in model.parameters():
             param.grad = None
-        losses = self._passes(step, number, rank, model, lambda _: nullcontext())
+        losses = self._passes(step, number, rank, model, model, lambda _: nullcontext())
         return losses, [param.grad for param in model.parameters()]
 
     def _average(self, before: list[Tensor | None], of_ranks: list[list[Tensor | None]]) -> None:
@@ -178,9 +194,15 @@ class Comparison:
                 param.grad = mean if param.grad is None else param.grad + mean
 
     def _passes(
-        self, step: Step, number: int, rank: int, model: nn.Module, sync: Callable[[bool], Any]
+        self,
+        step: Step,
+        number: int,
+        rank: int,
+        model: nn.Module,
+        run: Callable[[Tensor], Any],
+        sync: Callable[[bool], Any],
     ) -> list[Tensor]:
-        """Forwards and backwards of one rank's microbatches; losses and the gradients of inputs."""
+        """Forwards, by `run`, and backwards of one rank's microbatches; losses and the gradients of inputs."""
         play_rank(model, rank)
         seen: list[Tensor] = []
         for index, syncs in enumerate(step.syncs):
@@ -189,17 +211,17 @@ class Comparison:
                     module.syncs = syncs
             batches = [self._batch(number, 2 * index + part, rank, model) for part in range(2)]
             with sync(syncs):
-                seen += self._backward(step.forwards, model, *batches)
+                seen += self._backward(step.forwards, run, *batches)
             seen += [x.grad.double() for x in batches if x.grad is not None]
         return seen
 
-    def _backward(self, forwards: str, model: nn.Module, a: Tensor, b: Tensor) -> list[Tensor]:
+    def _backward(self, forwards: str, run: Callable[[Tensor], Any], a: Tensor, b: Tensor) -> list[Tensor]:
         with self.autocast():
-            first = loss_of(model(a))
+            first = loss_of(run(a))
             if forwards == "eval":
                 with torch.no_grad():
-                    model(b)
-            losses = [first, loss_of(model(b))] if forwards in ("two", "apart", "crossed") else [first]
+                    run(b)
+            losses = [first, loss_of(run(b))] if forwards in ("two", "apart", "crossed") else [first]
         if forwards == "two":
             (losses[0] * losses[1] + losses[1]).backward()
         else:
@@ -217,7 +239,7 @@ class Comparison:
         generator = torch.Generator().manual_seed(1000 * step + 10 * index + rank)
         size = 2 + rank if self.case.uneven else 2
         x = torch.randn(size, 4, generator=generator, dtype=getattr(torch, self.case.dtype))
-        if model is not self.run and self.case.param_dtype:
+        if model is not self.model and self.case.param_dtype:
             x = x.to(getattr(torch, self.case.param_dtype))
         return x.requires_grad_(self.case.input_grads)
 
@@ -267,12 +289,12 @@ class Comparison:
 
     def check_parameters(self, when: str) -> None:
         """Parameters of both models are equal."""
-        for name, mine, expected in self._pairs():
+        for name, mine, expected in self._pairs(self.model, self.reference):
             self.check(f"{when}: {name}", _full(mine), expected)
 
-    def _check_gradients(self, when: str) -> None:
+    def check_gradients(self, when: str, model: nn.Module, reference: nn.Module) -> None:
         """Gradients are equal. None and zeros may stand for each other; the reference is then given what we have."""
-        for name, mine, expected in self._pairs():
+        for name, mine, expected in self._pairs(model, reference):
             if mine.grad is not None and expected.grad is None:
                 expected.grad = torch.zeros_like(expected)
             zeros = torch.zeros_like(expected)
@@ -281,8 +303,8 @@ class Comparison:
             if mine.grad is None:
                 expected.grad = None
 
-    def _pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-        ours, theirs = _parameters(self.model), _parameters(self.reference)
+    def _pairs(self, model: nn.Module, reference: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        ours, theirs = _parameters(model), _parameters(reference)
         if ours.keys() != theirs.keys():
             self.mismatch = self.mismatch or f"parameters {list(ours)}, expected {list(theirs)}"
         return [(name, ours[name], theirs[name]) for name in theirs]

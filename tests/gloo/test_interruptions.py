@@ -2,12 +2,11 @@
 
 import random
 import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from interruptions import interrupted
 from models import MODELS
 from torch import Tensor
 
@@ -22,33 +21,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "SHARD_GRAD_OP": {"reshard_after_forward": False},
     "prefetch": {"forward_prefetch": True},
 }
-PACKAGE = fsdp_compile.__path__[0]
-
-
-class _Interruption(Exception):
-    pass
-
-
-def _interrupted(function: Callable[[], Any], at: int) -> int:
-    """Call `function`, whose call number `at` of a function of the package raises; how many such calls there were."""
-    calls = 0
-
-    def look(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal calls
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            calls += 1
-            if calls == at:
-                sys.setprofile(None)
-                raise _Interruption(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-
-    sys.setprofile(look)
-    try:
-        function()
-    except _Interruption:
-        assert calls == at
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def _step(model: Any, seed: int) -> list[Tensor | None]:
@@ -62,12 +34,12 @@ def _interrupt(rank: int, options: dict[str, Any], number: int) -> None:
     model = fsdp_compile.fully_shard(build(MLP), **options)
     _step(model, 0)
     expected = _step(model, 2)
-    calls = _interrupted(lambda: _step(model, 1), at=-1)
+    calls = interrupted(lambda: _step(model, 1), at=-1)
     for at in random.Random(0).sample(range(1, calls + 1), number):
         model = fsdp_compile.fully_shard(build(MLP), **options)
         _step(model, 0)
         try:
-            _interrupted(lambda: _step(model, 1), at)  # noqa: B023
+            interrupted(lambda: _step(model, 1), at)  # noqa: B023
         except RuntimeError:  # autograd's, of an interruption in a hook
             sys.setprofile(None)
         for found, clean in zip(_step(model, 2), expected, strict=True):

@@ -137,10 +137,19 @@ def _kinds(rank: int, strategy: str, offload: bool) -> None:
         with state_dict_type(other, FULL):
             same(other.state_dict(), plain)
         assert other.blocks[0].up.weight is other.blocks[1].up.weight
-    if strategy != "NO_SHARD":  # copies: they outlive what was gathered, and changes of the parameters
-        with torch.no_grad():
-            model.bias.add_(1.0)
-        same(full, plain)
+    snapshots = {}
+    for kind in (FULL, SHARDED, LOCAL):
+        with state_dict_type(model, kind):
+            snapshots[kind] = model.state_dict()
+    with torch.no_grad():  # snapshots are copies, also of what is not sharded
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1)
+    same(full, plain)
+    for kind, state in snapshots.items():
+        with state_dict_type(model, kind):
+            model.load_state_dict(state)
+        with state_dict_type(model, FULL):
+            same(model.state_dict(), plain)
 
 
 @pytest.mark.parametrize("offload", [False, True])
