@@ -106,7 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if isinstance(error, CheckpointError):
             return _refuse(error, 1)
-        raise
+        if args.run not in (run_show, run_convert):
+            raise  # of the user's own code, so with a traceback
+        said = str(error).partition("\nException raised from ")[0]  # torch adds a trace of its own functions
+        doing = f"{args.source}: reading it or writing it again failed"  # as a strange file or a full disk lets torch
+        return _refuse(RuntimeError(f"{doing}: {type(error).__name__}: {said}"), 1)
     return 0
 
 

@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, file_in
+from fsdp_compile.checkpoint.untrusted import METADATA, CheckpointError, SafeReader, file_in, path_in
 from fsdp_compile.config import read_json
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.state_dict._torch import StorageInfo
@@ -102,11 +102,11 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> tu
         for path in reversed(committed(root)):
             if step is None:
                 try:
-                    return path, Manifest.read(path)
+                    return path, Manifest.read(path_in(Path(root), path.name))
                 except CheckpointError as error:
                     warn_caller(f"passed over a damaged checkpoint: {error}")
             elif step_of(path) == step:
-                return path, Manifest.read(path)
+                return path, Manifest.read(path_in(Path(root), path.name))
     return None
 
 
@@ -126,7 +126,16 @@ def _remove(path: Path) -> None:
     except OSError as error:  # the new checkpoint is complete all the same
         warn_caller(f"could not remove an old checkpoint: {error}")
         return
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, or a link to one, as far as that is possible."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # --- staged checkpoints -----------------------------------------------------------------------------------------------
@@ -146,8 +155,8 @@ def stage(root: Path, step: int) -> StagedCheckpoint:
         sync_folder(folder.parent)
     with _one_at_a_time(root):  # to another save the folder, before it is locked, would be a leftover
         for path in root.iterdir():
-            if _HIDDEN.fullmatch(path.name) and not _is_locked(path):
-                shutil.rmtree(path, ignore_errors=True)
+            if _HIDDEN.fullmatch(path.name) and (path.is_symlink() or not _is_locked(path)):
+                _delete(path)
         path = root / f".step-{step:08d}.{secrets.token_hex(4)}"
         path.mkdir()
         lock = open(path / _LOCK, "wb")  # noqa: SIM115  (its lock is held until the save ends)
@@ -212,8 +221,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(path, "wb") as file:
+    """Write a new file, in the place of an earlier one, and wait until it is on the disk."""
+    path.unlink(missing_ok=True)  # a link would lead the bytes elsewhere
+    with open(path, "xb") as file:
         file.write(content)
         sync(file)
 
@@ -260,16 +270,16 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Read a manifest, and check the size of each file and the bytes of `.metadata`; CheckpointError if wrong."""
-        manifest = cls._parse(folder / MANIFEST)
+        manifest = cls._parse(file_in(folder, MANIFEST))
         for name, segments in manifest.files.items():
-            path, expected = file_in(folder, name, MANIFEST), sum(segment.bytes for segment in segments)
+            path, expected = file_in(folder, name), sum(segment.bytes for segment in segments)
             size = path.stat().st_size if path.is_file() else None
             if size != expected:
                 ends = ((segment.name, segment.start + segment.bytes) for segment in segments)
                 lost = next((tensor for tensor, end in ends if end > (size or 0)), segments[-1].name)
                 raise _damaged(path, lost, f"expected {expected} bytes, found {'no file' if size is None else size}")
         try:
-            with open(file_in(folder, METADATA, MANIFEST), "rb") as stream:
+            with open(file_in(folder, METADATA), "rb") as stream:
                 manifest.check(folder, METADATA, stream, 0)
         except OSError as error:  # it was there just now
             raise _damaged(folder / METADATA, "all tensors", f"could not be read: {error}") from None

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fsdp_compile.checkpoint.directory import in_order, sync, sync_folder, write_synced
 from fsdp_compile.checkpoint.save_load import all_succeed
-from fsdp_compile.checkpoint.untrusted import CheckpointError, file_in
+from fsdp_compile.checkpoint.untrusted import CheckpointError, check_shape, file_in
 from fsdp_compile.comm.collectives import is_first, on_first_rank
 from fsdp_compile.config import read_json
 from fsdp_compile.core.sharding import clean_name
@@ -223,17 +223,19 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     index = path / INDEX
     if not index.is_file():
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if path.is_file():
+            return _read_header(path)
+        files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
             raise FileNotFoundError(f"{path}: expected {INDEX} or one file *.safetensors, found {len(files)} files")
-        return _read_header(files[0])
+        return _read_header(file_in(path, files[0].name))
     try:
-        file_of = dict(read_json(index)["weight_map"])
+        file_of = dict(read_json(file_in(path, INDEX))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: expected JSON with a weight_map, found {error!r}") from None
     if not all(isinstance(file, str) for file in file_of.values()):
         raise CheckpointError(f"{index}: expected names of files in the folder, found {set(file_of.values())}")
-    headers = {file: _read_header(file_in(path, file, INDEX)) for file in dict.fromkeys(file_of.values())}
+    headers = {file: _read_header(file_in(path, file)) for file in dict.fromkeys(file_of.values())}
     for name, file in file_of.items():
         if name not in headers[file]:
             raise CheckpointError(f"{index}: {name} is not in {file}")
@@ -268,8 +270,9 @@ def _listed(entries: dict[str, Any], path: Path, values: int) -> dict[str, Store
         (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name} of dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
-        if not all(isinstance(count, int) and count >= 0 for count in (begin, end, *shape)):
-            raise ValueError(f"{name} of shape {shape} at bytes {begin} to {end}")
+        if not all(type(count) is int and count >= 0 for count in (begin, end)):
+            raise ValueError(f"{name} at bytes {begin} to {end}")
+        check_shape(name, shape, DTYPES[entry["dtype"]])
         tensor = tensors[name] = StoredTensor(DTYPES[entry["dtype"]], shape, path, values + begin)
         if end - begin != tensor.nbytes:
             raise ValueError(f"{name} at bytes {begin} to {end}, but its shape and dtype say {tensor.nbytes} bytes")
@@ -343,7 +346,8 @@ class Export:
         """Make the files under hidden names, with headers and space for the values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, header in self.headers.items():
-            with open(_hidden(file), "wb") as stream:
+            _hidden(file).unlink(missing_ok=True)  # a link would lead the values elsewhere
+            with open(_hidden(file), "xb") as stream:
                 stream.write(header)
                 stream.truncate(self._sizes[file])
                 sync(stream)

@@ -54,7 +54,7 @@ def save(
     stateful, doing = _as_stateful(state), f"saving step {step} in {root}"
     writer = DirectoryWriter(root, step, keep)
     try:
-        with _errors_of_ranks(doing):
+        with errors_of_ranks(doing):
             dcp.save(_collect(stateful, doing, process_group), storage_writer=writer, process_group=process_group)
     finally:
         writer.discard()
@@ -109,11 +109,11 @@ def load(
 
     stateful = _as_stateful(state)
     while True:
-        with _errors_of_ranks(f"looking for a checkpoint in {root}"):
+        with errors_of_ranks(f"looking for a checkpoint in {root}"):
             path, manifest = on_first_rank(find, process_group)  # so that all ranks load the same
         doing = f"loading {path}"
         try:
-            with _errors_of_ranks(doing):
+            with errors_of_ranks(doing):
                 loaded = _collect(stateful, doing, process_group)
                 reader, planner = DirectoryReader(path, manifest), ValuePlanner(trust)
                 dcp.load(loaded, storage_reader=reader, planner=planner, process_group=process_group)
@@ -184,7 +184,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _errors_of_ranks(doing: str) -> Iterator[None]:
+def errors_of_ranks(doing: str) -> Iterator[None]:
     """Turn DCP's error, a BaseException on all ranks, into a short one; tell errors of communication what was done."""
     try:
         yield

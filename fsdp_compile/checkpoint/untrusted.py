@@ -1,6 +1,6 @@
 """Read checkpoints of unknown origin: no code in them runs, no file outside of their folder is read.
 
-file_in              resolve a file name, refuse one outside of the folder
+path_in, file_in     resolve a name, refuse one outside of the folder
 SafeReader           DCP's reader, with an unpickler for `.metadata` that knows only DCP's own classes
 ValuePlanner         DCP's planner, which loads only plain values
 printable            escape a name from a file for a terminal
@@ -12,6 +12,7 @@ import io
 import math
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -20,10 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 
+from fsdp_compile import config
 from fsdp_compile.state_dict._torch import MemoryFormatEncoding, StorageInfo, layout_named
 
 METADATA = ".metadata"  # DCP's list of what was saved
 MOST_BYTES = 1 << 30  # of that file, which has about 200 bytes per chunk of a tensor
+_MOST = 1 << 63  # sizes, strides and bytes are below it
 
 _CLASSES: tuple[Any, ...] = (
     dcp.Metadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.TensorStorageMetadata, MetadataIndex,
@@ -41,22 +44,28 @@ class CheckpointError(RuntimeError):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def file_in(folder: Path, name: str, listed_in: str) -> Path:
-    """The path of `name`, which the file `listed_in` lists, in `folder`; it need not exist.
+def path_in(folder: Path, name: str) -> Path:
+    """`config.path_in`, which may be a folder; CheckpointError if it lies outside."""
+    return _resolve(config.path_in, folder, name)
 
-    CheckpointError if it is not a regular file, or lies outside: links may only lead to the folder itself, or from a
-    Hugging Face cache to its `blobs`.
-    """
-    path, inside = folder / name, folder.resolve()
-    target = path.resolve()
-    allowed = [inside, *([inside.parent.parent / "blobs"] if inside.parent.name == "snapshots" else [])]
-    lies_there = any(target.is_relative_to(each) and target != each for each in allowed)
-    if Path(name).is_absolute() or not lies_there:
-        raise CheckpointError(f"{folder / listed_in}: expected names of files in the folder, found {name!r}, "
-                              f"which is {target}")  # fmt: skip
-    if target.exists() and not target.is_file():
-        raise CheckpointError(f"{path}: expected a regular file, found another kind; remove it")
-    return path
+
+def file_in(folder: Path, name: str) -> Path:
+    """`config.file_in`; CheckpointError if it lies outside or is no regular file."""
+    return _resolve(config.file_in, folder, name)
+
+
+def _resolve(find: Callable[[Path, str], Path], folder: Path, name: str) -> Path:
+    try:
+        return find(folder, name)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def check_shape(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """ValueError unless torch can make a tensor of that shape, were there memory for it."""
+    are_sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
+    if not are_sizes or math.prod(size or 1 for size in shape) * dtype.itemsize >= _MOST:
+        raise ValueError(f"{name} of shape {shape}")
 
 
 # --- the list of what was saved ---------------------------------------------------------------------------------------
@@ -79,7 +88,7 @@ class SafeReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Read `.metadata`; CheckpointError if it names files outside of the folder or makes no sense."""
         folder = Path(self.path)
-        path = file_in(folder, METADATA, METADATA)
+        path = file_in(folder, METADATA)
         try:
             if path.stat().st_size > MOST_BYTES:
                 raise ValueError(f"it has {path.stat().st_size} bytes, and {MOST_BYTES} are the most that is read")
@@ -87,7 +96,7 @@ class SafeReader(dcp.FileSystemReader):
                 metadata: dcp.Metadata = _Unpickler(file).load()
             _check(metadata)
             for name in {location.relative_path for location in metadata.storage_data.values()}:
-                file_in(folder, name, METADATA)
+                file_in(folder, name)
         except CheckpointError:
             raise
         except Exception as error:  # an unpickler raises nearly anything
@@ -123,7 +132,7 @@ def _check(metadata: Any) -> None:
             continue
         dtype, shape = stored.properties.dtype, tuple(stored.size)
         expect(isinstance(dtype, torch.dtype), f"{name} of dtype {dtype!r}")
-        expect(are_counts(*shape), f"{name} of shape {shape}")
+        check_shape(name, shape, dtype)
         for chunk in stored.chunks:
             box = zip(chunk.offsets, chunk.sizes, shape, strict=True)
             expect(all(at >= 0 and size >= 0 and at + size <= of for at, size, of in box), f"{name} in {chunk}")

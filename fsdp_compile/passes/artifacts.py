@@ -21,6 +21,8 @@ import logging
 import os
 import pickle
 import platform
+import secrets
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile.comm.comparison import MessageBoard, exists
+from fsdp_compile.config import file_in, path_in, read_json
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.passes._torch import (
     cache_folder,
@@ -96,7 +99,8 @@ class Artifacts(NamedTuple):
 
     def write(self, folder: Path) -> None:
         """Write them to a new folder. OSError if it exists or cannot be written."""
-        staged = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        staged = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
+        staged.mkdir()
         contents = {_ENTRIES: self.entries, **{f"libraries/{name}": each for name, each in self.libraries.items()}}
         for name, content in contents.items():
             (staged / name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,20 +112,32 @@ class Artifacts(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "Artifacts":
-        """Read the artifacts in `folder`. ValueError if there are none, or files are missing or damaged."""
+        """Read the artifacts in `folder`, which are code.
+
+        ValueError if there are none, files are missing, damaged or outside of the folder, or anybody may write to them.
+        """
         try:
-            listed = json.loads((folder / _LIST).read_text(encoding="utf-8"))
+            listed = read_json(file_in(folder, _LIST))
             if listed["format"] != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}, found {listed['format']}")
-            contents = {name: (folder / name).read_bytes() for name in listed["files"]}
+            files = {name: file_in(folder, name) for name in listed["files"]}
+            for path in (folder, folder / _LIST, *files.values(), *(path.parent for path in files.values())):
+                if path.stat().st_mode & stat.S_IWOTH:
+                    raise ValueError(f"{path} may be written by anybody, and is code: if you know that it is yours, "
+                                     f"chmod -R o-w {folder}")  # fmt: skip
+            contents = {name: path.read_bytes() for name, path in files.items()}
             for name, content in contents.items():
                 if hashlib.sha256(content).hexdigest() != listed["files"][name]:
                     raise ValueError(f"{name} is not what was written")
             entries = contents.pop(_ENTRIES)
             libraries = {name.removeprefix("libraries/"): content for name, content in contents.items()}
+            for name in libraries:
+                path_in(cache_folder(), name)
             return cls(entries, libraries, {name: listed["origin"][name] for name in origin_of_this_process("cpu")})
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"expected what fsdp-compile build has written, found none: {error}") from None
+        except (OSError, KeyError, TypeError, ValueError, MemoryError) as error:
+            raise ValueError(
+                f"expected what fsdp-compile build has written, found none: {str(error) or repr(error)}"
+            ) from None
 
 
 def origin_of_this_process(device: str) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Artifacts in a folder: what is written is read again, and what does not fit is not loaded."""
 
+import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,48 @@ def test_what_is_no_artifact(folder: Path, caplog: pytest.LogCaptureFixture, fau
         edit(folder, lambda listed: listed.update(format=99))
     found, said = loaded(folder, caplog)
     assert not found and "expected what fsdp-compile build has written" in said
+
+
+def vouched(folder: Path, name: str) -> None:
+    """List a file, which need not be in the folder, with a right digest."""
+    (folder / name).write_bytes(b"code")
+    digest = hashlib.sha256(b"code").hexdigest()
+    edit(folder, lambda listed: listed["files"].update({name: digest}))
+
+
+def linked(folder: Path) -> None:
+    path = folder / "libraries" / LIBRARY
+    path.rename(folder.parent / "outside.so")
+    path.symlink_to(folder.parent / "outside.so")
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+ATTACKS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a name upward": (lambda at: vouched(at, "../outside.so"), "names of files in the folder"),
+    "a library upward": (lambda at: vouched(at, "libraries/../escaped.so"), "names of files in the folder"),
+    "a link outside": (linked, "names of files in the folder"),
+    "deep JSON": (lambda at: (at / "artifacts.json").write_text("[" * 10**6), "nested too deeply"),
+    "a sparse list": (lambda at: os.truncate(at / "artifacts.json", 4 << 40), "4398046511104 bytes"),
+    "a pipe": (lambda at: piped(at / "entries.bin"), "expected a regular file"),
+    "a pipe for a list": (lambda at: piped(at / "artifacts.json"), "expected a regular file"),
+    "a folder of anybody": (lambda at: at.chmod(0o777), "may be written by anybody"),
+    "libraries of anybody": (lambda at: (at / "libraries" / "zz").chmod(0o777), "may be written by anybody"),
+    "a file of anybody": (lambda at: (at / "entries.bin").chmod(0o666), "may be written by anybody"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_leads_elsewhere(folder: Path, caplog: pytest.LogCaptureFixture, attack: str) -> None:
+    """Names and links that leave the folder or the caches, files that are none, code that anybody may change."""
+    change, says = ATTACKS[attack]
+    change(folder)
+    found, said = loaded(folder, caplog)
+    assert not found and says in said and "this rank compiles" in said
+    assert not (cache_folder().parent / "escaped.so").exists()
 
 
 def test_folders_are_not_overwritten(folder: Path) -> None:

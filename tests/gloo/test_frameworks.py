@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES_FOLDER = ROOT / "examples" / "frameworks"
 EXAMPLES = {"lightning_fabric": "lightning", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
 ALSO_ALONE = {
     "transformers_trainer": "accelerate",
@@ -62,13 +65,91 @@ def test_two_ranks_equal_one(name: str) -> None:
 
 def run_example(name: str, framework: str, ranks: int) -> list[float]:
     """The numbers that an example prints when it runs on `ranks` ranks."""
+    return run_code((EXAMPLES_FOLDER / f"{name}.py").read_text(), framework, ranks)
+
+
+def run_code(code: str, framework: str, ranks: int, *arguments: str) -> Any:
+    """The list that a script prints when it runs on `ranks` ranks."""
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: pip install -e '.[frameworks]'")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    path = ROOT / "examples" / "frameworks" / f"{name}.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
-    run = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=250)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(EXAMPLES_FOLDER), environment.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "script.py"
+        path.write_text(code)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        run = subprocess.run(
+            [*launcher, str(path), *arguments], env=environment, capture_output=True, text=True, timeout=250
+        )
     assert run.returncode == 0, run.stderr[-4000:]
-    found: list[float] = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[")))
-    return found
+    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[")))
+
+
+LIGHTNING = """
+import os, pickle, shutil, sys, tempfile
+from pathlib import Path
+import lightning, torch
+import torch.nn.functional as F
+from problem import Net, optimizer_of, rows
+from torch.utils.data import DataLoader
+from fsdp_compile.checkpoint import CheckpointError
+from fsdp_compile.integrations.lightning import TrainerStrategy
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"width": 3})
+        self.net = Net()
+    def training_step(self, batch, index):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+    def train_dataloader(self):
+        return DataLoader(rows(), batch_size=32)
+    def configure_optimizers(self):
+        return optimizer_of(self)
+
+def fit(epochs, module=None, trust=False, **arguments):
+    strategy = TrainerStrategy(process_group_backend="gloo", trust=trust)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=epochs, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(module or Module(), **arguments)
+    return trainer
+
+class Run:
+    def __reduce__(self):
+        return os.mkdir, (str(mark),)
+
+root = Path(tempfile.mkdtemp())
+mark = root / "mark"
+fit(1).save_checkpoint(root / "saved")
+"""
+
+ATTACKS = """
+def meta(folder):
+    torch.save(torch.load(folder / "meta.pt", weights_only=True) | {"more": Run()}, folder / "meta.pt")
+def metadata(folder):
+    (folder / ".metadata").write_bytes(pickle.dumps(Run()))
+def link(folder):
+    (folder / "meta.pt").rename(root / "outside.pt")
+    (folder / "meta.pt").symlink_to(root / "outside.pt")
+for attack in (meta, metadata, link):
+    folder = root / attack.__name__
+    shutil.copytree(root / "saved", folder)
+    attack(folder)
+    for weights_only in (None, True):
+        try:
+            fit(2, ckpt_path=folder, weights_only=weights_only)
+        except CheckpointError as error:
+            assert not mark.exists()
+            continue
+        raise AssertionError(f"{attack.__name__} was loaded")
+fit(2, ckpt_path=root / "saved")
+fit(2, trust=True, ckpt_path=root / "meta")
+assert mark.exists()
+print("[]")
+"""
+
+
+@pytest.mark.nightly
+def test_lightning_runs_no_code_of_a_checkpoint() -> None:
+    """`meta.pt` and `.metadata` that call, and a link outside, are refused by default; `trust=True` allows calls."""
+    assert run_code(LIGHTNING + ATTACKS, "lightning", 1) == []

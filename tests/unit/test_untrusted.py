@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import struct
 import zlib
 from collections.abc import Callable
@@ -115,6 +116,8 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a deep list": lambda at, mark: (at / ".metadata").write_bytes(b"(" * 10**6 + b"."),
     "a link outside": lambda at, mark: link(at / "__0_0.distcp", mark.parent / "secret"),
     "a linked list": lambda at, mark: link(at / ".metadata", mark.parent / "secret"),
+    "a circle of links": lambda at, mark: circle(at / "__0_0.distcp"),
+    "a size beyond torch's": lambda at, mark: edit(at, tensor(size=torch.Size([1 << 62, 1 << 62, 0]), chunks=[])),
     "a pipe": lambda at, mark: pipe(at / "__0_0.distcp"),
     "a damaged file": lambda at, mark: (at / "__0_0.distcp").write_bytes(b"\0" * (at / "__0_0.distcp").stat().st_size),
 }  # fmt: skip
@@ -138,6 +141,12 @@ SAFETENSORS: dict[str, Callable[[Path, Path], Any]] = {
     "a number for a path": lambda at, mark: index(at, 7),
     "a file that is not there": lambda at, mark: index(at, "b.safetensors"),
     "a link outside": lambda at, mark: link(at / "a.safetensors", at.parent / "secret"),
+    "a linked index": lambda at, mark: link(at / "model.safetensors.index.json", at.parent / "outside.json", True),
+    "only a link outside": lambda at, mark: only(at, at.parent / "outside.safetensors"),
+    "a bool in a shape": lambda at, mark: entry(at, [True], [0, 4]),
+    "a bool among bytes": lambda at, mark: entry(at, [4], [False, 16]),
+    "sizes beyond torch's": lambda at, mark: entry(at, [1 << 62, 1 << 62, 0], [0, 0]),
+    "a size beyond torch's": lambda at, mark: entry(at, [1 << 63, 0], [0, 0]),
     "a pipe": lambda at, mark: pipe(at / "a.safetensors"),
     "a deep index": lambda at, mark: (at / "model.safetensors.index.json").write_text("[" * 10**6),
     "a list for an index": lambda at, mark: (at / "model.safetensors.index.json").write_text("[]"),
@@ -154,10 +163,24 @@ SAFETENSORS: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
-def link(path: Path, to: Path) -> None:
-    to.write_text("secret words")
-    path.unlink()
+def link(path: Path, to: Path, moves: bool = False) -> None:
+    """Put a link in the place of a file: to a secret, or to what the file was."""
+    if moves:
+        path.rename(to)
+    else:
+        to.write_text("secret words")
+        path.unlink()
     path.symlink_to(to)
+
+
+def only(at: Path, to: Path) -> None:
+    (at / "model.safetensors.index.json").unlink()
+    link(at / "a.safetensors", to, moves=True)
+
+
+def circle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
 
 
 def pipe(path: Path) -> None:
@@ -177,20 +200,27 @@ def entry(at: Path, shape: list[int], offsets: list[Any], dtype: str = "F32") ->
     header(at, json.dumps({"weight": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode() + b"\0" * 16)
 
 
-OUTSIDE = ("a path upward", "an absolute path", "the folder itself", "a link outside", "a linked list")
+OUTSIDE = ("a path upward", "an absolute path", "the folder itself", "a link outside", "a linked list", 
+           "a linked index", "only a link outside")  # fmt: skip
 
 
 def refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], mark: Path, may_show: bool = False, says: str = ""
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    mark: Path,
+    may_show: bool = False,
+    says: str = "",
+    to: str = "torch",
 ) -> None:
     """Showing and converting end with an error line, without running or reading what the folder names."""
     target = folder.parent / "converted"
     for command in ([] if may_show else [["show", str(folder)]]) + [
-        ["convert", str(folder), str(target), "--format", "torch"]
+        ["convert", str(folder), str(target), "--format", to]
     ]:
         assert main(["checkpoint", *command]) in (1, 2), command
         printed = capsys.readouterr()
-        assert printed.err.startswith("fsdp-compile: ") and "\x1b" not in printed.err
+        lines = [line for line in printed.err.splitlines() if not line.startswith("fsdp-compile: warning: ")]
+        assert len(lines) == 1 and lines[0].startswith("fsdp-compile: error: ") and "\x1b" not in printed.err
         assert says in printed.err
         assert "secret words" not in printed.out + printed.err
         assert not mark.exists() and not target.exists()
@@ -213,7 +243,8 @@ def test_lists_of_tensors(at: Path, attack: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "attack", [name for name in ATTACKS if name not in ("a link outside", "a pipe", "a damaged file")]
+    "attack",
+    [name for name in ATTACKS if name not in ("a link outside", "a circle of links", "a pipe", "a damaged file")],
 )
 def test_lists_with_a_valid_manifest(at: Path, attack: str) -> None:
     """`checkpoint.load` refuses them too where a manifest with right checksums vouches for them."""
@@ -241,7 +272,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps({"crc32": crc, "manifest": body}))
 
 
-@pytest.mark.parametrize("attack", [*MANIFESTS, "deep", "sparse", "a pipe"])
+@pytest.mark.parametrize("attack", [*MANIFESTS, "deep", "sparse", "a pipe", "a link", "the folder is a link"])
 def test_manifests(at: Path, attack: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A manifest that leads outside, lies, or is too large is a damaged checkpoint, for load as for the commands."""
     ours(at)
@@ -253,6 +284,10 @@ def test_manifests(at: Path, attack: str, capsys: pytest.CaptureFixture[str]) ->
         (folder / "manifest.json").write_text("[" * 10**6)
     elif attack == "sparse":
         os.truncate(folder / "manifest.json", 1 << 34)
+    elif attack == "a link":
+        link(folder / "manifest.json", at.parent / "outside.json", moves=True)
+    elif attack == "the folder is a link":
+        link(folder, at.parent / "outside", moves=True)
     else:
         pipe(folder / "manifest.json")
     with pytest.raises((CheckpointError, FileNotFoundError)):
@@ -287,6 +322,69 @@ def test_links_of_a_cache(tmp_path: Path) -> None:
         file.rename(blobs / file.name)
         file.symlink_to(Path("../../blobs") / file.name)
     assert main(["checkpoint", "show", str(snapshot)]) == 0
+
+
+def test_links_of_a_part_in_a_cache(tmp_path: Path) -> None:
+    """So is a folder of a snapshot, as diffusers have; `blobs` that are a link themselves lead outside."""
+    part = tmp_path / "snapshots" / "0123" / "unet"
+    part.parent.mkdir(parents=True), (tmp_path / "blobs").mkdir()
+    indexed(part)
+    for file in list(part.iterdir()):
+        link(file, tmp_path / "blobs" / file.name, moves=True)
+    assert main(["checkpoint", "show", str(part)]) == 0
+    link(tmp_path / "blobs", tmp_path / "elsewhere", moves=True)
+    assert main(["checkpoint", "show", str(part)]) == 1
+
+
+def test_a_linked_checkpoint_is_pruned(at: Path) -> None:
+    """A save that makes room removes the link, and nothing of what it leads to; also one that an earlier save left."""
+    outside, step = at.parent / "outside", "step-00000001"
+    ours(outside)
+    content = {path: path.read_bytes() for path in (outside / step).iterdir()}
+    at.mkdir()
+    (at / step).symlink_to(outside / step)
+    (at / f".{step}.removed").symlink_to(outside / step)
+    with pytest.raises(CheckpointError, match="names of files in the folder"):
+        checkpoint.load({"weight": torch.zeros(4, 3)}, at, step=1)
+    checkpoint.save({"weight": torch.ones(4, 3)}, at, step=2, keep=1)
+    assert [path.name for path in at.iterdir()] == ["step-00000002"]
+    assert {path: path.read_bytes() for path in (outside / step).iterdir()} == content
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_export_into_a_folder_of_links(at: Path, size: int) -> None:
+    """Files of an export are new ones: links under the names of staged and final files lead nothing elsewhere."""
+    at.mkdir()
+    for name in ("model", "model-00001-of-00002", "model-00002-of-00002", "model.safetensors.index"):
+        name = f"{name}.json" if name.endswith("index") else f"{name}.safetensors"
+        for each in (name, f".{name}.partial"):
+            (at / each).symlink_to(at.parent / "secret")
+    checkpoint.save_safetensors(torch.nn.Linear(2, 2), at, max_shard_size=size)
+    assert (at.parent / "secret").read_text() == "secret words"
+    assert main(["checkpoint", "show", str(at)]) == 0
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_no_space_for_the_result(at: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit of the size of files, or a full disk: an error line, and nothing is left."""
+    at.mkdir()
+    save_file({"weight": torch.ones(1 << 16)}, at / "a.safetensors")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        refused(
+            at, capsys, at.parent / "mark", may_show=True, says="File too large" if to == "safetensors" else "", to=to
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in at.parent.iterdir()) == ["checkpoint", "secret"]
+
+
+def test_a_sparse_file_of_torch(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 TB without bytes, behind a valid file or as a tensor in it, are an error line."""
+    torch.save({"weight": torch.ones(4)}, at)
+    os.truncate(at, 4 << 40)
+    refused(at, capsys, at.parent / "mark")
 
 
 def test_pickled_values(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
