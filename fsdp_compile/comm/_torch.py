@@ -75,6 +75,16 @@ def start_all_to_all(group: dist.ProcessGroup, received: Tensor, sent: Tensor) -
     return backend.alltoall_base(received, sent, [], [])
 
 
+_REDUCE_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def start_in_place(group: dist.ProcessGroup, full: Tensor, op: str) -> dist.Work:
+    """Begin to reduce `full` in place; unlike the operator of that name, it says what to wait for."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = _REDUCE_OPS[op]
+    return group.allreduce([full], options)
+
+
 def broadcast_from(rank: int) -> dist.BroadcastOptions:
     """The options of a broadcast from the group's rank `rank`."""
     options = dist.BroadcastOptions()

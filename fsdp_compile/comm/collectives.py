@@ -5,7 +5,6 @@ Inductor generates calls `DirectCollectives` (direct.py), which sends what an ea
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,9 +18,12 @@ from fsdp_compile.comm._torch import (
     broadcast_from,
     current_backward,
     group_named,
+    start_all_to_all,
     start_broadcasts,
     start_gather,
+    start_in_place,
 )
+from fsdp_compile.comm.waits import GroupLog, log_of, names_of
 
 ALL_GATHER = OPERATORS.all_gather_into_tensor.default
 ALL_GATHER_INTO = OPERATORS.all_gather_into_tensor_out.default
@@ -82,6 +84,7 @@ class Broadcasts:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._from = group.rank(), tuple(map(broadcast_from, range(group.size())))
+        self.log = log_of(group)
 
     def start(self, group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> list[dist.Work]:
         """Begin to fill `full`, 1-D `[n * group.size()]`; `shard`: this rank's slice, 1-D `[n]`, which is cast."""
@@ -89,6 +92,7 @@ class Broadcasts:
         slices = moved.split_with_sizes([moved.numel() // ranks] * ranks)
         mine = slices[self._rank]
         (mine if moved is full else mine.view(full.dtype)).copy_(shard)
+        self.log.note("all-gather", full.numel())
         return start_broadcasts(group, slices, self._from)
 
 
@@ -110,14 +114,6 @@ def sendable(tensor: Tensor, group: str) -> Tensor:
 def movable(tensor: Tensor) -> Tensor:
     """`tensor` in a dtype that every backend moves: as bytes where gloo does not know its own, such as float8."""
     return tensor if tensor.dtype in _KNOWN_TO_GLOO or not tensor.is_cpu else tensor.view(torch.uint8)
-
-
-_units: dict[int, set[str]] = defaultdict(set)
-
-
-def name_unit(numel: int, unit: str) -> None:
-    """Name the unit whose flat parameter has `numel` elements: for errors in compiled graphs."""
-    _units[numel].add(unit)
 
 
 class waiting_for:  # used like a function; a generator would cost a microsecond per wait
@@ -143,25 +139,28 @@ class waiting_for:  # used like a function; a generator would cost a microsecond
 
 def note_wait(error: RuntimeError, kind: str, what: str | int) -> None:
     """Add a note to the error of a wait: see `waiting_for`, which costs three calls where nothing fails."""
-    if isinstance(what, int):
-        names = sorted(_units.get(what, ()))
-        what = f"one of {', '.join(names)}" if len(names) > 1 else names[0] if names else f"{what} elements"
     stage = "forward" if current_backward() == -1 and kind != "reduce" else "backward"
-    error.add_note(f"This was the {kind} of {what} in {stage}.")
+    error.add_note(f"This was the {kind} of {names_of(what)} in {stage}.")
 
 
 class Filling(NamedTuple):
-    """A tensor, 1-D, that collectives fill: read it after `wait`. What they send lives until then."""
+    """A tensor, 1-D, that collectives fill: read it after `wait`. What they send lives until then.
+    With a `log`, the host waits for them.
+    """
 
     full: Tensor
     works: Sequence[Any]
     sent: Tensor | None = None
     kind: str = "all-gather"
+    log: GroupLog | None = None
 
     def wait(self) -> None:
         """Order what follows after the collectives."""
         for work in self.works:
-            work.wait()
+            if self.log is None:
+                work.wait()
+            else:
+                self.log.wait(work)
 
 
 def start_all_gather(full: Tensor, shard: Tensor, group: str) -> Filling:
@@ -169,14 +168,30 @@ def start_all_gather(full: Tensor, shard: Tensor, group: str) -> Filling:
     ranks = group_named(group)
     broadcasts = broadcasts_in(ranks) if full.is_cpu else None
     if broadcasts is not None:
-        return Filling(full, broadcasts.start(ranks, full, shard))
+        return Filling(full, broadcasts.start(ranks, full, shard), log=broadcasts.log)
     sent = shard.to(full.dtype)
     return Filling(full, (start_gather(ranks, full, sent),), sent)
 
 
+def start_exchange(full: Tensor, group: str) -> Filling:
+    """Begin to send each rank its slice of `full`, 1-D, all of one size; what is filled is a new tensor like it."""
+    ranks, received = group_named(group), torch.empty_like(full)
+    log = log_of(ranks) if full.is_cpu else None
+    if log is not None:
+        log.note("reduce", full.numel())
+    return Filling(received, (start_all_to_all(ranks, received, full),), full, "reduce", log)
+
+
+_all_reduces: dict[int, tuple[dist.Work, GroupLog]] = {}  # that hold up the host, by the address of what they write
+
+
 def wait(tensor: Tensor) -> None:
-    """Order what follows after the functional collectives that write `tensor`, if there are any."""
-    WAIT(tensor)
+    """Order what follows after the collectives that write `tensor`, if there are any."""
+    work, log = _all_reduces.pop(tensor.data_ptr(), (None, None)) if type(tensor) is Tensor else (None, None)
+    if work is not None and log is not None:
+        log.wait(work)
+    else:
+        WAIT(tensor)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
@@ -189,6 +204,11 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
 def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     """As `all_gather`, by an operator without side effects, for code that users may compile. From any device."""
     sent = movable(sendable(shard, group))
+    broadcasts = broadcasts_in(group_named(group)) if type(sent) is Tensor and sent.is_cpu else None
+    if broadcasts is not None:
+        full = sent.new_empty(sent.numel() * group_size)
+        Filling(full, broadcasts.start(group_named(group), full, sent), log=broadcasts.log).wait()
+        return full.view(shard.dtype)
     return WAIT(ALL_GATHER(sent, group_size, group)).view(shard.dtype).to(shard.device)
 
 
@@ -199,13 +219,12 @@ def start_reduce_scatter(
     if not copies(full, group):
         reduced = REDUCE_SCATTER(full, op, group_size, group)
         return reduced, partial(wait, reduced)
-    slices = [full.numel() // group_size] * group_size
-    received = ALL_TO_ALL(full, slices, slices, group)  # row i: what rank i has for this one
-    reduced = full.new_empty(slices[0])
+    exchange = start_exchange(full, group)  # row i: what rank i has for this one
+    reduced = full.new_empty(full.numel() // group_size)
 
     def finish() -> None:
-        wait(received)
-        rows = received.view(group_size, -1)
+        exchange.wait()
+        rows = exchange.full.view(group_size, -1)
         _REDUCTIONS[op](rows, 0, out=reduced)
 
     return reduced, finish
@@ -233,11 +252,27 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
     """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
-    ALL_REDUCE_IN_PLACE(full, op, group)
+    if not _start_on_host(full, group, op):
+        ALL_REDUCE_IN_PLACE(full, op, group)
+
+
+def _start_on_host(full: Tensor, group: str, op: str) -> bool:
+    """As `start_all_reduce` where it would hold up the host and nothing is traced; else False."""
+    ranks = group_named(group)
+    if type(full) is not Tensor or not full.is_cpu or broadcasts_in(ranks) is None:
+        return False
+    log = log_of(ranks)
+    log.note("all-reduce", full.numel())
+    _all_reduces[full.data_ptr()] = start_in_place(ranks, full, op), log
+    return True
 
 
 def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
     """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device."""
+    reduced = full.clone(memory_format=torch.contiguous_format) if type(full) is Tensor else full
+    if _start_on_host(reduced, group, op):
+        wait(reduced)
+        return reduced
     return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)
 
 

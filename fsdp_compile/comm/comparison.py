@@ -14,61 +14,18 @@ Ranks that agree need five operations of the store, whatever the length of their
 """
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp_compile.comm._torch import store_of, timeout_of
+from fsdp_compile.comm._torch import timeout_of
+from fsdp_compile.comm.waits import LONG, MessageBoard, log_of
 
 _AGREED, _DIFFERENT = "all ranks agree", "digests differ"
-
-
-class MessageBoard:
-    """Messages about one topic that ranks leave in a store, each under a key. All waits end.
-
-    Args:
-        store: reached by all ranks that read or write.
-        topic: the prefix of the keys.
-    """
-
-    def __init__(self, store: dist.Store, topic: str) -> None:
-        self._store = dist.PrefixStore(topic, store)
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup, topic: str) -> "MessageBoard":
-        """A board that only the ranks of `group` see."""
-        return cls(store_of(group), topic)
-
-    def post(self, key: str, message: str | bytes = "") -> None:
-        """Write `message` under `key`, over what is there."""
-        self._store.set(key, message)  # type: ignore[arg-type]  # bytes will do
-
-    def has(self, key: str) -> bool:
-        """Whether there is a message under `key`."""
-        return self._store.check([key])
-
-    def read(self, key: str, seconds: float | None = None) -> bytes | None:
-        """The message under `key`; None if it has not come after `seconds`, or the store is gone.
-        Without `seconds` the message must be there, and the store's own timeout ends the wait.
-        """
-        if seconds is not None:
-            try:
-                self._store.wait([key], timedelta(seconds=seconds))
-            except RuntimeError:  # stores differ in what they raise when time is up
-                return None
-        return self._store.get(key)
-
-    def decide(self, key: str, message: str) -> str:
-        """Write `message` under `key` unless a rank has done so before; return what is there, equal on all ranks."""
-        return self._store.compare_set(key, "", message).decode()
-
-    def count(self, key: str, more: int = 1) -> int:
-        """Add `more` to the number under `key`, 0 at first; return the sum."""
-        return self._store.add(key, more)
 
 
 class Subject(NamedTuple):
@@ -116,13 +73,16 @@ class GroupCheck:
         """
         limit = timeout_of(group)
         seconds = timeout if limit is None else min(timeout, limit.total_seconds())
-        error = self.begin(group).verdict(text, seconds, subject)
+        error = self.begin(group, f"a comparison, {subject.name}: {', '.join(text.splitlines()[:2])}").verdict(
+            text, seconds, subject
+        )
         if error is not None:
             raise RuntimeError(error)
 
-    def begin(self, group: dist.ProcessGroup) -> "_Round":
-        """Start the next comparison in `group`."""
+    def begin(self, group: dist.ProcessGroup, words: str = "") -> "_Round":
+        """Start the next comparison in `group`, for errors in `words`."""
         self.rounds += 1
+        log_of(group).note("comparison", f"round {self.rounds}", words)
         return _Round(group, f"fsdp_flat/{self.rounds}")
 
 
@@ -151,6 +111,7 @@ class _Round:
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self.board, self.rank, self.size = MessageBoard.of_group(group, topic), group.rank(), group.size()
+        self._log = log_of(group)
         self.global_ranks = dist.get_process_group_ranks(group)
 
     def verdict(self, text: str, timeout: float, subject: Subject) -> str | None:
@@ -161,7 +122,7 @@ class _Round:
         board.count(same)
         if board.count("came") == self.size:
             outcome = board.decide("outcome", _AGREED if board.count(same, 0) == self.size else _DIFFERENT)
-        elif (read := board.read("outcome", timeout)) is not None:
+        elif (read := self._wait("outcome", timeout)) is not None:
             outcome = read.decode()
         else:
             outcome = board.decide("outcome", self._missing(text, timeout, subject))
@@ -175,10 +136,22 @@ class _Round:
         if board.count("texts") == self.size:
             texts = [(board.read(f"text/{rank}") or b"").decode().split("\n") for rank in range(self.size)]
             return board.decide("verdict", self._first_difference(texts, subject))
-        if (verdict := board.read("verdict", timeout)) is not None:
+        if (verdict := self._wait("verdict", timeout)) is not None:
             return verdict.decode()
         gone = f"{subject.name}: expected {subject.expected} on all ranks, found others; {subject.advice}"
         return board.decide("verdict", gone)
+
+    def _wait(self, key: str, timeout: float) -> bytes | None:
+        end = time.monotonic() + timeout
+        while (left := end - time.monotonic()) > 0:
+            message = self.board.read(key, min(left, LONG.total_seconds()))
+            if message is not None:
+                return message
+            try:
+                self._log.check()
+            except RuntimeError as error:  # others wait for a collective meanwhile
+                return self.board.decide(key, str(error)).encode()
+        return None
 
     def _first_difference(self, texts: list[list[str]], subject: Subject) -> str:
         equal = next(i for i in range(max(map(len, texts))) if len({tuple(text[i : i + 1]) for text in texts}) > 1)

@@ -28,8 +28,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from fsdp_compile.comm._torch import group_named, start_all_to_all
-from fsdp_compile.comm.collectives import Filling, note_wait, start_all_gather
+from fsdp_compile.comm.collectives import Filling, note_wait, start_all_gather, start_exchange
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
@@ -189,10 +188,9 @@ class DirectCollectives:
         """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
         All slices have one size; the lists of sizes are those of torch's operator.
         """
-        received = torch.empty_like(packed)
-        work = start_all_to_all(group_named(group), received, packed)
-        self._in_flight[received.data_ptr()] = Filling(received, (work,), kind="reduce")
-        return received
+        exchange = start_exchange(packed, group)
+        self._in_flight[exchange.full.data_ptr()] = exchange
+        return exchange.full
 
     def wait(self, full: Tensor) -> None:
         """Order what follows after the collective that fills `full`."""

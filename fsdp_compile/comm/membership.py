@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_compile.comm.comparison import MessageBoard
+from fsdp_compile.comm.waits import MessageBoard
 
 _TOPIC = "fsdp_flat/replicas"
 _TAKEN, _FAILED = "taken", "failed"

@@ -139,12 +139,14 @@ class ReduceQueue(deque[GradientReduction]):
         awaiting_reduce: units of the root that were under no_sync since their last reduce, in one order on all ranks:
             what they accumulated is reduced even if they take part in no further backward pass.
         settled_in: the last backward pass at whose end that happened.
+        order: in which units communicate in backward (eager/order.py); None before there is a root.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.awaiting_reduce: list[weakref.ref[Unit]] = []
         self.settled_in = -1
+        self.order: Any = None
 
 
 class Unit:

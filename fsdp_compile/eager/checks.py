@@ -2,7 +2,6 @@
 
 check_root       settings of units, parameters without a unit or without values, replication around the module
 compare_units    before the first forward that communicates: one line for each unit, parameter and replicated flat shard
-compare_order    after the first complete eager forward: the order in which sharded units were gathered
 """
 
 import os
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compile.comm import collectives
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
+from fsdp_compile.comm.waits import name_unit
 from fsdp_compile.core._torch import replicated_params
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
@@ -89,12 +88,6 @@ def _check_not_replicated(module: Any) -> None:
 # on with values of its own for ever. What FULL_SHARD cuts is not compared: each rank may initialize its own slice.
 
 _ADVICE = "build and shard the same model with the same arguments on all ranks"
-_ORDER = Subject(
-    "order of units",
-    "the same order in the first forward",
-    "the end of forward",
-    "let forward call the same modules in the same order on all ranks",
-)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; wider ones as several integers
 
 
@@ -104,8 +97,8 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     Raises:
         RuntimeError: on all ranks: they differ, or ranks did not come in `FSDP_COMPILE_CHECK_RANKS_TIMEOUT` seconds.
     """
-    timeout = _timeout()
-    groups = _groups(module._fsdp.units_below)
+    timeout = timeout_of_checks()
+    groups = groups_of(module._fsdp.units_below)
     trains = torch.is_grad_enabled()
     if groups and not any(
         unit.summoned is None and (unit.is_sharded or (trains and unit.trains and unit.syncs))
@@ -116,7 +109,7 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     for unit, path in units.items():
         unit.path = path
         for flat in unit.flats:
-            collectives.name_unit(flat.layout.numel, path)
+            name_unit(flat.layout.numel, path)
     if timeout is None or not groups:
         return True
     for unit in units:
@@ -129,25 +122,6 @@ def compare_units(module: Any, settings: str, compiled: bool) -> bool:
     texts = [(group, "\n".join([first, *_lines(units, group)])) for group in groups]
     compare_in_groups(texts, timeout, subject)
     return True
-
-
-def compare_order(module: nn.Module, order: Iterable[Unit], changed: Sequence[str]) -> None:
-    """Compare the order in which the first complete forward of the root `module` gathered units, as above.
-
-    Raises RuntimeError also if that forward `changed` parameters of these names. A rank sees that of those alone of
-    which it stores a part, so that names are compared too.
-    """
-    timeout = _timeout()
-    paths = _paths(module)
-    gathered = {unit: paths[unit] for unit in order if unit in paths and unit.is_sharded}
-    if timeout is not None:
-        edits = [changed_in_forward([name]) for name in changed]
-        texts = [
-            (g, "\n".join([*(p for u, p in gathered.items() if g in _groups([u])), *edits])) for g in _groups(gathered)
-        ]
-        compare_in_groups(texts, timeout, _ORDER)
-    if changed:
-        raise RuntimeError(changed_in_forward(changed))
 
 
 def changed_in_forward(names: Sequence[str]) -> str:
@@ -170,7 +144,7 @@ def _paths(module: nn.Module) -> dict[Unit, str]:
     return paths
 
 
-def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
+def groups_of(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
     """The groups of `units` with other ranks in them; those that they are sharded over come first."""
     replicas = [unit.replicas for unit in units if unit.replicas is not None]
     return [group for group in dict.fromkeys([*(unit.group for unit in units), *replicas]) if exists(group)]
@@ -219,7 +193,7 @@ def _checksum(flats: Sequence[FlatParam]) -> int:
     return int(torch.stack(sums).sum().item()) if sums else 0
 
 
-def _timeout() -> float | None:
+def timeout_of_checks() -> float | None:
     """Seconds to wait for other ranks, or None if `FSDP_COMPILE_DISABLE` names `check_ranks`."""
     if "check_ranks" in map(str.strip, os.environ.get("FSDP_COMPILE_DISABLE", "").split(",")):
         return None

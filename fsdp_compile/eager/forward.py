@@ -262,7 +262,7 @@ def _hide(
                 gathered.check_unwritten()
             runtime.find_changed(opened)
         if completed and module._fsdp.is_root:
-            runtime.complete_iteration(module)
+            runtime.complete_iteration()
     finally:
         if module._fsdp.is_root:
             opened += runtime.shared_in_forward
@@ -323,6 +323,8 @@ def _open_for_recomputation(module: Any, unit: Unit, as_flats: bool) -> Unsharde
         gathered.reopen()
         return None
     streams = module._fsdp_runtime.streams_for(unit.device)
+    if unit.is_sharded:
+        unit.reduces_in_flight.order.next_in_backward("all-gather", unit)
     gathered = UnshardedUnit(unit, computes_in_full_precision(module), streams)
     gathered.open(as_flats)
     if not torch.is_grad_enabled():  # nothing will run backward through this one

@@ -118,6 +118,8 @@ def reduce_or_accumulate(
     if not unit.syncs:
         accumulate(flat, packed)
         return None
+    if unit.reduces_in_flight.order is not None:
+        unit.reduces_in_flight.order.next_in_backward("reduce", unit)
     flat.reduction.awaits_reduce = False
     settle_after_backward(unit)
     accumulated = take_accumulated(flat)

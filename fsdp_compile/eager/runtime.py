@@ -24,7 +24,8 @@ from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
-from fsdp_compile.eager.checks import check_root, compare_order, compare_units
+from fsdp_compile.eager.checks import changed_in_forward, check_root, compare_units, groups_of
+from fsdp_compile.eager.order import Order
 from fsdp_compile.eager.reduce import abandon_gradients
 from fsdp_compile.eager.streams import Device, Streams, UnshardedBuffer
 from fsdp_compile.eager.unsharded import UnshardedUnit, UnshardHandle, free_for_next_forward, reshard
@@ -41,6 +42,7 @@ class Runtime:
     Attributes:
         iteration: an object that stands for the running forward of the root, or None.
         order: the units of the first iteration, each at its first use (E-ORD-1).
+        forward_order: on which the ranks agree; that of backward is `reduces_in_flight.order`.
         reduces_in_flight: reduces that backward passes have started and not yet waited for, oldest first. One queue for
             each root: a thread that waited for the reduce of another thread's model could wait for ever.
         shared_in_forward: units of several modules that the running forward has gathered; the root closes them.
@@ -59,6 +61,7 @@ class Runtime:
         self.unread: list[UnshardedBuffer] = []
         self.post_optim_event: Any = None
         self.converting = False
+        self.forward_order, self.reduces_in_flight.order = Order("forward"), Order("backward")
         self._order_is_known = self._is_checked = self._is_compared = False
         self._changed_in_forward: list[str] = []  # parameters that the first forward has changed
         self._streams: dict[torch.device, Streams] = {}
@@ -69,7 +72,7 @@ class Runtime:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Runtime":
         copied = memo[id(self)] = Runtime(self.settings, self.is_divided)
         queue = memo.setdefault(id(self.reduces_in_flight), ReduceQueue())  # also of the copied units
-        copied.reduces_in_flight = queue
+        queue.order, copied.reduces_in_flight = copied.reduces_in_flight.order, queue
         return copied
 
     def streams_for(self, device: torch.device) -> Streams:
@@ -95,6 +98,7 @@ class Runtime:
             given = self.settings
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
             self._is_compared = compare_units(module, settings, compiled)
+            self.forward_order.groups = self.reduces_in_flight.order.groups = groups_of(module._fsdp.units_below)
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +113,7 @@ class Runtime:
                 unit.hide_unsharded()
         self.shared_in_forward.clear()
         self._last_forward, self.iteration = None, object()
+        self.forward_order.begin((torch.is_grad_enabled(), module.training))
         if not self._order_is_known:
             self.order.clear()  # of an iteration that failed
             self._changed_in_forward = []
@@ -121,16 +126,21 @@ class Runtime:
         if not self._order_is_known and self.iteration is not None:
             self._changed_in_forward += [name for gathered in opened for name in gathered.find_changed()]
 
-    def complete_iteration(self, module: nn.Module) -> None:
-        """After the first complete forward of the root, raise RuntimeError if ranks differ or it changed parameters."""
-        if not self._order_is_known:
-            changed, self._changed_in_forward = self._changed_in_forward, []
-            compare_order(module, filter(None, (unit() for unit in self.order)), changed)
+    def complete_iteration(self) -> None:
+        """After a complete forward of the root, raise RuntimeError if ranks differ or the first one changed parameters.
+
+        A rank sees that of those parameters alone of which it stores a part, so that ranks compare them too.
+        """
+        changed, self._changed_in_forward = self._changed_in_forward, []
+        self.forward_order.end([changed_in_forward([name]) for name in changed])
+        if changed:
+            raise RuntimeError(changed_in_forward(changed))
         self._order_is_known = bool(self.order)  # not of a forward on one rank, of summoned parameters
 
     def end_iteration(self) -> None:
         """End the forward of the root module, which has returned or failed."""
         self.iteration = None
+        self.forward_order.drop()
         self._drop_prediction()
         if not torch.is_grad_enabled():  # no backward follows, after which the host may change what copies still read
             for streams in self._streams.values():
@@ -163,6 +173,8 @@ class Runtime:
         self.shared_in_forward.clear()
         self.iteration = self._predicted = self._prefetched_in_backward = self._last_forward = None
         self._is_compared = self._order_is_known = False
+        self.forward_order.forget()
+        self.reduces_in_flight.order.forget()
         for unit in units_gathered_below(module):
             unit.become_idle()
             abandon_gradients(unit)
@@ -174,6 +186,8 @@ class Runtime:
         running = self.iteration is not None
         if running and not self._order_is_known and self._position(unit) is None:
             self.order.append(weakref.ref(unit))
+        if running and unit.is_sharded:
+            self.forward_order.next("all-gather", unit)
         streams = self.streams_for(unit.device)
         if not running:  # a unit that runs outside of its root
             streams.begin_iteration()

@@ -334,6 +334,8 @@ class UnshardedUnit:
         call_after_backward(self.close, if_failed=self.hide)
         if self.in_root_forward:  # a reentrant checkpoint runs a backward pass within that of the root
             settle_after_backward(self.unit)
+        if self.prefetched or any(buffer.is_free for buffer in self.buffers):
+            self.unit.reduces_in_flight.order.next_in_backward("all-gather", self.unit)
         self.prefetch()
         self.prefetched = False
         self.wait()

@@ -35,7 +35,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.comm.comparison import MessageBoard, exists
+from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.config import file_in, path_in, read_json
 from fsdp_compile.core.ops import call_before_tracing
 from fsdp_compile.passes._torch import (

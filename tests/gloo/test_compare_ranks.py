@@ -81,7 +81,7 @@ DIFFERENT: dict[str, tuple[Make, Make, str]] = {  # what rank 0 and rank 1 have,
     "order": (
         lambda: fully_shard(_Chosen((0, 1)), auto_wrap_policy={nn.Linear}),
         lambda: fully_shard(_Chosen((1, 0)), auto_wrap_policy={nn.Linear}),
-        r"order of units: .* rank 0: layers.0 \(Linear, FULL_SHARD\); rank 1: layers.1 \(Linear, FULL_SHARD\); let",
+        r"order of units: .* rank 0: all-gather of layers.0 \(Linear.*\); rank 1: all-gather of layers.1 \(.*; let",
     ),
 }
 
@@ -115,9 +115,9 @@ def _agree(rank: int) -> None:
         assert not compare.call_count
         for _ in range(3):
             model(X).sum().backward()
-        assert compare.call_count == 2, "expected one comparison of units and one of their order"
+        assert compare.call_count == 3, "expected one comparison of units and two of their order"
         copy.deepcopy(model)(X)
-        assert compare.call_count == 4
+        assert compare.call_count == 5
 
         compare.reset_mock()
         model = _sharded(sharding_strategy=Kind.NO_SHARD)
@@ -129,7 +129,7 @@ def _agree(rank: int) -> None:
         with torch.no_grad():
             model[0].weight.data = torch.full((4, 8), 2.0)
         model(X).sum().backward()
-        assert compare.call_count == 1
+        assert compare.call_count == 2, "expected one of units and values, and one of the order of reduces"
 
 
 def test_ranks_that_differ(two: Ranks) -> None:

@@ -1,0 +1,174 @@
+"""Waits of the host for other ranks, which end within seconds if ranks turn out to communicate different things.
+
+Each rank notes what it begins in a group, in order. A wait that takes long writes its last notes to the group's store,
+under their numbers, unless another rank has written there before:
+
+    fsdp_flat/waits/<number>    what the first rank that waited long has begun as this group's collective of that number
+    fsdp_flat/waits/error       two ranks have begun different things: all that wait raise this
+
+So ranks that do not wait pay for a note, and a slow rank is never taken for one that does something else.
+"""
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fsdp_compile.comm._torch import store_of
+
+LONG = timedelta(seconds=2)
+"""After this time a wait begins to look for a difference; then it looks again and again."""
+_NOTES = 8  # that a long wait writes: more than a rank may have begun beside what it waits for
+
+_units: dict[int, set[str]] = defaultdict(set)
+
+
+def name_unit(numel: int, unit: str) -> None:
+    """Name the unit whose flat parameter has `numel` elements: for errors where only its size is known."""
+    _units[numel].add(unit)
+
+
+def names_of(what: str | int) -> str:
+    """`what`, or the units that have so many elements."""
+    if isinstance(what, str):
+        return what
+    names = sorted(_units.get(what, ()))
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"one of {some}" if len(names) > 1 else some or f"{what} elements"
+
+
+class MessageBoard:
+    """Messages about one topic that ranks leave in a store, each under a key. All waits end.
+
+    Args:
+        store: reached by all ranks that read or write.
+        topic: the prefix of the keys.
+    """
+
+    def __init__(self, store: dist.Store, topic: str) -> None:
+        self._store = dist.PrefixStore(topic, store)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, topic: str) -> "MessageBoard":
+        """A board that only the ranks of `group` see."""
+        return cls(store_of(group), topic)
+
+    def post(self, key: str, message: str | bytes = "") -> None:
+        """Write `message` under `key`, over what is there."""
+        self._store.set(key, message)  # type: ignore[arg-type]  # bytes will do
+
+    def has(self, key: str) -> bool:
+        """Whether there is a message under `key`."""
+        return self._store.check([key])
+
+    def read(self, key: str, seconds: float | None = None) -> bytes | None:
+        """The message under `key`; None if it has not come after `seconds`, or the store is gone.
+        Without `seconds` the message must be there, and the store's own timeout ends the wait.
+        """
+        if seconds is not None:
+            try:
+                self._store.wait([key], timedelta(seconds=seconds))
+            except RuntimeError:  # stores differ in what they raise when time is up
+                return None
+        return self._store.get(key)
+
+    def decide(self, key: str, message: str) -> str:
+        """Write `message` under `key` unless a rank has done so before; return what is there, equal on all ranks."""
+        return self._store.compare_set(key, "", message).decode()
+
+    def count(self, key: str, more: int = 1) -> int:
+        """Add `more` to the number under `key`, 0 at first; return the sum."""
+        return self._store.add(key, more)
+
+    def remove(self, key: str) -> None:
+        """Delete the message under `key`, if there is one."""
+        self._store.delete_key(key)
+
+
+class GroupLog:
+    """What this rank has begun in one group, where waits hold up the host."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._begun = 0
+        self._last: deque[tuple[str, str | int, str]] = deque(maxlen=_NOTES)
+        self._written: list[str] = []
+
+    def note(self, kind: str, what: str | int, words: str = "") -> None:
+        """Note what begins: its `kind`, and `what` it is about, or a number of elements; for errors also in `words`."""
+        self._begun += 1
+        self._last.append((kind, what, words))
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for `work`. RuntimeError if it fails, or if ranks are seen to have begun different things."""
+        while True:
+            try:
+                work.wait(LONG)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises why it failed
+                    return
+                self.check()
+
+    def check(self) -> None:
+        """In a wait that takes long, raise RuntimeError if another rank has begun something else."""
+        error = self._on_board(self._difference)
+        if error:
+            for log in list(_logs.values()):  # for ranks that wait for this one in other groups
+                log.tell(error)
+            raise RuntimeError(error)
+
+    def tell(self, error: str) -> None:
+        """Let all ranks of the group whose waits take long raise `error`."""
+        self._on_board(lambda board, _rank: board.decide("error", error))
+
+    def _on_board(self, call: Callable[[MessageBoard, int], str | None]) -> str | None:
+        group = self._group()
+        if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+            return None
+        try:
+            return call(
+                MessageBoard.of_group(group, "fsdp_flat/waits"), dist.get_process_group_ranks(group)[group.rank()]
+            )
+        except (RuntimeError, ValueError):  # the store or the group is gone, and the wait will end by that
+            return None
+
+    def _difference(self, board: MessageBoard, rank: int) -> str | None:
+        if board.has("error"):
+            return (board.read("error") or b"").decode()
+        first = self._begun - len(self._last)
+        numbers = [str(first + index) for index in range(len(self._last))]
+        if numbers == self._written:
+            return None
+        for number in set(self._written).difference(numbers):
+            board.remove(number)
+        self._written = numbers
+        for number, (kind, what, words) in zip(numbers, self._last, strict=True):
+            mine = words or f"the {kind} of {names_of(what)}"
+            key, other, theirs = board.decide(number, f"{kind} {what}\n{rank}\n{mine}").split("\n", 2)
+            if key != f"{kind} {what}":
+                return board.decide("error", _different(other, theirs, rank, mine))
+        return None
+
+
+def _different(other: str, theirs: str, rank: int, mine: str) -> str:
+    return (
+        f"ranks communicate different things: rank {other} began {theirs}, and rank {rank} {mine} instead; let all "
+        f"ranks run the same modules and operators in the same order, in backward as well, without an `if` around them "
+        f"that ranks decide differently"
+    )
+
+
+_logs: dict[int, GroupLog] = {}  # by the id of a living group: a weak dictionary takes 0.4 us
+
+
+def log_of(group: dist.ProcessGroup) -> GroupLog:
+    """What this rank has begun in `group`."""
+    log = _logs.get(id(group))
+    if log is None:
+        log = _logs[id(group)] = GroupLog(group)
+        weakref.finalize(group, _logs.pop, id(group), None).atexit = False
+    return log

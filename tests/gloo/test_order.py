@@ -1,0 +1,154 @@
+"""A rank leaves out a unit, or communicates by itself: all ranks raise within seconds, and none uses wrong values."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile.comm import comparison, waits
+from fsdp_compile.comm.comparison import GroupCheck
+
+from .ranks import Ranks
+from .training import assert_same_gradients
+
+KEPT: list[dist.ProcessGroup] = []  # with collectives that never end
+
+
+class _Block(nn.Module):
+    """Leaves out its layer, in one of several ways."""
+
+    how = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how in ("input", "other"):
+            return x if self.how == "input" else x * 1.5
+        with torch.set_grad_enabled(self.how != "no_grad"):
+            y = x + self.layer(x).tanh()
+        return y.detach() if self.how == "detached" else y
+
+
+class _Model(nn.Module):
+    """Blocks of one size, of which a rank leaves out the middle one, also within a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(8, 8)
+        self.how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, middle, last = self.blocks
+        middle.how = self.how
+        x = first(x)
+        if self.how == "not in the loss":
+            x = x + 0 * middle(x).detach()
+        elif self.how == "not called":
+            x = last(x)
+        elif self.how == "checkpoint":
+            x = checkpoint(lambda x: middle(x), x, use_reentrant=False)
+        else:
+            x = middle(x)
+        return self.head(last(x))
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (waits, comparison):
+            stack.enter_context(mock.patch.object(module, "LONG", timedelta(seconds=0.2)))
+        yield
+
+
+def _model(strategy: str) -> nn.Module:
+    KEPT.append(dist.new_group(timeout=timedelta(seconds=100)))
+    model = _Model()
+    for module in (*model.blocks, model):
+        fully_shard(module, sharding_strategy=ShardingStrategy[strategy], process_group=KEPT[-1])
+    return model
+
+
+def _batch(rank: int) -> Tensor:
+    torch.manual_seed(rank)
+    return torch.randn(2, 8)
+
+
+LEFT_OUT = [
+    (strategy, how, first)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    for how in ("input", "other", "detached", "no_grad", "not in the loss")
+    for first in (False, True)
+]
+LEFT_OUT += [("FULL_SHARD", "not called", first) for first in (False, True)]
+DAILY = [
+    ("FULL_SHARD", "input", False),
+    ("FULL_SHARD", "detached", True),
+    ("FULL_SHARD", "not called", False),
+    ("SHARD_GRAD_OP", "not in the loss", False),
+    ("NO_SHARD", "other", False),
+]
+
+
+def _raises(rank: int, rows: list[tuple[str, str, bool]]) -> None:
+    said = r"ranks communicate different things: rank \d began .*, and rank \d .* instead;|order of units: expected"
+    for strategy, how, in_first_step in rows:
+        model = _model(strategy)
+        if not in_first_step:
+            model(_batch(rank)).sum().backward()
+        dist.barrier()
+        before = time.monotonic()
+        model.how = how if rank == 1 else ""
+        with _watching(), pytest.raises(RuntimeError, match=said):
+            model(_batch(rank)).sum().backward()
+            model(_batch(rank))
+        assert time.monotonic() - before < 20, (strategy, how)
+
+
+def test_a_rank_leaves_out_a_unit(two: Ranks) -> None:
+    """Its output is not of its parameters, is detached, without gradients or not in the loss, or it is not called, on
+    one rank: both raise, with what each of them began, long before the group's timeout.
+    """
+    two.run(_raises, DAILY)
+
+
+@pytest.mark.nightly
+def test_every_way_to_leave_out_a_unit(two: Ranks) -> None:
+    """The same in every way, in the first step and in the second."""
+    two.run(_raises, LEFT_OUT)
+
+
+def _agrees(rank: int) -> None:
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model, reference = _model(strategy), _Model()
+        for how in ("", "detached", "input", "not called", "", "checkpoint", "not in the loss", ""):
+            model.zero_grad()
+            reference.zero_grad()
+            model.how = reference.how = how
+            out = model(_batch(rank))
+            torch.testing.assert_close(out, reference(_batch(rank)))
+            out.sum().backward()
+            for each in range(2):
+                (reference(_batch(each)).sum() / 2).backward()
+            assert_same_gradients(model, reference)
+            assert how != "input" or all(param.grad is None for param in model.blocks[1].parameters())
+        with mock.patch.object(GroupCheck, "compare", side_effect=AssertionError):
+            model(_batch(rank)).sum().backward()
+
+
+def test_all_ranks_leave_out_a_unit(two: Ranks) -> None:
+    """Ranks that all depart from the first step's order in the same way go on, with the gradients of an unsharded
+    model; a step in that order compares nothing.
+    """
+    two.run(_agrees)
