@@ -98,7 +98,7 @@ class Runtime:
             given = self.settings
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
             self._is_compared = compare_units(module, settings, compiled)
-            self.forward_order.groups = self.reduces_in_flight.order.groups = groups_of(module._fsdp.units_below)
+            self.forward_order.groups = self.reduces_in_flight.order.groups = groups_of(units_gathered_below(module))
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 
