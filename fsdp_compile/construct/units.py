@@ -39,7 +39,7 @@ from fsdp_compile.core.sharding import (
     units_gathered_below,
 )
 from fsdp_compile.core.tensor_parallel import with_local_parameters
-from fsdp_compile.core.unit import Unit, check_idle, unit_of
+from fsdp_compile.core.unit import IGNORED, Unit, check_idle, unit_of
 
 
 class ModuleGroup(nn.Module):
@@ -298,6 +298,8 @@ def connect(model: Any, ignored: Ignored, runtime: Any, mixin: type) -> None:
     roots: list[Any] = list(model.children()) if isinstance(model, ModuleGroup) else [model]
     for root in roots:
         root._fsdp.ignored_modules, root._fsdp.ignored_params = ignored.modules, ignored.params  # E-INIT-9
+        for param in ignored.params:
+            vars(param)[IGNORED] = True
     users: dict[Unit, list[nn.Module]] = {}
     for module in model.modules():
         units = {name: unit_of(p) for name, p in module._parameters.items() if p is not None}

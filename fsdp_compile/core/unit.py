@@ -529,6 +529,10 @@ class Unit:
         return f"Unit({len(self.params)} parameters, {sizes}, rank {self.rank} of {self.flats[0].layout.world_size})"
 
 
+IGNORED = "_fsdp_ignored"
+"""An attribute of parameters that the user named in `ignored_params`."""
+
+
 def unit_of(param: nn.Parameter) -> tuple[Unit, int] | None:
     """The unit that manages `param` and the parameter's index there, or None."""
     link = getattr(param, "_fsdp_unit", None)

@@ -6,20 +6,25 @@ that an earlier backward has reduced are hidden, and return with the next reduce
 """
 
 import functools
+import itertools
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_compile.comm import collectives
+from fsdp_compile.comm.comparison import exists
+from fsdp_compile.comm.waits import MessageBoard
 from fsdp_compile.core._torch import call_after_backward, current_backward
 from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.ops import view_parameters
+from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor, UnreducedGradient, set_grad
-from fsdp_compile.core.unit import ReduceQueue, Unit, unit_of
+from fsdp_compile.core.unit import IGNORED, ReduceQueue, Unit, unit_of
+from fsdp_compile.eager.checks import checksum, timeout_of_checks
 
 _with_accumulated: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 """Flat parameters of all models with accumulated gradients. Hooks on optimizers are process-wide, and so is this:
@@ -179,6 +184,7 @@ def check_optimizers() -> None:
     """From now on check every optimizer before it steps; registered once per process."""
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_pre_hook(_note_fused_step)
+    register_optimizer_step_pre_hook(_find_unaveraged)
 
 
 def _note_fused_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -205,3 +211,39 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                     f"parameter {unit.names[index]}: its gradient was accumulated under no_sync and not reduced; run "
                     f"the last backward before optimizer.step() outside no_sync"
                 )
+
+
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_mixed = itertools.count()  # optimizers of sharded parameters and others, numbered alike on all ranks
+
+
+def _find_unaveraged(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the first step of an optimizer, warn of gradients beside sharded ones that differ between ranks.
+
+    Their parameters drift apart, as where blocks are sharded and the module around them is not. No rank waits: whoever
+    comes later finds what the first one has written. DistributedDataParallel, `replicate` and users may have averaged.
+    """
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    others, names, unit = [], [], None
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            managed = unit_of(param)
+            if managed is not None:
+                unit = managed[0]
+            elif type(param) is nn.Parameter and type(param.grad) is Tensor and IGNORED not in vars(param):
+                others.append(param.grad)
+                names.append(
+                    group["param_names"][index] if "param_names" in group else f"of shape {tuple(param.shape)}"
+                )
+    if unit is None or not others or not exists(unit.group) or timeout_of_checks() is None:
+        return
+    mine = f"{len(others)} with checksum {checksum(each for each in others if each.layout is torch.strided)}"
+    if MessageBoard.of_group(unit.group, "fsdp_flat/unaveraged").decide(str(next(_mixed)), mine) != mine:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        warn_caller(
+            f"optimizer: beside parameters of fully_shard it has {len(names)} others ({some}), whose gradients differ "
+            f"between ranks, as nothing averages them: the ranks drift apart; call fully_shard on the module around "
+            f"the sharded ones as well, or name the parameters in ignored_params if that is meant"
+        )

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compile.comm.comparison import Subject, compare_in_groups, exists
 from fsdp_compile.comm.waits import name_unit
 from fsdp_compile.core._torch import replicated_params
-from fsdp_compile.core.flat_param import FlatParam
 from fsdp_compile.core.sharding import sharding_of, units_gathered_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.writeback import refresh
@@ -172,7 +171,8 @@ def _lines(units: dict[Unit, str], group: dist.ProcessGroup) -> Iterator[str]:
         replicates = group is unit.replicas or not unit.is_sharded
         if replicates and unit.summoned is None and unit.trains:
             names = ", ".join(unit.names[:3]) + (", ..." if len(unit.names) > 3 else "")
-            yield f"{path}: replicated values of {names} with checksum {_checksum(unit.flats)}"
+            stored = [flat.shard.detach() for flat in unit.flats if flat.trains]
+            yield f"{path}: replicated values of {names} with checksum {checksum(stored)}"
 
 
 def _class_name(module: nn.Module) -> str:
@@ -183,14 +183,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _checksum(flats: Sequence[FlatParam]) -> int:
-    """The sum of the bits of what this rank stores and trains; waits for the device once."""
-    sums = []
-    for flat in flats:
-        if flat.trains and flat.shard.numel():
-            bits = flat.shard.detach().view(_BITS.get(flat.shard.element_size(), torch.int64))
-            sums.append(bits.sum(dtype=torch.int64))
-    return int(torch.stack(sums).sum().item()) if sums else 0
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """The sum of the bits of `tensors`; waits for the device once."""
+    bits = [each.contiguous().view(_BITS.get(each.element_size(), torch.int64)) for each in tensors if each.numel()]
+    return int(torch.stack([each.sum(dtype=torch.int64) for each in bits]).sum().item()) if bits else 0
 
 
 def timeout_of_checks() -> float | None:
