@@ -42,6 +42,7 @@ class Groups:
     shard: dist.ProcessGroup  # its ranks split one copy of the parameters
     replicate: dist.ProcessGroup | None = None  # hybrid: its ranks hold the same slice in different copies
     stages: Stages | None = None  # of `shard`
+    mesh: DeviceMesh | None = None  # that the user gave: its last dimension is `shard`, one before it `replicate`
 
     @property
     def replicas(self) -> int:
@@ -130,10 +131,10 @@ def _of_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Groups:
                 f"mesh has {mesh.ndim} dimensions, and {strategy.name} shards over one: pass mesh['name'], or a hybrid "
                 f"strategy for (replicas, shards)"
             )
-        return Groups(mesh.get_group())
+        return Groups(mesh.get_group(), mesh=mesh)
     if mesh.ndim != 2:
         raise ValueError(f"mesh has {mesh.ndim} dimensions, and {strategy.name} needs two: (replicas, shards)")
-    return Groups(mesh.get_group(1), mesh.get_group(0))
+    return Groups(mesh.get_group(1), mesh.get_group(0), mesh=mesh)
 
 
 def _single(given: Any, strategy: ShardingStrategy) -> dist.ProcessGroup:

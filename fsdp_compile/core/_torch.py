@@ -10,6 +10,9 @@ torch._dynamo.utils                                      permission for side eff
 torch._foreach_norm                                      norms of many tensors in one kernel
 torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
+DeviceMesh._concatenate                                  one mesh of two that were sliced from one
+torch.distributed.tensor.placement_types                 `_StridedShard`: a dimension that is split over a later
+                                                         dimension of the mesh first
 torch.nn.modules.module                                  whether hooks of all modules are registered
 torch.nn.parallel.DistributedDataParallel                the one whose forward runs, as Dynamo asks for it, and its
                                                          parameters
@@ -21,6 +24,7 @@ docs/upgrading_torch.md says of the others what to look for.
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import repeat
@@ -43,8 +47,10 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
@@ -56,6 +62,7 @@ from fsdp_compile.comm._torch import current_backward
 
 __all__ = [
     "FakeTensor",
+    "StridedShard",
     "TrainingState",
     "allowed_in_regions",
     "allreduce_hook",
@@ -69,6 +76,15 @@ __all__ = [
     "while_tracing",
     "without_dispatch_modes",
 ]  # of torch, for others
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """One mesh with the dimensions of both; None if they are not named parts of one mesh."""
+    if not (outer.mesh_dim_names and inner.mesh_dim_names):
+        return None
+    with suppress(RuntimeError):
+        return DeviceMesh._concatenate([outer, inner])
+    return None
 
 
 def keep_size_static(tensor: Tensor) -> None:

@@ -19,7 +19,7 @@ that a range of an n-dimensional tensor needs:
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,10 +28,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import mesh_of
+from fsdp_compile.core._torch import joined_mesh
 from fsdp_compile.core.tensor_parallel import TensorParallel
 
 
@@ -129,7 +132,8 @@ class ShardRanks:
     size: int
     rank: int  # in that group
     replicas: str | None = None  # hybrid sharding: the name of the group of the ranks that store the same shard
-    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
+    given: DeviceMesh | None = field(default=None, compare=False)  # that the user gave: its last dimension is `group`
+    _meshes: dict[Any, DeviceMesh | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         return ShardRanks, (self.group, self.size, self.rank, self.replicas)
@@ -138,6 +142,7 @@ class ShardRanks:
         """Replace the process groups of the same ranks: all tensors that are sharded over them follow."""
         object.__setattr__(self, "group", group)
         object.__setattr__(self, "replicas", replicas)
+        object.__setattr__(self, "given", None)
         self._meshes.clear()
 
     def check_here(self) -> None:
@@ -154,10 +159,20 @@ class ShardRanks:
             )
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks as a 1-D mesh of devices of that type, or of one that they communicate on; made once."""
-        if device_type not in self._meshes:
-            self._meshes[device_type] = mesh_of(self.group, self.size, self.rank, device_type)
-        return self._meshes[device_type]
+        """The mesh that was given; or the ranks as a 1-D mesh of devices of that type, or of one that they can use."""
+        if self.given is not None:
+            return self.given
+        return self._once(device_type, lambda: mesh_of(self.group, self.size, self.rank, device_type))  # type: ignore[return-value]  # made
+
+    def mesh_with(self, inner: DeviceMesh) -> DeviceMesh | None:
+        """The mesh that was given and `inner` as one; None if none was given, or the two are not parts of one mesh."""
+        given = self.given
+        return None if given is None else self._once(inner, lambda: joined_mesh(given, inner))
+
+    def _once(self, key: object, make: Callable[[], DeviceMesh | None]) -> DeviceMesh | None:
+        if key not in self._meshes:
+            self._meshes[key] = make()
+        return self._meshes[key]
 
     def average(self, value: Tensor) -> Tensor:
         """The mean of `value`, plain, over all data-parallel ranks: those of this group and their replicas."""
@@ -254,8 +269,16 @@ class ShardSpec:
         return tuple(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in self.chunks)
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks as a 1-D mesh of devices of that type."""
-        return self.ranks.mesh(device_type)
+        """That of the ranks, followed by the dimensions of tensor parallelism if both are parts of one mesh."""
+        parallel = self.tensor_parallel
+        joined = None if parallel is None else self.ranks.mesh_with(parallel.mesh)
+        return self.ranks.mesh(device_type) if joined is None else joined
+
+    def placements(self, of_shards: Placement, mesh: DeviceMesh) -> tuple[Placement, ...]:
+        """A placement for each dimension of `mesh`: replicas, `of_shards` for the ranks, then tensor parallelism."""
+        parallel = self.tensor_parallel
+        inner = () if parallel is None or self.ranks.mesh_with(parallel.mesh) is None else parallel.placements
+        return (*[Replicate()] * (mesh.ndim - 1 - len(inner)), of_shards, *inner)
 
     def local_of(self, full: Tensor) -> Tensor:
         """What this rank stores, 1-D `[numel]`, of a plain tensor that broadcasts to `shape`.
@@ -303,6 +326,17 @@ class ShardSpec:
         in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
         return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.split_shape)
 
+    def chunk_of(self, rank: int) -> tuple[int, torch.Size]:
+        """What `torch.chunk` gives to `rank` of what the ranks split: its first element, and its shape.
+        A tensor of shape () is not split: every rank gets all of it.
+        """
+        if not self.split_shape:
+            return 0, self.split_shape
+        rows, *rest = self.split_shape
+        most = -(-rows // self.ranks.size)
+        low, high = (min(each * most, rows) for each in (rank, rank + 1))
+        return low * self._row, torch.Size((high - low, *rest))
+
     def all_reduce(self, value: Tensor, op: str) -> Tensor:
         """`value`, plain, reduced over the ranks by "sum", "avg", "max" or "min"; NaN on any rank is NaN on all.
 
@@ -333,3 +367,42 @@ def depending_on(local: Tensor, value: Tensor) -> Tensor:
     if value.is_floating_point() and value.element_size() == 1:  # float8 has no arithmetic
         return depending_on(local.view(torch.uint8), value.view(torch.uint8)).view(value.dtype)
     return value | local.any() if value.dtype is torch.bool else value + local.sum().to(value.dtype)
+
+
+def exchange_rows(stored: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[Tensor]:
+    """For each sharded tensor the rows that `torch.chunk` gives to this rank, from what each rank stores of it.
+
+    Args:
+        stored: what this rank stores of each, 1-D, all of one dtype and device.
+        specs: how they are sharded, over the same ranks.
+
+    Returns:
+        New tensors. One all-to-all brings all of them: every rank must call this with the same tensors.
+    """
+    ranks = specs[0].ranks
+    ranks.check_here()
+
+    def overlap(spec: ShardSpec, stored_by: int, wanted_by: int) -> tuple[int, int]:
+        first, numel = spec.ranges[stored_by]
+        wanted, shape = spec.chunk_of(wanted_by)
+        low = max(first, wanted)
+        return low, max(low, min(first + numel, wanted + shape.numel()))
+
+    every, mine = range(ranks.size), ranks.rank
+    sending = [[overlap(spec, mine, rank) for spec in specs] for rank in every]
+    receiving = [[overlap(spec, rank, mine) for spec in specs] for rank in every]
+    sent = [
+        local[low - spec.first : high - spec.first]
+        for parts in sending
+        for local, spec, (low, high) in zip(stored, specs, parts, strict=True)
+    ]
+    send, receive = ([sum(high - low for low, high in parts) for parts in each] for each in (sending, receiving))
+    received = collectives.all_to_all(torch.cat(sent), send, receive, ranks.group)
+    wanted = [spec.chunk_of(mine) for spec in specs]
+    rows = [received.new_empty(shape) for _, shape in wanted]
+    at = 0
+    for parts in receiving:
+        for into, (start, _), (low, high) in zip(rows, wanted, parts, strict=True):
+            into.view(-1)[low - start : high - start] = received[at : at + high - low]
+            at += high - low
+    return rows

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_compile.core._torch import FakeTensor, executes_formula, gives_gradients_of_leaves, never_compile
 from fsdp_compile.core.shard_spec import ShardSpec
@@ -73,9 +74,12 @@ def operand(spec: ShardSpec, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` with all elements: a sharded tensor or a view of one is gathered, anything else returned as it is."""
+    """`value` with all elements: what is sharded, in whichever way, is gathered, anything else returned as it is."""
     if type(value) is ShardedTensor or type(value) is UnshardedTensor:
         return value.full_tensor()
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
     if type(value) is UnreducedGradient:
         refuse_unreduced("an operator with sharded operands")
     return value.read() if type(value) is ShardedView else value

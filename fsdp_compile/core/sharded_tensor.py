@@ -16,7 +16,6 @@ Two subclasses have all elements here, because a parameter must remain the same 
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.core._torch import (
     NO_TORCH_FUNCTION,
@@ -68,29 +68,37 @@ class Rules(dict[Any, Rule]):
 RULES = Rules()
 
 
-@dataclass(frozen=True)
-class FlatShard:
+class FlatShard(Shard):
     """The placement of a sharded tensor: each rank stores one range of the flattened elements.
 
-    DTensor has no such placement; this one answers what code asks of placements.
+    It answers as a `Shard(0)`, and `distribute_tensor` makes DTensors of it that are. But it equals no `Shard(0)`: the
+    parts are others, so DTensor refuses a local tensor with this placement.
 
     Attributes:
         ranges: for each rank the first element that it stores, and how many.
     """
 
-    ranges: tuple[tuple[int, int], ...]
+    def __init__(self, ranges: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(0)
+        self.ranges = ranges
 
-    def is_shard(self, dim: int | None = None) -> bool:
-        """Whether it is sharded along `dim`: as a DTensor that is sharded along dimension 0."""
-        return dim in (None, 0)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlatShard) and self.ranges == other.ranges
 
-    def is_replicate(self) -> bool:
-        """False."""
-        return False
+    def __hash__(self) -> int:
+        return hash(self.ranges)
 
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        """False."""
-        return False
+    def __repr__(self) -> str:
+        return f"FlatShard(ranges={self.ranges})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> Any:
+        return FlatShard, (self.ranges,)
+
+    def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> tuple[Any, int]:
+        """The rows that a rank takes of a full tensor, from which it chooses its elements: all."""
+        return curr_local_size, 0
 
 
 class ShardedTensor(Tensor):
@@ -144,13 +152,13 @@ class ShardedTensor(Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks that it is sharded over, 1-D."""
+        """The mesh that was given, or the ranks that it is sharded over; tensor parallelism adds its dimensions."""
         return self.spec.mesh(self.device.type)
 
     @property
-    def placements(self) -> tuple[FlatShard, ...]:
-        """How it is sharded, for people to read."""
-        return (FlatShard(self.spec.ranges),)
+    def placements(self) -> tuple[Placement, ...]:
+        """A placement for each dimension of `device_mesh`: see `FlatShard`."""
+        return self.spec.placements(FlatShard(self.spec.ranges), self.device_mesh)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: Any
@@ -160,12 +168,13 @@ class ShardedTensor(Tensor):
         Raises:
             ValueError: another mesh or another placement was asked for.
         """
-        if device_mesh not in (None, self.device_mesh) or list(placements or [Replicate()]) != [Replicate()]:
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        if device_mesh not in (None, self.device_mesh) or list(placements or everywhere) != everywhere:
             raise ValueError(
-                f"redistribute to {placements} on {device_mesh} is not supported, only to [Replicate()] on the same "
+                f"redistribute to {placements} on {device_mesh} is not supported, only to {everywhere} on the same "
                 f"mesh; call full_tensor(), then distribute_tensor"
             )
-        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, everywhere, run_check=False)
 
     def write(self, full: Tensor) -> None:
         """Copy the elements of `full`, plain, into this tensor."""

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import StateDictSettings
 
-from fsdp_compile.comm.groups import Stages, mesh_of
+from fsdp_compile.comm.groups import Stages
 from fsdp_compile.core._torch import current_backward, while_tracing
 from fsdp_compile.core.autograd import GradientReduction
 from fsdp_compile.core.flat_param import FlatParam, NamedParams, group_by_dtype
@@ -182,7 +181,8 @@ class Unit:
         pin = settings.offload and settings.pin_memory and not on_meta and self.device.type != "cpu"
         self.ranks: ShardRanks | None = None  # that parameters are sharded over; None under NO_SHARD
         if shards > 1:
-            self.ranks = ShardRanks(self.group_name, shards, self.rank, self.replica_group and self.replica_group.name)
+            replica_group = self.replica_group and self.replica_group.name
+            self.ranks = ShardRanks(self.group_name, shards, self.rank, replica_group, settings.groups.mesh)
         order = shard_order(self.stages) if shards > 1 else ()
         kinds = [kind for section in sections for kind in group_by_dtype(section)]
         self.flats = tuple(FlatParam(kind, self.ranks, order, stored, pin) for kind in kinds)
@@ -192,6 +192,7 @@ class Unit:
         distributions = tuple(spec.tensor_parallel for spec in self.specs)  # over other ranks beside
         self.tensor_parallel = distributions if any(distributions) else ()
         self.state_settings: StateDictSettings | None = None  # the kind of state dicts (state_dict/model.py)
+        self.chunked_values = False  # whether sharded ones have torch's ShardedTensors where no mesh was given
         self.locations = ParameterLocations(len(self.params))  # which modules hold the parameters
         # A state and the function that reduces gradients instead of the default: see `set_comm_hook`.
         self.comm_hook: tuple[Any, Callable[..., Any]] | None = None
@@ -354,13 +355,6 @@ class Unit:
     def is_sharded(self) -> bool:
         """Whether ranks store different parts of the parameters; False under NO_SHARD."""
         return self.flats[0].layout.world_size > 1
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks of `group`, as a 1-D mesh of the devices that the unit computes on now."""
-        if self.ranks is not None:
-            return self.ranks.mesh(self.device.type)
-        return mesh_of(self.group_name, self.group.size(), self.group.rank(), self.device.type)
 
     @property
     def has_frozen(self) -> bool:

@@ -2,7 +2,7 @@
 
 DTensorSpec, TensorMeta                    what a DTensor says of itself: mesh, placements, shape, strides, dtype
 DTensor.__new__(cls, local, spec, ...)     how a subclass of DTensor is made from its local tensor
-torch.distributed._shard.sharded_tensor    what torch.distributed.checkpoint.optimizer loads states into
+torch.distributed._shard.sharded_tensor    what FSDP1's sharded state dicts have where no mesh was given
 torch._C._disabled_torch_function_impl     a tensor function as if nobody had overridden it
 flatten_state_dict, unflatten_state_dict   nested state to and from names joined by dots, as DCP's planners do it
 _StorageInfo                               where DCP's FileSystemWriter stored an item: file, offset, length
@@ -15,9 +15,12 @@ FakeTensorMode, _checkpoint_offset         tensors without memory; where torch.l
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as no_memory
+from torch.distributed._shard.sharded_tensor import Shard as ChunkOfTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
@@ -27,7 +30,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unfl
 
 __all__ = [
     "ChunkedTensor", "DTensorSpec", "MemoryFormatEncoding", "StorageInfo", "TensorMeta", "call_plainly",
-    "flatten_state_dict", "layout_named", "no_memory", "offset_in_file", "tree_flatten_with_path",
+    "chunked_tensor", "flatten_state_dict", "layout_named", "no_memory", "offset_in_file", "tree_flatten_with_path",
     "tree_map_only", "tree_unflatten", "unflatten_state_dict",
 ]  # fmt: skip
 
@@ -35,6 +38,26 @@ __all__ = [
 def call_plainly(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """What the tensor function `function` returns if no class overrides it."""
     return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+
+
+def chunked_tensor(rows: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+    """A tensor of `shape`, not (), of which each rank of `group` has `rows`, those that `torch.chunk` gives to it."""
+    most = -(-shape[0] // group.size())
+    ranks = dist.get_process_group_ranks(group)
+    mine, devices = dist.get_rank(), torch.accelerator.device_count() or 1
+    metadata, shards = [], []
+    for rank, start in zip(ranks, range(0, shape[0], most), strict=False):
+        offsets = [start, *[0] * (len(shape) - 1)]
+        device = rows.device if rank == mine or rows.is_cpu else f"{rows.device.type}:{rank % devices}"
+        sizes = [min(most, shape[0] - start), *shape[1:]]
+        metadata.append(ShardMetadata(offsets, sizes, f"rank:{rank}/{device}"))
+        if rank == mine:
+            shards.append(ChunkOfTensor(rows, metadata[-1]))
+    described = ShardedTensorMetadata(metadata, shape, TensorProperties(dtype=rows.dtype, requires_grad=False))
+    made: Tensor = ChunkedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=described, process_group=group
+    )
+    return made
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 FULL       plain tensors of the original shapes: each unit is gathered, copied and freed in turn
 SHARDED    for each parameter a `ShardedValue`, which is a DTensor, over memory of the shard: nothing is gathered
-LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, over the same memory
+LOCAL      for each parameter a `ShardedTensor`, which is no DTensor, with a copy of what the rank stores
 
 Where the kind was set, as `FullyShardedDataParallel` does, values are copies, also of parameters that are not sharded
-(`NO_SHARD`, ignored ones, within `summon_full_params`) and of buffers.
+(`NO_SHARD`, ignored ones, within `summon_full_params`) and of buffers. SHARDED ones are as FSDP1 gives them: rows of
+dimension 0 in a DTensor; of a `FullyShardedDataParallel` without a mesh in torch's own ShardedTensor. Each unit's rows
+are exchanged in turn.
 In FULL tensor subclasses stay whole; the other kinds have their inner tensors (Note [Inner tensors]).
 
 Every kind can be loaded, whichever is set. SHARDED and LOCAL values in a file of `torch.save` are what one rank stores;
@@ -14,7 +16,7 @@ only the same rank of equally many can load them. The default is SHARDED after `
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -31,7 +33,7 @@ from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed, torch_values
 
 FULL, SHARDED, LOCAL = (StateDictType[f"{kind}_STATE_DICT"] for kind in ("FULL", "SHARDED", "LOCAL"))
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -141,7 +143,7 @@ class _Saving:
 
     def __init__(self) -> None:
         self.for_dcp = called_by_dcp()  # then values are sharded, whatever is set
-        self._copies: dict[Unit, list[Tensor | None]] = {}  # of each unit's parameters in full shape
+        self._made: dict[Unit, Sequence[Tensor | None]] = {}  # of each unit's parameters what is gathered or exchanged
 
     def settings_of(self, unit: Unit | None) -> StateDictSettings:
         return DEFAULT if self.for_dcp else settings_of(unit)
@@ -149,16 +151,14 @@ class _Saving:
     def value(self, parameter: ManagedParameter) -> Tensor | None:
         unit = parameter.unit
         settings = self.settings_of(unit)
-        if settings.state_dict_type is FULL:
-            if unit not in self._copies:
-                self._copies[unit] = _full_copies(unit)
-            return self._copies[unit][parameter.index]
-        local = parameter.local
-        if settings.state_dict_config.offload_to_cpu and local.device.type != "cpu":
-            local = local.cpu()
-        elif unit.state_settings is not None and not self.for_dcp:  # the kind was set: FSDP1 gives copies
-            local = local.clone()
-        return ShardedTensor(local, parameter.spec) if settings.state_dict_type is LOCAL else parameter.value(local)
+        if settings is DEFAULT:
+            return parameter.value(parameter.local)
+        if settings.state_dict_type is LOCAL:
+            device = "cpu" if settings.state_dict_config.offload_to_cpu else parameter.local.device
+            return ShardedTensor(parameter.local.to(device, copy=True), parameter.spec)
+        if unit not in self._made:
+            self._made[unit] = _full_copies(unit) if settings.state_dict_type is FULL else _sharded_copies(unit)
+        return self._made[unit][parameter.index]
 
 
 _running: ContextVar[_Saving | None] = ContextVar("saving", default=None)  # the outermost call in this context
@@ -179,9 +179,9 @@ def collect(module: nn.Module, state_dict: Callable[..., Any], *args: Any, **kwa
             state[prefix + name] = state[prefix + name].to(dtype)
     unit = next(iter(units_used_below(module)), None)
     settings = saving.settings_of(unit)
-    if unit is not None and settings.state_dict_type is FULL:  # its config holds for buffers and ignored parameters too
+    if unit is not None and settings.state_dict_type is not LOCAL:  # the config is for buffers and ignored ones too
         for name in [name for name in state if name.startswith(prefix)]:
-            if not _has_values(unit):
+            if settings.state_dict_type is FULL and not _has_values(unit):
                 del state[name]
             elif settings.state_dict_config.offload_to_cpu and isinstance(state[name], Tensor):
                 state[name] = state[name].cpu()
@@ -268,6 +268,14 @@ def _full_copies(unit: Unit) -> list[Tensor | None]:
         views = flat.full_views(all_gather_flat(flat.shard.to(unit.device), unit.stages))
         copies += [view.to(device, copy=True) if has_values else None for view in views]
     return copies
+
+
+def _sharded_copies(unit: Unit) -> list[Tensor]:
+    """Copies of the unit's parameters as FSDP1 has them in sharded state dicts: one all-to-all for each dtype."""
+    config: Any = settings_of(unit).state_dict_config
+    values = [ShardedTensor(param.to_local().detach(), param.spec) for param in unit.params]  # type: ignore[attr-defined]  # sharded
+    made = torch_values(values, config._use_dtensor or not unit.chunked_values)
+    return [value.cpu() for value in made] if config.offload_to_cpu else made
 
 
 def _has_values(unit: Unit) -> bool:

@@ -36,7 +36,7 @@ from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.state_dict._torch import tree_map_only
 from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
-from fsdp_compile.state_dict.sharded_value import ManagedParameter, full_tensor, managed
+from fsdp_compile.state_dict.sharded_value import ManagedParameter, ShardedValue, full_tensor, managed, torch_values
 
 StateDict = dict[str, Any]
 State = dict[str, Any]  # of one parameter
@@ -150,7 +150,8 @@ def optim_state_dict(
     """The optimizer's state by parameter names, in original shapes, of the kind that is set for `model`.
 
     FULL: plain tensors, gathered; all ranks must call it, and with `rank0_only` all but the first get {}. SHARDED: a
-    `ShardedValue` for each tensor; nothing is gathered. LOCAL: what this rank has. Scalars, such as step counts, stay
+    `ShardedValue` for each tensor, without communication; if it was set, DTensors or torch's ShardedTensors as FSDP1
+    has them, for which all ranks exchange rows. LOCAL: what this rank has. Scalars, such as step counts, stay
     0-d. Values are copies, by default on the CPU, except for LOCAL.
 
     Args:
@@ -192,9 +193,37 @@ def _by_name(
         states = _gathered([name for name, _ in params.values()], states, config, wanted, group or unit.group)
         if not wanted:
             return {}
-    elif not shares_memory:  # training goes on in the optimizer's memory
-        states = tree_map_only(Tensor, functools.partial(_copied, config), states)
+    else:
+        if kind is SHARDED:
+            states = _as_set(dict(params.values()), states, config, group)
+        if not shares_memory:  # training goes on in the optimizer's memory
+            states = tree_map_only(Tensor, functools.partial(_copied, config), states)
     return {"state": states, "param_groups": groups}
+
+
+def _as_set(
+    params: dict[str, nn.Parameter],
+    states: dict[str, State],
+    config: OptimStateDictConfig,
+    group: dist.ProcessGroup | None,
+) -> dict[str, State]:
+    """Sharded states as FSDP1 has them, of the units whose kind of state dict was set; see `torch_values`."""
+    parameters = {name: parameter for name, param in params.items() if (parameter := managed(param))}
+    was_set = [parameter.unit for parameter in parameters.values() if parameter.unit.state_settings is not None]
+    if not was_set:
+        return states
+    of_units: dict[Unit, list[tuple[str, str]]] = {unit: [] for unit in was_set}
+    for name, kinds in _kinds_of_state(list(params), states, group or was_set[0].group).items():
+        for key in kinds:
+            if isinstance(states[name][key], ShardedValue) and parameters[name].unit in of_units:
+                of_units[parameters[name].unit].append((name, key))
+    converted = {name: dict(state) for name, state in states.items()}
+    for unit, keys in of_units.items():
+        as_dtensors = config._use_dtensor or not unit.chunked_values  # type: ignore[attr-defined]  # of SHARDED
+        made = torch_values([states[name][key] for name, key in keys], as_dtensors)
+        for (name, key), value in zip(keys, made, strict=True):
+            converted[name][key] = value
+    return converted
 
 
 def _gathered(
@@ -205,10 +234,22 @@ def _gathered(
     group: dist.ProcessGroup,
 ) -> dict[str, State]:
     """Gather all state in the first rank's order, {} where not wanted; RuntimeError on all ranks if theirs differs."""
+    full: dict[str, State] = {}
+    for name, kinds in _kinds_of_state(names, states, group).items():
+        for key in kinds:
+            value = full_tensor(states[name][key])
+            if wanted:
+                full.setdefault(name, {})[key] = _copied(config, value) if isinstance(value, Tensor) else value
+    return {name: full[name] for name in names if name in full}
+
+
+def _kinds_of_state(names: list[str], states: dict[str, State], group: dist.ProcessGroup) -> dict[str, dict[str, str]]:
+    """For each name and key the dtype or type, in the first rank's order; RuntimeError on all ranks if they differ."""
     mine = {
         name: {k: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for k, v in states.get(name, {}).items()}
         for name in names
     }
+    first: dict[str, dict[str, str]]
     first, *others = collectives.gather_objects(mine, group)
     for rank, theirs in enumerate(others, 1):
         if theirs.keys() != first.keys():
@@ -222,13 +263,7 @@ def _gathered(
                     f"optimizer state of parameter {name}: expected the same on all ranks, found {first[name]} and on "
                     f"rank {rank} of the group {theirs[name]}"
                 )
-    full: dict[str, State] = {}
-    for name in first:
-        for key, value in states.get(name, {}).items():
-            value = full_tensor(value)
-            if wanted:
-                full.setdefault(name, {})[key] = _copied(config, value) if isinstance(value, Tensor) else value
-    return {name: full[name] for name in names if name in full}
+    return first
 
 
 def _copied(config: OptimStateDictConfig, value: Tensor) -> Tensor:
@@ -410,7 +445,7 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> StateDict:
-    """As `optim_state_dict` in SHARDED, whichever kind is set; values share memory with the optimizer."""
+    """As `optim_state_dict` in SHARDED, whichever kind is set; a `ShardedValue` shares memory with the optimizer."""
     return _by_name(model, optim, None, SHARDED, ShardedOptimStateDictConfig(), group, shares_memory=True)
 
 

@@ -6,30 +6,47 @@ torch.distributed.checkpoint.load(state, ...)    every rank reads its chunks, st
 """
 
 # Note [Values in sharded state dicts]
-# To torch a `ShardedValue` is a DTensor, so that code which stages, offloads or gathers DTensors does so here too. No
-# placement of DTensor describes a range of the flattened tensor. The value claims to be replicated, the placement with
-# the fewest consequences, and overrides every operation that would act on that claim. Queries (shape, dtype, device)
-# run as on any tensor; what checkpoints need (copy_, to, clone, detach) acts on the local elements; everything else
-# computes with the value as a `ShardedTensor`, on all ranks together. Code that makes another DTensor "like this one"
-# gets a replicated DTensor with all elements, which can be loaded too.
-# A value shares its memory with the shard: loading into it changes the parameter, and saving it copies nothing.
+# A `ShardedValue` shares its memory with the shard: loading into it changes the parameter, and saving it copies nothing
+# and communicates nothing. To torch it is a DTensor, so that code which stages, offloads or gathers DTensors does so
+# here too. No placement of DTensor describes a range of the flattened tensor: the value answers with a `FlatShard`, and
+# overrides every operation that would act on a placement. Queries (shape, dtype, device) run as on any tensor; what
+# checkpoints need (copy_, to, clone, detach) acts on the local elements; everything else computes with the value as a
+# `ShardedTensor`, on all ranks together. Code that makes another DTensor "like this one" gets one that is sharded along
+# dimension 0, which can be loaded too.
+#
+# Where the kind was set, as FSDP1 does, scripts expect what FSDP1 gives: rows of dimension 0 on each rank, in a DTensor
+# or in torch's own ShardedTensor. Other ranks store a part of these rows, so `state_dict()` exchanges them at once, in
+# one all-to-all for each unit (`torch_values`). A value that did so when `to_local()` is first called would wait for
+# ever in a script that looks at one rank alone, which FSDP1's values allow. DCP's functions and
+# `fsdp_compile.checkpoint` ask for the state themselves, and get a `ShardedValue` whatever is set.
 
 import functools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compile.comm import collectives
-from fsdp_compile.core.shard_spec import Chunk, ShardSpec
+from fsdp_compile.comm._torch import group_named
+from fsdp_compile.core._torch import StridedShard
+from fsdp_compile.core.shard_spec import Chunk, ShardSpec, exchange_rows
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.unit import Unit, unit_of
-from fsdp_compile.state_dict._torch import ChunkedTensor, DTensorSpec, TensorMeta, call_plainly, tree_map_only
+from fsdp_compile.state_dict._torch import (
+    ChunkedTensor,
+    DTensorSpec,
+    TensorMeta,
+    call_plainly,
+    chunked_tensor,
+    tree_map_only,
+)
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -63,7 +80,7 @@ class ShardedValue(DTensor):
         """To torch this is a DTensor of the full shape and the dtype of `local`."""
         if local.shape != (spec.numel,):
             raise ValueError(f"local: expected shape ({spec.numel},) for {spec.sharding}, found {tuple(local.shape)}")
-        described = _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)
+        described = _dtensor_spec(spec.mesh(local.device.type), spec.shape, local.dtype)  # `placements` says what holds
         value: Any = DTensor.__new__(cls, local, described, requires_grad=False)
         value.spec = spec
         return value
@@ -97,9 +114,14 @@ class ShardedValue(DTensor):
     redistribute = _SHARDED.redistribute
     numpy, tolist, __array__ = _SHARDED.numpy, _SHARDED.tolist, _SHARDED.__array__  # refused
 
+    placements = _SHARDED.placements
+
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """Return itself: what this rank stores has no n-D shape. See `local`."""
-        return self
+        """What this rank stores, 1-D, as of a parameter: memory of the shard.
+        For torch's own function that copies rows of full tensors into values it is the value, which takes its part.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__")
+        return self if caller == "torch.distributed._state_dict_utils" else self.local
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,7 +147,7 @@ class ShardedValue(DTensor):
 @functools.lru_cache(maxsize=4096)  # a state dict of a large model has thousands of values
 def _dtensor_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     strides = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(shape, strides, dtype))
+    return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, strides, dtype))
 
 
 def _to(value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
@@ -160,6 +182,51 @@ _QUERIES |= {"is_complex", "is_contiguous", "__hash__", "__len__", "storage_offs
 _COMPUTED = {"T", "H", "mT", "mH", "real", "imag", "data"}  # attributes whose values are computed
 
 torch.serialization.add_safe_globals([ShardedValue])
+
+
+# --- values as FSDP1 has them (Note [Values in sharded state dicts]) --------------------------------------------------
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def torch_values(values: Sequence[ShardedTensor | ShardedValue], as_dtensors: bool) -> list[Tensor]:
+    """Values of which each rank has the rows that `torch.chunk` gives to it; one all-to-all for each dtype.
+
+    Args:
+        values: of one unit; every rank passes the same ones. They stay as they are.
+        as_dtensors: whether values are DTensors where no mesh was given either; otherwise torch's ShardedTensors.
+
+    Returns:
+        DTensors on the mesh that was given, or ShardedTensors. Plain tensors of shape () and without elements; a
+        `ShardedValue` for a parameter that tensor parallelism has distributed over a mesh which is no part of that one.
+    """
+    rows: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        of_dtype = [index for index, value in enumerate(values) if value.dtype == dtype]
+        stored, specs = zip(*((values[index].local, values[index].spec) for index in of_dtype), strict=True)
+        rows.update(zip(of_dtype, exchange_rows(stored, specs), strict=True))
+    return [_torch_value(rows[index], value, as_dtensors) for index, value in enumerate(values)]
+
+
+def _torch_value(rows: Tensor, value: ShardedTensor | ShardedValue, as_dtensor: bool) -> Tensor:
+    spec = value.spec
+    if not spec.shape or not math.prod(spec.shape):
+        return rows if not spec.shape else rows.new_empty(spec.shape)
+    parallel, mesh = spec.tensor_parallel, spec.mesh(rows.device.type)
+    if parallel is not None and spec.ranks.mesh_with(parallel.mesh) is None:
+        return ShardedValue(value.local.clone(), spec)
+    if spec.ranks.given is None and not as_dtensor:
+        return chunked_tensor(rows, spec.shape, group_named(spec.ranks.group))
+    placements = spec.placements(_placement_of_rows(spec), mesh)
+    stride = _dtensor_spec(mesh, spec.shape, rows.dtype).stride
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=spec.shape, stride=stride)
+
+
+def _placement_of_rows(spec: ShardSpec) -> Placement:
+    parallel = spec.tensor_parallel
+    before = () if parallel is None else parallel.placements  # which have split the tensor before it is sharded
+    parts = math.prod(parallel.mesh.size(dim) for dim, each in enumerate(before) if each.is_shard(0)) if parallel else 1
+    return Shard(0) if parts == 1 else StridedShard(0, split_factor=parts)
 
 
 # --- a parameter and the values that belong to it ---------------------------------------------------------------------
@@ -226,7 +293,12 @@ def full_tensor(value: Any) -> Any:
     """A sharded tensor gathered from all ranks; anything else as it is."""
     if isinstance(value, ChunkedTensor):
         return _gather_chunks(value)
-    return value.full_tensor() if isinstance(value, (DTensor, ShardedTensor)) else value
+    if isinstance(value, (ShardedValue, ShardedTensor)):
+        return value.full_tensor()
+    if isinstance(value, DTensor):
+        here: Any = value.to(value.device_mesh.device_type)  # it may have been offloaded
+        return here.full_tensor()
+    return value
 
 
 def _gather_chunks(value: ChunkedTensor) -> Tensor:
@@ -237,6 +309,4 @@ def _gather_chunks(value: ChunkedTensor) -> Tensor:
     for chunk in chunks:
         offsets, sizes = chunk.metadata.shard_offsets, chunk.metadata.shard_sizes
         full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = chunk.tensor
-    collectives.start_all_reduce(full, value._process_group.group_name, "sum")
-    collectives.wait(full)
-    return full
+    return collectives.all_reduce(full, value._process_group.group_name, "sum")

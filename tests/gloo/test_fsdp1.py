@@ -11,10 +11,14 @@ import torch.distributed.checkpoint as dcp
 from models import MODELS, Residual
 from states import OPTIMIZERS, assert_known, fill, start
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ChunkedTensor
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import (
@@ -231,3 +235,102 @@ def _snapshot(rank: int, kind: StateDictType) -> None:
 def test_a_state_dict_is_a_snapshot(two: Ranks, kind: StateDictType) -> None:
     """State dicts of a kind that was set, kept while training goes on, bring model and optimizer back."""
     two.run(_snapshot, kind)
+
+
+# --- values of sharded state dicts ------------------------------------------------------------------------------------
+
+SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+def _part(value: Any) -> Tensor | None:
+    """What this rank has of a value of a sharded state dict; None if torch's ShardedTensor has nothing here."""
+    if isinstance(value, ChunkedTensor):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else None
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _same_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        ours = found[name]
+        assert type(ours) is type(value), f"{name}: {type(ours)}, expected {type(value)}"
+        if isinstance(value, dict):
+            _same_values(ours, value)
+            continue
+        if not isinstance(value, Tensor):
+            assert ours == value
+            continue
+        assert (ours.dtype, ours.shape) == (value.dtype, value.shape), name
+        if isinstance(value, DTensor):
+            assert (ours.placements, ours.device_mesh) == (value.placements, value.device_mesh), name
+        if isinstance(value, ChunkedTensor):
+            assert ours.metadata() == value.metadata(), name
+        torch.testing.assert_close(_part(ours), _part(value), rtol=0, atol=0)
+
+
+def _like_torch(rank: int, shape: tuple[int, ...] | None) -> None:
+    cpu = torch.device("cpu")
+    options: dict[str, Any] = {"auto_wrap_policy": POLICY, "use_orig_params": True}
+    strategy = None if shape is None or len(shape) == 1 else torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+    if shape is not None:
+        names = ("replicate", "shard")[-len(shape) :]
+        options.update(device_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), sharding_strategy=strategy)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def build_odd(seed: int) -> nn.Module:  # a dimension of 5, over 2 or 4 ranks, and one of 1: some ranks have nothing
+        model: Any = build(MLP, seed)
+        model.blocks[0].register_parameter("one", nn.Parameter(torch.randn(1, 3)))
+        model.register_buffer("count", torch.ones(2))
+        return model
+
+    def wrapped(kind: Any, seed: int, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
+        model = kind(build_odd(seed), device_id=cpu, **options, **more)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    for more in ({}, {"mixed_precision": precision}):
+        both = [(kind, *wrapped(kind, 0, **more)) for kind in (TorchFSDP, FullyShardedDataParallel)]
+        for _, model, optimizer in both:
+            backward(model, MLP, mine(MLP, 0))
+            for param in model.parameters():  # gradients are equal up to rounding only
+                if param.grad is not None:
+                    param.grad.fill_(0.5)
+            optimizer.step()
+        (_, theirs, _), (kind, ours, optimizer) = both
+        for offload in (False, True):
+            config = ShardedStateDictConfig(offload_to_cpu=offload)
+            states, optimizers = [], []
+            for cls, model, optim in both:
+                with cls.state_dict_type(model, SHARDED, config, ShardedOptimStateDictConfig(offload_to_cpu=offload)):
+                    states.append(model.state_dict())
+                    optimizers.append(cls.optim_state_dict(model, optim))
+            _same_values(states[1], states[0])
+            for entry in optimizers:
+                entry["state"] = dict(
+                    sorted((name, state) for name, state in entry["state"].items() if "one" not in name)
+                )
+            _same_values(optimizers[1]["state"], optimizers[0]["state"])
+        # Each loads into the other kind of model.
+        other, fresh = wrapped(kind, 1, **more)
+        with kind.state_dict_type(other, SHARDED):
+            other.load_state_dict(states[0])
+            found = other.state_dict()
+        _same_values(found, states[0])
+        with TorchFSDP.state_dict_type(theirs, SHARDED):
+            theirs.load_state_dict(states[1])
+        with kind.state_dict_type(other, SHARDED), kind.state_dict_type(ours, SHARDED):
+            saved = kind.optim_state_dict(ours, optimizer)
+            fresh.load_state_dict(kind.optim_state_dict_to_load(other, fresh, saved))
+            _same_values(kind.optim_state_dict(other, fresh)["state"], saved["state"])
+
+
+@pytest.mark.parametrize("shape", [None, (2,)])
+def test_values_of_sharded_state_dicts(two: Ranks, shape: tuple[int, ...] | None) -> None:
+    """Types, metadata, rows and dtypes are those that torch's wrapper gives, with a mesh and without, offloaded or not,
+    for a model and an optimizer; they load, also from torch's."""
+    two.run(_like_torch, shape)
+
+
+def test_values_of_sharded_state_dicts_under_hybrid(four: Ranks) -> None:
+    """As with two ranks, on a mesh of replicas and shards."""
+    four.run(_like_torch, (2, 2))

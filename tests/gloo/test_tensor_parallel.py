@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_compile import compile_step, fully_shard, summon_full_params
+from fsdp_compile import StateDictType, compile_step, fully_shard, state_dict_type, summon_full_params
 from fsdp_compile.optim import flat as flat_module
 
 from .ranks import Ranks
@@ -360,3 +361,48 @@ def test_refused(four: Ranks) -> None:
     by name; hooks that are registered afterwards are called.
     """
     four.run(_refuse)
+
+
+def _values(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"]
+
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        shapes = {"rows": (6, 3), "odd": (5, 3), "columns": (3, 4), "all": (3,), "plain": (3, 2)}
+        return nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
+
+    def sharded(seed: int) -> Any:
+        model, placements = build(seed), {"rows": Shard(0), "odd": Shard(0), "columns": Shard(1), "all": Replicate()}
+        for name, placement in placements.items():
+            model[name] = nn.Parameter(distribute_tensor(model[name].detach(), tp, [placement]))
+        return fully_shard(model, mesh=mesh["dp"], auto_wrap_policy=None)
+
+    model, plain = sharded(0), build(0).state_dict()
+    parameters = dict(model.named_parameters())
+    found = model.state_dict()
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        rows = model.state_dict()
+    for name, full in plain.items():
+        dimensions = 1 if name == "plain" else 2
+        for value in (parameters[name], found[name], rows[name]):
+            assert value.device_mesh.ndim == len(value.placements) == dimensions, name
+            assert not value.placements[0].is_replicate() and torch.equal(value.full_tensor(), full), name
+        assert torch.equal(found[name].to_local(), parameters[name].to_local())
+    part = plain["rows"].chunk(2)[mesh.get_local_rank("tp")].chunk(2)[mesh.get_local_rank("dp")]
+    assert torch.equal(rows["rows"].to_local(), part)
+    assert rows["columns"].placements == (Shard(0), Shard(1))
+    of_parameters = {
+        name: distribute_tensor(full, parameters[name].device_mesh, parameters[name].placements)
+        for name, full in plain.items()
+    }
+    for state in (found, rows, of_parameters):
+        other = sharded(1)
+        other.load_state_dict(state)
+        assert all(torch.equal(param.full_tensor(), plain[name]) for name, param in other.named_parameters())
+
+
+def test_values_of_state_dicts(four: Ranks) -> None:
+    """Parameters and values are on the mesh of both dimensions, and say of neither that it is replicated if it is not;
+    they are gathered and loaded, as is what `distribute_tensor` makes like a parameter."""
+    four.run(_values)
