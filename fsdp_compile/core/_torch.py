@@ -7,6 +7,9 @@ torch._dynamo.comptime, guards, symbolic_convert         functions that Dynamo c
                                                          (`add_lambda_guard`), with the graph (`add_graph_finalizer`)
 torch._dynamo.utils                                      permission for side effects in a checkpointed region, asked for
                                                          by `_disable_side_effect_safety_checks_for_current_subtracer`
+torch._C._autograd                                       whether the running backward pass retains its graph
+torch._C._functorch, torch._functorch.pyfunctorch        the transform of torch.func that runs, and how to leave all
+                                                         for a while
 torch._foreach_norm                                      norms of many tensors in one kernel
 torch.distributed.fsdp._common_utils                     what torch's wrapper says of its state: IDLE, ...
 torch.distributed.algorithms._comm_hooks.default_hooks   the hooks that users pass to `register_comm_hook`
@@ -33,12 +36,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph as backward_keeps_graph
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
@@ -66,11 +73,14 @@ __all__ = [
     "TrainingState",
     "allowed_in_regions",
     "allreduce_hook",
+    "backward_keeps_graph",
     "bf16_compress_hook",
     "current_backward",
+    "current_transform",
     "fp16_compress_hook",
     "has_global_hooks",
     "local_shape_and_offset",
+    "outside_of_transforms",
     "reduce_scatter_hook",
     "tree_map",
     "while_tracing",
@@ -319,6 +329,13 @@ RNN_WITHOUT_LIST: dict[str, Any] = {
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The vector norm of each of `tensors`, all of one dtype and device; scalars of `dtype`."""
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def plain_within(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of `torch.func` have wrapped; a plain one itself."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def replicated_params() -> frozenset[nn.Parameter]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.core._torch import FakeTensor, call_with_graph
+from fsdp_compile.core._torch import FakeTensor, call_with_graph, plain_within
 
 _GATHERED, _WRITTEN = "_fsdp_gathered", "_fsdp_written"  # attributes of fake storages
 
@@ -77,7 +77,7 @@ def _refuse_lost_writes(graph: torch.fx.GraphModule) -> None:
 
 
 def _storage(fake: Tensor) -> int:
-    return fake.untyped_storage()._cdata
+    return plain_within(fake).untyped_storage()._cdata
 
 
 def _fakes(value: Any) -> Iterator[Tensor]:

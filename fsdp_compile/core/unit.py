@@ -85,6 +85,17 @@ class UnitOptions:
     prefetch_in_backward: "tuple[Unit, ...] | None" = None  # the same of backward
 
     @property
+    def only_eager(self) -> set[str]:
+        """The methods that chose what a graph does not follow."""
+        chosen = {
+            "set_modules_to_forward_prefetch": self.prefetch_in_forward is not None,
+            "set_modules_to_backward_prefetch": self.prefetch_in_backward is not None,
+            "set_reduce_scatter_max_input_buffers": self.reduces_in_flight != UnitOptions.reduces_in_flight,
+            "set_reshard_after_backward": not self.reshard_after_backward,
+        }
+        return {method for method, is_chosen in chosen.items() if is_chosen}
+
+    @property
     def changes_reduce(self) -> bool:
         """Whether gradients are reduced in another way than a graph's reduces do it."""
         chosen = (self.divide_factor, self.reduce_groups, self.all_reduce_hook)
@@ -200,7 +211,7 @@ class Unit:
         self.reduces_in_flight = ReduceQueue()  # shared by all units of a root
         self.accumulates = False  # whether no_sync was ever in force
         self.may_update = False  # whether graphs let the optimizer update the unit in backward, if nothing is deferred
-        self.options = UnitOptions()
+        self.options = self.options_when_compiled = UnitOptions()  # the latter of the last compiled forward
         self.become_idle()
         self.syncs = True
         self.update_dtypes()

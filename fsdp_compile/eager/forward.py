@@ -21,9 +21,11 @@ from fsdp_compile.core._torch import (
     call_after_backward,
     call_before_runs,
     current_backward,
+    current_transform,
     dynamo_is_active,
     has_global_hooks,
     never_trace,
+    outside_of_transforms,
     while_tracing,
 )
 from fsdp_compile.core.settings import warn_caller
@@ -163,11 +165,19 @@ def _prepare(module: Any) -> None:
     """Apply what users did to parameters; free what was gathered for an eager forward. Raises as `refresh` does."""
     if current_backward() != -1:  # a forward that is recomputed: what the first one found is in force
         return
+    runtime: Runtime = module._fsdp_runtime
     if module._fsdp.is_root:
-        module._fsdp_runtime.check(module)
-        module._fsdp_runtime.compare(module, compiled=True)
+        runtime.check(module)
+        runtime.compare(module, compiled=True)
+        if runtime.post_optim_event is not None:
+            runtime.warn_compiled({"set_post_optim_event"})
     for unit in module._fsdp.units_below:
+        if unit.options is not unit.options_when_compiled:
+            unit.options_when_compiled = unit.options
+            runtime.warn_compiled(unit.options.only_eager)
         if not unit.is_unsharded:
+            if unit.prefetched is not None:
+                runtime.warn_compiled({"unshard"})
             refresh(unit)
             free_for_next_forward(unit)
 
@@ -230,6 +240,9 @@ def _is_inside_itself(module: Any) -> bool:
 @torch.compiler.disable
 def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> None:
     """Gather the module's units, show them to module code, and begin to gather what comes next."""
+    if current_transform() is not None:
+        with outside_of_transforms():
+            return _pre_forward(module, opened, as_flats)
     runtime: Runtime = module._fsdp_runtime
     full_precision = computes_in_full_precision(module)
     if module._fsdp.is_root:
@@ -278,6 +291,11 @@ def _hide(
 @torch.compiler.disable
 def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output: Any) -> None:
     """Prepare for backward, and free what it will gather again."""
+    if current_transform() is not None:
+        for gathered in opened:
+            gathered.is_differentiated = True
+        with outside_of_transforms():
+            return _post_forward(module, opened, inputs, output)
     _hide(module, opened, completed=True)
     for gathered in opened:
         gathered.end_forward(inputs, output, keep=module._fsdp.is_root)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import call_after_backward, current_backward
-from fsdp_compile.core.settings import Settings
+from fsdp_compile.core.settings import Settings, warn_caller
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Phase, ReduceQueue, Unit
 from fsdp_compile.eager.checks import changed_in_forward, check_root, compare_units, groups_of
@@ -63,6 +63,7 @@ class Runtime:
         self.converting = False
         self.forward_order, self.reduces_in_flight.order = Order("forward"), Order("backward")
         self._order_is_known = self._is_checked = self._is_compared = False
+        self._warned: set[str] = set()  # methods without an effect on a compiled forward
         self._changed_in_forward: list[str] = []  # parameters that the first forward has changed
         self._streams: dict[torch.device, Streams] = {}
         self._predicted: Unit | None = None  # what forward prefetch gathers
@@ -99,6 +100,15 @@ class Runtime:
             settings = f"backward_prefetch {given.backward_prefetch}, forward_prefetch {given.forward_prefetch}"
             self._is_compared = compare_units(module, settings, compiled)
             self.forward_order.groups = self.reduces_in_flight.order.groups = groups_of(units_gathered_below(module))
+
+    def warn_compiled(self, methods: set[str]) -> None:
+        """Before a compiled forward, warn once of each of `methods`, which were called and have no effect on it."""
+        for method in sorted(methods - self._warned):
+            self._warned.add(method)
+            warn_caller(
+                f"{method} has no effect on a compiled forward and its backward: graphs gather, free and reduce where "
+                f"their plan says; leave the call out, run the model eagerly, or compile its blocks by block.compile()"
+            )
 
     # --- iterations ---------------------------------------------------------------------------------------------------
 

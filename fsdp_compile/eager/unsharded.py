@@ -19,6 +19,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from fsdp_compile.comm import collectives
 from fsdp_compile.core._torch import (
     WITHOUT_TENSORS,
+    backward_keeps_graph,
     call_after_backward,
     current_backward,
     leaves_of,
@@ -111,8 +112,8 @@ class UnshardedUnit:
         backward_pass: the backward pass that last read the parameters, or -1.
         recomputed_in: the backward pass in which a recomputed forward last read the open parameters, or -1.
         prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
-        is_differentiated: whether a backward pass made a graph of its own (`create_graph`), which has saved the
-            parameters: their buffers go with that graph.
+        is_differentiated: whether something has saved the parameters that no hook tells of: a graph that a backward
+            pass made (`create_graph`), or a transform of `torch.func`. Their buffers go with what has saved them.
         readers: who else reads the parameters in that backward pass.
         prefetch_backward: gathers the unit whose backward comes next, if that is wanted now.
         previous: the forward of a unit that ended before this one.
@@ -260,6 +261,8 @@ class UnshardedUnit:
                 self._keep()
             return
         self.unit.awaiting_backward[self] = None
+        if self.is_differentiated:
+            return
         self.can_free = self._hook_outputs(inputs, output)
         if self.unit.has_frozen or not self.unit.trains:
             self._hook_inputs(inputs)
@@ -317,7 +320,8 @@ class UnshardedUnit:
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             self.reopen()
-        elif self in self.unit.awaiting_backward:  # a recomputed forward opened it; another may have closed it since
+        elif self in self.unit.awaiting_backward and not any(buffer.is_free for buffer in self.buffers):
+            # A recomputed forward opened it; another may have hidden it since.
             self.unit.show_unsharded(self.views, self.as_flats)
 
     def reopen(self) -> None:
@@ -396,7 +400,8 @@ class UnshardedUnit:
 
     def close(self) -> None:
         """End backward: free the buffers, or keep them where that saves an all-gather."""
-        self.unit.awaiting_backward.pop(self, None)
+        if not backward_keeps_graph():  # else another backward pass through the same graph may follow
+            self.unit.awaiting_backward.pop(self, None)
         self.hide()
         if self.is_differentiated:
             return

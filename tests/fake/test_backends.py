@@ -1,7 +1,12 @@
-"""Backends of torch.compile that are not ours, and operators that hold a graph of their own."""
+"""Backends of torch.compile that are not ours, operators that hold a graph of their own, methods that graphs ignore."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from compiling import small
 from models import mlp
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -32,3 +37,39 @@ class _Attention(nn.Module):
 def test_operators_with_a_subgraph_are_priced() -> None:
     """Inductor compiles a sharded model with `flex_attention`, whose `score_mod` is a graph in an argument."""
     assert torch.compile(fully_shard(nn.Sequential(_Attention())))(torch.randn(2, 16, 32)).shape == ()
+
+
+# --- methods that compiled steps do not follow ------------------------------------------------------------------------
+
+ONLY_EAGER: dict[str, Callable[[Any], Any]] = {
+    "set_modules_to_forward_prefetch": lambda model: model.set_modules_to_forward_prefetch([model[0]]),
+    "set_modules_to_backward_prefetch": lambda model: model.set_modules_to_backward_prefetch([model[0]]),
+    "set_reduce_scatter_max_input_buffers": lambda model: model.set_reduce_scatter_max_input_buffers(3),
+    "set_reshard_after_backward": lambda model: model[0].set_reshard_after_backward(False),
+    "set_post_optim_event": lambda model: model.set_post_optim_event(torch.Event("cpu")),
+    "unshard": lambda model: model[0].unshard(),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "blocks", "module", "function"])
+def test_methods_without_effect_on_a_compiled_step(how: str) -> None:
+    """Each method that a compiled step does not follow says so once, by its name, and not where it has its effect."""
+    model: Any = small()
+    if how == "blocks":
+        model[0].compile(backend="aot_eager")
+    for unit in (model[0], model):
+        fully_shard(unit, auto_wrap_policy=None)
+    step: Callable[[Tensor], Tensor] = model
+    if how in ("module", "function"):
+        step = torch.compile(model if how == "module" else lambda x: model(x), backend="aot_eager")
+    found: list[str] = []
+    for name, choose in ONLY_EAGER.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                choose(model)
+                step(torch.ones(2, 3)).sum().backward()
+        said = [str(each.message) for each in caught if "no effect on a compiled" in str(each.message)]
+        assert len(said) <= 1 and all(each.startswith(name) for each in said)
+        found += [name] * len(said)
+    assert found == (list(ONLY_EAGER) if how in ("module", "function") else [])

@@ -1,5 +1,6 @@
 """Checkpoints within units, torch's wrapper around them, and parts of a forward without gradients."""
 
+import copy
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fully_shard
@@ -33,6 +35,51 @@ from .training import (
 
 MLP = MODELS["mlp"]
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+# --- retained graphs ----------------------------------------------------------------------------------------------
+
+
+class _Retained(nn.Module):
+    """A unit that runs by itself, in checkpoints, and twice within one."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.twice = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+        self.once, self.head, self.reentrant = nn.Linear(7, 7), nn.Linear(7, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = partial(checkpoint, use_reentrant=self.reentrant)
+        x = run(self.twice, x) + self.twice(x) + run(lambda x: self.twice(self.twice(self.once(x))), x)
+        return self.head(run(self.twice, 2 * x) * run(self.twice, x))
+
+
+def _retain(rank: int) -> None:
+    for strategy, reentrant, frozen in product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True), (0, 1)):
+        torch.manual_seed(0)
+        reference = _Retained(reentrant)
+        reference.twice[0].weight.requires_grad_(not frozen)
+        model = copy.deepcopy(reference)
+        for unit in (model.twice, model.once, model):
+            fully_shard(unit, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=None)
+        found: list[Tensor] = []
+        for each in (reference, model):
+            x = torch.linspace(-1, 1, 14).view(2, 7).requires_grad_()
+            output = each(x)
+            loss, other = output.square().sum(), output.sin().sum()
+            for of in (loss, other, loss + other):
+                of.backward(retain_graph=of is not loss + other)
+                assert x.grad is not None
+                found.append(x.grad.clone())
+        half = len(found) // 2
+        at = f"{strategy}, {reentrant}, {frozen}"
+        torch.testing.assert_close(found[:half], found[half:], msg=lambda text, at=at: f"{at}: {text}")
+        assert_same_gradients(model, reference)
+
+
+def test_retained_graphs_with_checkpoints(two: Ranks) -> None:
+    """Several backward passes through one graph with checkpoints around a unit that runs several times."""
+    two.run(_retain)
 
 
 # --- checkpoints within a unit ----------------------------------------------------------------------------------------
