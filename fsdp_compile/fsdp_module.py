@@ -14,7 +14,14 @@ from fsdp_compile.core._torch import norms
 from fsdp_compile.core.ops import NamedGroup
 from fsdp_compile.core.settings import warn_caller
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import ModuleSharding, clean_names, original_class, units_gathered_below
+from fsdp_compile.core.sharding import (
+    ModuleSharding,
+    clean_names,
+    get_parameter,
+    original_class,
+    stored_parameters,
+    units_gathered_below,
+)
 from fsdp_compile.core.unit import Unit, check_idle, unit_of
 from fsdp_compile.eager import Runtime, compiled_forward
 from fsdp_compile.eager.casting import cast_buffers, computes_in_full_precision, convert
@@ -37,13 +44,19 @@ class HasShardedParameters(nn.Module):
         """
         return model_state.collect(self, super().state_dict, *args, **kwargs)
 
+    get_parameter = get_parameter
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refresh_own_units(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        stored = stored_parameters(self)
+        for name, param in stored.items() if self._parameters is not stored else ():  # within a forward
+            if param is not None:
+                destination[prefix + name] = param if keep_vars else param.detach()
         model_state.save(self, destination, prefix)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for name, param in self._parameters.items():
+        for name, param in stored_parameters(self).items():
             if isinstance(param, ShardedTensor):
                 raise RuntimeError(
                     f"parameter {name} of {original_class(self).__name__} is part of a unit, whose parameters are "

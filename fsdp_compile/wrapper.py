@@ -26,7 +26,7 @@ from fsdp_compile.comm.groups import GroupArgument
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
 from fsdp_compile.core.settings import Settings, warn_caller
-from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, sharding_of, units_used_below
+from fsdp_compile.core.sharding import CHECKPOINTED, WRAPPED, clean_name, get_parameter, sharding_of, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.eager.summon import summon_full_params
 from fsdp_compile.state_dict import optimizer
@@ -111,6 +111,8 @@ class FullyShardedDataParallel(nn.Module):
         self.register_state_dict_post_hook(_drop_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
         self.register_load_state_dict_post_hook(_clean_incompatible_keys)
+
+    get_parameter = get_parameter
 
     @property
     def module(self) -> Any:

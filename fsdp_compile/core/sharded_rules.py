@@ -127,8 +127,8 @@ def average_gradients(args: Iterable[Any]) -> None:
             if isinstance(arg.local, FakeTensor):
                 if arg.requires_grad and torch.is_grad_enabled():
                     raise RuntimeError(
-                        "a compiled forward used a sharded parameter, as from parameters(): use module.name, which is "
-                        "unsharded, or compute that outside of what is compiled"
+                        "a compiled forward used a sharded parameter of another unit, as from parameters(): use "
+                        "module.name, which is unsharded, or compute that outside of what is compiled"
                     )
             elif arg.requires_grad and arg.is_leaf and "_averages" not in vars(arg):
                 vars(arg)["_averages"] = arg.register_hook(partial(_averaged, arg.spec))

@@ -4,10 +4,11 @@
     module._fsdp_units    the units that hold the module's own parameters; generated look-up code reads it
 
 The class of a module that owns managed parameters is replaced by a subclass with a property for each. It returns the
-unit's full view while the unit is gathered, else the sharded parameter: nothing is set or restored per step. Classes
-are cached by (original class, where each parameter is found, forward, constants of a traced forward), so equal blocks
-share one class and one compiled graph, and different models share no code object: Dynamo counts recompilations for
-each, and stops at a limit. What belongs to an instance, its units, lives in its `__dict__`.
+unit's full view while the unit is gathered, else the sharded parameter: nothing is set or restored per step. So does
+the property `_parameters`, which all methods of `nn.Module` that list parameters read, also those of modules around.
+Classes are cached by (original class, where each parameter is found, forward, constants of a traced forward), so equal
+blocks share one class and one compiled graph, and different models share no code object: Dynamo counts recompilations
+for each, and stops at a limit. What belongs to an instance, its units, lives in its `__dict__`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_compile.core._torch import RNN_WITHOUT_LIST, mark_as_sharded
+from fsdp_compile.core._torch import RNN_WITHOUT_LIST, current_backward, executes_formula, mark_as_sharded
 from fsdp_compile.core.inner_params import inner_names, recipes_of
 from fsdp_compile.core.settings import Settings
 from fsdp_compile.core.unit import Unit, unit_of
@@ -115,7 +116,7 @@ def add_lookups(module: nn.Module, params: dict[str, tuple[Unit, int]], mixin: t
         if unit not in units:
             units.append(unit)
         lookups.append(Lookup(name, units.index(unit), index))
-        unit.locations.add(index, module._parameters, name)
+        unit.locations.add(index, stored_parameters(module), name)
     module.__dict__["_fsdp_units"] = tuple(units)
     constants = getattr(type(module), "_fsdp_traced_constants", ())
     _swap(module, tuple(lookups), getattr(type(module), "_fsdp_mixin", mixin), constants)
@@ -149,6 +150,8 @@ def _swapped_class(
     for name, inner in together:
         tensors = ", ".join(f"module.{each}" for each in inner)
         namespace[name] = _property(_PUT_TOGETHER, {"name": name, "tensors": tensors})
+    if lookups:
+        namespace["_parameters"] = _shown_parameters(lookups)
     if lookups and issubclass(original, nn.RNNBase):
         namespace |= RNN_WITHOUT_LIST
     namespace |= {"_fsdp_original": original, "_fsdp_lookups": lookups, "_fsdp_mixin": mixin}
@@ -193,10 +196,10 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         unit: Unit = module._fsdp_units[slot]
-        if unit.summoned is None and unit.in_flat(index)[0].trains and name in module._parameters:
+        if unit.summoned is None and unit.in_flat(index)[0].trains and name in stored_parameters(module):
             return unit.traced_unshard(full_precision=True)[index]
     try:
-        param: nn.Parameter | None = module._parameters[name]
+        param: nn.Parameter | None = stored_parameters(module)[name]
     except KeyError:
         raise AttributeError(name) from None
     managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
@@ -224,6 +227,61 @@ def _property(code: str, literals: dict[str, Any]) -> property:
     scope: dict[str, Any] = {"find_closed": find_closed}
     exec(code.format(**literals), scope)
     return property(scope["find"])
+
+
+class ShownParameters(dict[str, Any]):
+    """`_parameters` of a module whose parameters are gathered: full ones in the place of those that are stored.
+    What is set or deleted here is set or deleted there too.
+    """
+
+    def __init__(self, stored: dict[str, Any], shown: dict[str, Tensor]) -> None:
+        super().__init__(stored)
+        self.update({name: tensor for name, tensor in shown.items() if name in stored})
+        self.stored = stored
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.stored[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self.stored[name]
+
+
+def stored_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """`module._parameters` as it is stored: sharded parameters, also within their unit's forward."""
+    stored: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
+    return stored
+
+
+def get_parameter(module: nn.Module, target: str) -> Any:
+    """As `nn.Module.get_parameter`; within a forward of its unit, the unsharded parameter, a plain tensor."""
+    path, _, name = target.rpartition(".")
+    shown = module.get_submodule(path)._parameters.get(name)
+    return nn.Module.get_parameter(module, target) if shown is None else shown
+
+
+def _readable(unit: Unit) -> list[Tensor] | None:
+    """The unsharded parameters of `unit` if its forward or backward runs; None in hooks behind accumulated gradients,
+    which look for the parameters that have them.
+    """
+    if torch.compiler.is_compiling():
+        return unit.unsharded_params
+    runs = unit.is_unsharded and (current_backward() == -1 or executes_formula())
+    return unit.unsharded_params if runs else None
+
+
+def _shown_parameters(lookups: tuple[Lookup, ...]) -> property:
+    """The property `_parameters` of a class with `lookups`, which are literals as in `_FIND`."""
+    code = "def show(module):\n    shown = {}\n"
+    for slot in sorted({lookup.slot for lookup in lookups}):
+        items = ", ".join(f"{each.name!r}: views[{each.index}]" for each in lookups if each.slot == slot)
+        code += f"    views = readable(module._fsdp_units[{slot}])\n"
+        code += f"    if views is not None:\n        shown.update({{{items}}})\n"
+    code += "    stored = module.__dict__['_parameters']\n    return Shown(stored, shown) if shown else stored\n"
+    scope: dict[str, Any] = {"readable": _readable, "Shown": ShownParameters}
+    exec(code, scope)
+    return property(scope["show"], lambda module, value: module.__dict__.update(_parameters=value))
 
 
 def clean_name(name: str) -> str:

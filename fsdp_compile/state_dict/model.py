@@ -31,7 +31,7 @@ from fsdp_compile.comm.collectives import is_first
 from fsdp_compile.core.flat_collectives import all_gather_flat
 from fsdp_compile.core.inner_params import inner_names, plain_tensors, recipe_of, recipes_of
 from fsdp_compile.core.sharded_tensor import ShardedTensor
-from fsdp_compile.core.sharding import sharding_of, units_used_below
+from fsdp_compile.core.sharding import sharding_of, stored_parameters, units_used_below
 from fsdp_compile.core.unit import Unit
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, managed, torch_values
 
@@ -206,7 +206,7 @@ def save(module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         destination[prefix + name] = saving.value(parameter)
     for name, recipe in recipes_of(module).items():
         inner = inner_names(name, recipe)
-        unit = managed(module._parameters[inner[0]]).unit  # type: ignore[arg-type,union-attr]  # it is managed
+        unit = managed(stored_parameters(module)[inner[0]]).unit  # type: ignore[arg-type,union-attr]  # it is managed
         if saving.settings_of(unit).state_dict_type is FULL:
             plain = [destination.pop(prefix + each) for each in inner]
             destination[prefix + name] = recipe.put_together(iter(plain)) if _has_values(unit) else None
@@ -240,7 +240,7 @@ def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, e
     if type(value) is not recipe.kind:
         return
     inner = inner_names(name, recipe)
-    there = value.to(module._parameters[inner[0]].device)  # type: ignore[union-attr]  # a parameter
+    there = value.to(stored_parameters(module)[inner[0]].device)  # type: ignore[union-attr]  # a parameter
     given = recipe_of(there)
     if (given.suffixes, given.context) == (recipe.suffixes, recipe.context):
         del state[prefix + name]
@@ -253,8 +253,8 @@ def _flatten(module: nn.Module, name: str, state: dict[str, Any], prefix: str, e
 
 def _own_parameters(module: nn.Module, state: dict[str, Any], prefix: str) -> list[tuple[str, ManagedParameter]]:
     """The sharded parameters, by name, that `module` itself owns and `state` has a value for."""
-    own = [(name, param) for name, param in module._parameters.items() if param is not None and prefix + name in state]
-    return [(name, parameter) for name, param in own if (parameter := managed(param))]
+    own = [(name, param) for name, param in stored_parameters(module).items() if prefix + name in state]
+    return [(name, parameter) for name, param in own if param is not None and (parameter := managed(param))]
 
 
 @torch.inference_mode(False)

@@ -42,13 +42,13 @@ def _moments(model: nn.Module) -> Iterator[str]:
 @styles
 @all_strategies
 def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy: str) -> None:
-    """At every moment, inside forward too, `parameters()` yields the original objects under their names, all of them.
+    """At every moment `parameters()` yields the original objects under their names, all of them.
 
-    They always have their full shape, and this rank's part in memory, but inside summon_full_params all elements. Torch
-    shows other things at some of these moments: full views in forward (E-VIEW-10) and up to backward (E-VIEW-12) or,
-    without original parameters, flat ones (E-VIEW-15), memory that is gone (E-VIEW-16), new ones when summoned
-    (E-VIEW-17), none when converted (E-VIEW-18, E-ERR-42). When summoned they are the original ones, with all elements
-    (E-VIEW-14).
+    They always have their full shape, and this rank's part in memory, but inside summon_full_params all elements.
+    Within a forward those of units that it has gathered are what attributes are: full views (E-VIEW-10). Torch shows
+    other things at some of these moments: views up to backward (E-VIEW-12) or, without original parameters, flat ones
+    (E-VIEW-15), memory that is gone (E-VIEW-16), new ones when summoned (E-VIEW-17), none when converted (E-VIEW-18,
+    E-ERR-42). When summoned they are the original ones, with all elements (E-VIEW-14).
     """
     plain = mlp()
     originals = dict(plain.named_parameters())
@@ -69,7 +69,19 @@ def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy
             assert here.numel() == param.numel() if full else tuple(here.shape) == stored[name]
             assert here.untyped_storage().nbytes() >= here.nbytes and unit_of(param) is not None
 
-    plain.blocks[1].up.register_forward_pre_hook(lambda *_: look(full=False))
+    def look_inside(*_: Any) -> None:
+        found = dict(model.named_parameters())
+        assert [name.replace(f"{WRAPPED}.", "") for name in found] == list(originals)
+        for name, param in found.items():
+            original = originals[name.replace(f"{WRAPPED}.", "")]
+            assert param is model.get_parameter(name) and param.shape == original.shape
+            if "blocks." in name and "blocks.1" not in name:  # of a unit that is not gathered
+                assert param is original
+            else:
+                path, _, own = name.rpartition(".")
+                assert type(param) is Tensor and param is getattr(model.get_submodule(path), own)
+
+    plain.blocks[1].up.register_forward_pre_hook(look_inside)
     for moment in _moments(model):
         look(full=moment == "summoned")
         assert all(getattr(plain.stem, name) is originals[f"stem.{name}"] for name in ("weight", "bias")), moment
@@ -173,25 +185,32 @@ class _Guarded(nn.Linear):
 
 @pytest.mark.parametrize("unsafe", ["0", "1"])
 def test_attributes_are_read_by_the_module_s_protocol(unsafe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module's own `__getattr__` finds full parameters, its `__setattr__` is never called, and its registry stays.
+    """A module's own `__getattr__` finds full parameters, as its registry does, and its `__setattr__` is never called.
 
-    E-VIEW-4. So there is no protocol to bypass, and no switch that does (E-ENV-1).
+    E-VIEW-4. What is put into the registry within a forward stays. So there is no protocol to bypass, and no switch
+    that does (E-ENV-1).
     """
     monkeypatch.setenv("FSDP_USE_UNSAFE_SETATTR", unsafe)
     model = nn.Sequential(_Guarded(7, 7), _Guarded(7, 7))
     fully_shard(model, auto_wrap_policy={_Guarded})
     registry = dict(model[0]._parameters)
 
-    def check(now: dict[str, Any]) -> None:
-        assert list(now) == list(registry) and all(now[name] is registry[name] for name in now)
+    def check(module: nn.Module, _: Any) -> None:
+        now = module._parameters
+        assert list(now) == list(registry) and all(now[name] is getattr(module, name) for name in now)
+        module.register_parameter("more", None)
+        module.register_parameter("less", None)
+        del module._parameters["less"]
 
     _Guarded.sealed = True
     try:
-        model[0].register_forward_pre_hook(lambda module, _: check(module._parameters))
+        handle = model[0].register_forward_pre_hook(check)
         model(torch.randn(3, 7)).sum().backward()
+        handle.remove()
     finally:
         _Guarded.sealed = False
     assert model[0].kernel is model[0].weight is registry["weight"]
+    assert dict(model[0]._parameters) == {**registry, "more": None}
 
 
 def test_all_places_of_a_shared_parameter_see_one_view() -> None:
@@ -220,6 +239,7 @@ class _Recomputed(Residual):
 
     def _run(self, x: Tensor) -> Tensor:
         self.seen.append(self.up.weight)
+        assert next(self.up.parameters()) is self.up.weight
         return super().forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,6 +258,31 @@ def test_recomputation_reads_the_tensors_of_forward(strategy: str) -> None:
         first, again = block.seen
         assert first is again and first.shape == (9, 7)
         assert all(param.grad is not None for param in block.parameters())
+
+
+@all_strategies
+def test_hooks_behind_gradients_find_the_parameters(strategy: str) -> None:
+    """What is called when a gradient was accumulated finds it at the parameter that the model lists.
+
+    So an optimizer in such hooks works, also while a unit with frozen parameters is still read.
+    """
+    model = mlp()
+    for block in model.blocks:
+        block.up.weight.requires_grad_(False)
+    originals = dict(model.named_parameters())
+    fully_shard(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy={Residual})
+    seen: list[str] = []
+
+    def look(_param: Tensor) -> None:
+        now = dict(model.named_parameters())
+        assert all(now[name] is param for name, param in originals.items())
+        seen.extend(name for name, param in now.items() if param.grad is not None)
+
+    for param in originals.values():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(look)
+    model(torch.randn(3, 7, requires_grad=True)).sum().backward()
+    assert set(seen) == {name for name, param in originals.items() if param.requires_grad}
 
 
 def test_a_parameter_deleted_before_backward() -> None:
@@ -270,6 +315,7 @@ class _Notes(Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         self.forward_dtype = self.up.weight.dtype
+        assert {each.dtype for each in self.parameters()} == {self.forward_dtype}
         hidden = self.up(x)
         if hidden.requires_grad:
             hidden.register_hook(self._note)

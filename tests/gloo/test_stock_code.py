@@ -1,7 +1,9 @@
 """Code that was written for unsharded models, on sharded ones: right, or refused with a reason."""
 
 import copy
+from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import fully_shard
@@ -19,49 +22,140 @@ from .ranks import Ranks
 from .training import local, stored_here
 
 
-class _Penalized(nn.Module):
-    """Adds a penalty on its parameters, and scales by the norm of one, inside its forward."""
+class _Block(nn.Module):
+    """Scales by the norms of its parameters, which a module without own parameters lists."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.inner = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = next(self.inner.parameters()).dtype
+        penalty = sum(param.pow(2).sum() for name, param in self.inner.named_parameters() if name.endswith("weight"))
+        return self.inner(x.to(dtype)) * (1 + 0.1 * penalty)
+
+
+class _Penalized(nn.Module):
+    """Adds a penalty on parameters inside its forward: on those of the head, or on all of them."""
+
+    def __init__(self, on_all: bool) -> None:
+        super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(7, 3)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.head, self.on_all = nn.Linear(7, 3), on_all
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        penalty = sum(param.pow(2).sum() for param in self.parameters())
-        factor = next(self.blocks[0].parameters()).norm()
-        return self.head(x).square().mean() * factor + 0.1 * penalty
+        penalized = self if self.on_all else self.head
+        return self.head(x).square().mean() + 0.1 * sum(param.pow(2).sum() for param in penalized.parameters())
 
 
-def _penalty(rank: int) -> None:
-    reference = _Penalized()
-    model = fully_shard(copy.deepcopy(reference))
+def _penalty(rank: int, on_all: bool, policy: Any, dtype: torch.dtype, strategy: str, how: str) -> None:
+    reference = _Penalized(on_all)
+    model = fully_shard(
+        copy.deepcopy(reference),
+        auto_wrap_policy=policy,
+        sharding_strategy=ShardingStrategy[strategy],
+        mixed_precision=MixedPrecision(param_dtype=dtype),
+    )
     world = dist.get_world_size()
-    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1))
-    expected = torch.stack([reference(part) for part in batch.chunk(world)])
+    batch = torch.randn(4 * world, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = torch.stack([reference.to(dtype)(part) for part in batch.chunk(world)])
     expected.mean().backward()
-    loss = model(batch.chunk(world)[rank])
-    torch.testing.assert_close(loss.detach(), expected[rank].detach())
+    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True)
+    mine = batch.chunk(world)[rank]
+    if how != "eager" and on_all and policy:
+        with pytest.raises(Exception, match=r"used a sharded parameter of another unit, as from parameters\(\)"):
+            run(mine)
+        return
+    loss = run(mine)
+    close = {"rtol": 3e-2, "atol": 3e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(loss.detach().float(), expected[rank].detach().float(), **close)
     loss.backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert other.grad is not None and param.grad is not None
-        here = stored_here(param, other.grad)
+        here = stored_here(param, other.grad.float())
         if here is not None:
-            torch.testing.assert_close(local(param.grad), here, rtol=1e-4, atol=1e-6)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"used a sharded parameter, as from parameters\(\)"):
-        compiled(batch.chunk(world)[rank])
+            torch.testing.assert_close(local(param.grad), here, **close)
+
+
+def _penalties(rank: int) -> None:
+    for how in ("eager", "aot_eager"):
+        _penalty(rank, False, {_Block}, torch.bfloat16, "FULL_SHARD", how)
+        _penalty(rank, False, {_Block}, torch.float32, "NO_SHARD", how)
+        _penalty(rank, True, None, torch.float32, "SHARD_GRAD_OP", how)
+        _penalty(rank, True, {_Block}, torch.float32, "FULL_SHARD", how)
 
 
 def test_parameters_inside_forward(two: Ranks) -> None:
     """What a forward computes from `self.parameters()` has the unsharded model's values and gradients.
 
-    Compiled, it is refused.
+    Compiled, parameters of other units are refused.
     """
-    two.run(_penalty)
+    two.run(_penalties)
+
+
+# --- transforms of torch.func -----------------------------------------------------------------------------------------
+
+
+def _trained_by(
+    use: Callable[[nn.Module, Tensor], Tensor],
+) -> Callable[[nn.Module, Tensor], list[Tensor]]:
+    def train(model: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        use(model, x).square().sum().backward()
+        assert x.grad is not None
+        grads = [torch.zeros(param.shape) if param.grad is None else param.grad for param in model.parameters()]
+        return [x.grad, *(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)]
+
+    return train
+
+
+_TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jvp": lambda model, x: jvp(model, (x,), (torch.ones_like(x),)),
+    "vjp": lambda model, x: vjp(model, x)[1](torch.ones(len(x), 3)),
+    "grad": lambda model, x: [grad(lambda x: model(x).sum())(x)],
+    "jacrev": lambda model, x: [jacrev(model)(x)],
+    "hessian": lambda model, x: [hessian(lambda x: model(x).sum())(x)],
+    "vmap": lambda model, x: [vmap(model)(torch.stack([x, 2 * x]))],
+    "vmap of grad": lambda model, x: [vmap(grad(lambda x: model(x).sum()))(x)],
+    "training through vmap": _trained_by(lambda model, x: vmap(model)(torch.stack([x, 2 * x]))),
+    "training through jvp": _trained_by(lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1]),
+    "training through grad": _trained_by(lambda model, x: grad(lambda x: model(x).sum())(x)),
+    "training after all of them": _trained_by(lambda model, x: model(x)),
+}
+
+
+def _transform(rank: int, strategy: str, frozen: bool, how: str) -> None:
+    reference = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 3))
+    reference[2].requires_grad_(not frozen)
+    reference[0].weight.requires_grad_(not frozen)
+    model = copy.deepcopy(reference)
+    for unit in (model[2], model):
+        fully_shard(unit, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=None)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    for name, transform in _TRANSFORMS.items():
+        if how != "eager" and name not in ("jvp", "grad", "vmap", "training through vmap"):
+            continue
+        torch._dynamo.reset()
+        run = torch.compile(transform, backend=how) if how != "eager" else transform
+        for found, expected in zip(run(model, x), transform(reference, x), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda text, at=(name, strategy, frozen): f"{at}: {text}")
+        for each in (model, reference):
+            each.zero_grad()
+
+
+def _transforms(rank: int) -> None:
+    torch.manual_seed(0)
+    for strategy, frozen in (("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True)):
+        _transform(rank, strategy, frozen, "eager")
+    _transform(rank, "FULL_SHARD", False, "aot_eager")
+
+
+def test_transforms(two: Ranks) -> None:
+    """`torch.func` transforms a sharded model, or a function that calls it, as an unsharded one."""
+    two.run(_transforms)
 
 
 # --- forward on the instance ------------------------------------------------------------------------------------------
