@@ -43,6 +43,7 @@ from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._dynamo.comptime import comptime as while_tracing
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import install_guard
+from torch._dynamo.source import NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allowed_in_regions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
@@ -145,6 +146,30 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
     output = InstructionTranslator.current_tx().output
     if function not in output.register_finalizer_fns:
         output.add_graph_finalizer(function)
+
+
+def tensor_assigned_at_break() -> Tensor | None:
+    """If Dynamo ends the graph it traces now at `tensor.name = value`: the fake of `tensor`."""
+    tracing = InstructionTranslator.current_tx()
+    if tracing.current_instruction.opname != "STORE_ATTR" or not tracing.stack:
+        return None
+    fake = getattr(getattr(getattr(tracing.stack[-1], "proxy", None), "node", None), "meta", {}).get("example_value")
+    return fake if isinstance(fake, FakeTensor) else None
+
+
+def traced_code_changes(attribute: str) -> bool:
+    """Whether Dynamo traces, and has traced a change of a dictionary that is an object's `attribute`."""
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:  # it does not trace
+        return False
+    for variable in effects.id_to_variable.values():
+        source: Any = variable.source
+        while isinstance(source, NNModuleSource):
+            source = source.base
+        if getattr(source, "member", None) == attribute and effects.is_modified(variable):
+            return True
+    return False
 
 
 def call_before_runs(tracing: Any, name: str, function: Callable[[Any], bool], inside: CodeType) -> None:

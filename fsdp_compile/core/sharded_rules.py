@@ -228,6 +228,10 @@ def _choose(func: Any) -> Rule:
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], ShardedTensor) and isinstance(args[0].local, FakeTensor):  # Dynamo breaks the graph
+        raise NotImplementedError(
+            "a graph cannot assign to the .data of a sharded parameter; assign it outside of what is compiled"
+        )
     raise TypeError(
         f"{func._schema.name}: expected a plain tensor, found a sharded one, whose memory is part of its unit's shard; "
         f"copy into it, or edit it within summon_full_params"

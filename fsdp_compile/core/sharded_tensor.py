@@ -189,6 +189,7 @@ class ShardedTensor(Tensor):
         return self.detach()
 
     @data.setter
+    @never_compile
     def data(self, value: Tensor) -> None:
         check_full_shape(self, value, "to change this rank's elements alone, copy into to_local(); ")
         if isinstance(value, ShardedTensor) and not value.spec.same_ranges(self.spec):

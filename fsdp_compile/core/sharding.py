@@ -136,6 +136,8 @@ def _swap(module: nn.Module, lookups: tuple[Lookup, ...], mixin: type, constants
     names = tuple((name, tuple(inner_names(name, recipe))) for name, recipe in recipes_of(module).items())
     swapped = _swapped_class(original_class(module), lookups, names, mixin, constants)  # type: ignore[arg-type]  # hash
     module.__class__ = swapped
+    if lookups:
+        _store_parameters(module, module.__dict__["_parameters"])
 
 
 @functools.cache
@@ -196,10 +198,10 @@ def find_closed(module: Any, name: str, slot: int, index: int) -> Tensor | None:
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         unit: Unit = module._fsdp_units[slot]
-        if unit.summoned is None and unit.in_flat(index)[0].trains and name in stored_parameters(module):
+        if unit.summoned is None and unit.in_flat(index)[0].trains and name in module._fsdp_parameters:
             return unit.traced_unshard(full_precision=True)[index]
     try:
-        param: nn.Parameter | None = stored_parameters(module)[name]
+        param: nn.Parameter | None = module._fsdp_parameters[name]
     except KeyError:
         raise AttributeError(name) from None
     managed = unit_of(param) if param is not None and not torch.compiler.is_compiling() else None
@@ -234,18 +236,17 @@ class ShownParameters(dict[str, Any]):
     What is set or deleted here is set or deleted there too.
     """
 
-    def __init__(self, stored: dict[str, Any], shown: dict[str, Tensor]) -> None:
-        super().__init__(stored)
-        self.update({name: tensor for name, tensor in shown.items() if name in stored})
-        self.stored = stored
+    def __init__(self, module: Any, shown: dict[str, Any]) -> None:
+        super().__init__(shown)
+        self.module = module  # not what it stores, all of which Dynamo would make inputs of the graph
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        self.stored[name] = value
+        self.module._fsdp_parameters[name] = value
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        del self.stored[name]
+        del self.module._fsdp_parameters[name]
 
 
 def stored_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -278,10 +279,16 @@ def _shown_parameters(lookups: tuple[Lookup, ...]) -> property:
         items = ", ".join(f"{each.name!r}: views[{each.index}]" for each in lookups if each.slot == slot)
         code += f"    views = readable(module._fsdp_units[{slot}])\n"
         code += f"    if views is not None:\n        shown.update({{{items}}})\n"
-    code += "    stored = module.__dict__['_parameters']\n    return Shown(stored, shown) if shown else stored\n"
+    code += "    stored = module._fsdp_parameters\n    if not shown:\n        return stored\n"
+    code += "    return Shown(module, {name: shown[name] if name in shown else stored[name] for name in stored})\n"
     scope: dict[str, Any] = {"readable": _readable, "Shown": ShownParameters}
     exec(code, scope)
-    return property(scope["show"], lambda module, value: module.__dict__.update(_parameters=value))
+    return property(scope["show"], _store_parameters)
+
+
+def _store_parameters(module: nn.Module, stored: dict[str, nn.Parameter | None]) -> None:
+    # Under both names: where Dynamo traces `module.__dict__["_parameters"]`, torch 2.11 calls the property.
+    module.__dict__.update(_parameters=stored, _fsdp_parameters=stored)
 
 
 def clean_name(name: str) -> str:

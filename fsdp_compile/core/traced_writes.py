@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compile.core._torch import FakeTensor, call_with_graph, plain_within
+from fsdp_compile.core._torch import (
+    FakeTensor,
+    call_with_graph,
+    plain_within,
+    tensor_assigned_at_break,
+    traced_code_changes,
+)
 
 _GATHERED, _WRITTEN = "_fsdp_gathered", "_fsdp_written"  # attributes of fake storages
 
@@ -42,9 +48,9 @@ def note_written(written: Sequence[Tensor]) -> None:
 
 
 def note_gathered(shard: Tensor) -> None:
-    """The graph gathers `shard`, a fake. NotImplementedError if it has written to a part of it before."""
+    """The graph gathers `shard`, a fake. NotImplementedError if it has changed or replaced a part of it before."""
     storage = _attributes_of_storage(shard)
-    if storage.get(_WRITTEN):
+    if storage.get(_WRITTEN) or traced_code_changes("_fsdp_parameters"):
         raise NotImplementedError(
             "a sharded parameter changes in a graph that gathers it afterwards, which would give the old values; call "
             "torch._dynamo.graph_break() in between, or change it outside of what is compiled"
@@ -61,19 +67,25 @@ def check_finished_graph(_tracing: Any) -> None:
     call_with_graph(_refuse_lost_writes)
 
 
+_LOST = (
+    "compiled code changes a sharded parameter in a copy that was gathered, where the change would be lost; change it "
+    "under torch.no_grad() and outside of its module's forward, or use a buffer"
+)
+
+
 def _refuse_lost_writes(graph: torch.fx.GraphModule) -> None:
     """Raise RuntimeError if a graph of Dynamo writes to unsharded parameters."""
     nodes = list(graph.graph.nodes)
     unshard = torch.ops.fsdp_flat.unshard.default
     gathered = {_storage(node.meta["example_value"]) for node in nodes if node.target is unshard}
+    assigned = tensor_assigned_at_break()
+    if assigned is not None and _storage(assigned) in gathered:
+        raise RuntimeError(f"an assignment to an attribute: {_LOST}")
     for node in nodes:
         written = [each for each in _fakes(node.meta.get("example_value")) if each._version]
         written += [each for argument in _written_arguments(node) for each in _fakes(argument)]
         if any(_storage(each) in gathered for each in written):
-            raise RuntimeError(
-                f"{node.name}: compiled code changes a sharded parameter in a copy that was gathered, where the change "
-                f"would be lost; change it under torch.no_grad() and outside of its module's forward, or use a buffer"
-            )
+            raise RuntimeError(f"{node.name}: {_LOST}")
 
 
 def _storage(fake: Tensor) -> int:

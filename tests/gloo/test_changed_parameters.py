@@ -73,8 +73,16 @@ def _average(model: Any) -> None:
             mine.lerp_(other, 0.1)
 
 
+def _assign_data(model: Any) -> None:
+    model.teacher.weight.data = model.teacher.weight.data * 0.9
+
+
+def _replace(model: Any) -> None:
+    model.teacher.weight = nn.Parameter(torch.full((4, 4), 0.5), model.teacher.weight.requires_grad)
+
+
 EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write_local, _set_row, _clamp, _write_out,
-         _average)  # fmt: skip
+         _average, _assign_data, _replace)  # fmt: skip
 LOST = "a copy that was gathered, where the change would be lost"
 
 
@@ -135,7 +143,7 @@ def _another_unit(
         try:
             found = _steps(run if how == "eager" else torch.compile(run, backend=how), grad)
         except Exception as error:
-            lost = LOST in str(error) and edit in (_write_data, _write_detached) and grad and not frozen
+            lost = LOST in str(error) and edit in (_write_data, _write_detached, _assign_data) and grad and not frozen
             too_early = "was changed in place between forward and backward" in str(error) and grad and not first
             assert lost or too_early, f"{what}: {error}"
             continue
