@@ -86,13 +86,20 @@ class Broadcasts:
         self._rank, self._from = group.rank(), tuple(map(broadcast_from, range(group.size())))
         self.log = log_of(group)
 
-    def start(self, group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> list[dist.Work]:
-        """Begin to fill `full`, 1-D `[n * group.size()]`; `shard`: this rank's slice, 1-D `[n]`, which is cast."""
+    def start(
+        self, group: dist.ProcessGroup, full: Tensor, shard: Tensor, of: torch.Size | None = None
+    ) -> list[dist.Work]:
+        """Begin to fill `full`, 1-D `[n * group.size()]`; `shard`: this rank's slice, 1-D `[n]`, which is cast.
+        `of`: the shape of the sharded tensor that an operator gathers.
+        """
         moved, ranks = movable(full), len(self._from)
         slices = moved.split_with_sizes([moved.numel() // ranks] * ranks)
         mine = slices[self._rank]
         (mine if moved is full else mine.view(full.dtype)).copy_(shard)
-        self.log.note("all-gather", full.numel())
+        if of is None:
+            self.log.note("all-gather", full.numel())
+        else:
+            self.log.note("gather", full.numel(), of)
         return start_broadcasts(group, slices, self._from)
 
 
@@ -201,13 +208,13 @@ def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
     return full
 
 
-def traceable_all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
-    """As `all_gather`, by an operator without side effects, for code that users may compile. From any device."""
+def traceable_all_gather(shard: Tensor, group_size: int, group: str, of: torch.Size) -> Tensor:
+    """As `all_gather`, of a sharded tensor of that shape, for code that users may compile. From any device."""
     sent = movable(sendable(shard, group))
     broadcasts = broadcasts_in(group_named(group)) if type(sent) is Tensor and sent.is_cpu else None
     if broadcasts is not None:
         full = sent.new_empty(sent.numel() * group_size)
-        Filling(full, broadcasts.start(group_named(group), full, sent), log=broadcasts.log).wait()
+        Filling(full, broadcasts.start(group_named(group), full, sent, of), log=broadcasts.log).wait()
         return full.view(shard.dtype)
     return WAIT(ALL_GATHER(sent, group_size, group)).view(shard.dtype).to(shard.device)
 
@@ -256,21 +263,23 @@ def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
         ALL_REDUCE_IN_PLACE(full, op, group)
 
 
-def _start_on_host(full: Tensor, group: str, op: str) -> bool:
+def _start_on_host(full: Tensor, group: str, op: str, words: str | torch.Size = "") -> bool:
     """As `start_all_reduce` where it would hold up the host and nothing is traced; else False."""
     ranks = group_named(group)
     if type(full) is not Tensor or not full.is_cpu or broadcasts_in(ranks) is None:
         return False
     log = log_of(ranks)
-    log.note("all-reduce", full.numel())
+    log.note("all-reduce", full.numel(), words)
     _all_reduces[full.data_ptr()] = start_in_place(ranks, full, op), log
     return True
 
 
-def all_reduce(full: Tensor, group: str, op: str = "avg") -> Tensor:
-    """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device."""
+def all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None = None) -> Tensor:
+    """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device.
+    `of`: the shape of the sharded tensor that an operator reduces.
+    """
     reduced = full.clone(memory_format=torch.contiguous_format) if type(full) is Tensor else full
-    if _start_on_host(reduced, group, op):
+    if _start_on_host(reduced, group, op, of or ""):
         wait(reduced)
         return reduced
     return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from fsdp_compile.comm._torch import store_of
@@ -93,11 +94,13 @@ class GroupLog:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._begun = 0
-        self._last: deque[tuple[str, str | int, str]] = deque(maxlen=_NOTES)
+        self._last: deque[tuple[str, str | int, str | torch.Size]] = deque(maxlen=_NOTES)
         self._written: list[str] = []
 
-    def note(self, kind: str, what: str | int, words: str = "") -> None:
-        """Note what begins: its `kind`, and `what` it is about, or a number of elements; for errors also in `words`."""
+    def note(self, kind: str, what: str | int, words: str | torch.Size = "") -> None:
+        """Note what begins: its `kind`, and `what` it is about, or a number of elements.
+        For errors also in `words`, or the shape of the sharded tensor that an operator communicates for.
+        """
         self._begun += 1
         self._last.append((kind, what, words))
 
@@ -147,6 +150,8 @@ class GroupLog:
             board.remove(number)
         self._written = numbers
         for number, (kind, what, words) in zip(numbers, self._last, strict=True):
+            if isinstance(words, torch.Size):
+                words = f"the {kind} that an operator needs for a sharded tensor of shape {tuple(words)}"
             mine = words or f"the {kind} of {names_of(what)}"
             key, other, theirs = board.decide(number, f"{kind} {what}\n{rank}\n{mine}").split("\n", 2)
             if key != f"{kind} {what}":

@@ -322,7 +322,8 @@ class ShardSpec:
         sent = local.new_zeros(most)
         sent[: self.numel] = local
         sent = depending_on(local, sent)
-        of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group).view(-1, most)
+        of_ranks = collectives.traceable_all_gather(sent, self.ranks.size, self.ranks.group, self.split_shape)
+        of_ranks = of_ranks.view(-1, most)
         in_order = sorted(range(self.ranks.size), key=lambda rank: self.ranges[rank])
         return torch.cat([of_ranks[rank, : self.ranges[rank][1]] for rank in in_order]).view(self.split_shape)
 
@@ -352,7 +353,7 @@ class ShardSpec:
         return extreme.masked_fill(is_invalid != 0, math.nan)
 
     def _all_reduce(self, value: Tensor, op: str) -> Tensor:
-        value = collectives.all_reduce(value, self.ranks.group, op)
+        value = collectives.all_reduce(value, self.ranks.group, op, self.shape)
         return value if self.tensor_parallel is None else self.tensor_parallel.all_reduce(value, op)
 
 

@@ -129,6 +129,36 @@ def test_every_way_to_leave_out_a_unit(two: Ranks) -> None:
     two.run(_raises, LEFT_OUT)
 
 
+OPERATOR = r" that an operator needs for a sharded tensor of shape \(8, 8\)"
+ALONE = {  # what rank 0 does alone: what both are told
+    "norm": (lambda weight: weight.norm(), "all-reduce that an operator needs for a sharded tensor of shape (8, 8)"),
+    "full": (lambda weight: weight.full_tensor(), "gather that an operator needs for a sharded tensor of shape (8, 8)"),
+    "grad": (
+        lambda weight: weight.grad.sum(),
+        "all-reduce that an operator needs for a sharded tensor of shape (8, 8)",
+    ),
+}
+
+
+def _alone(rank: int) -> None:
+    for run, said in ALONE.values():
+        model = _model("SHARD_GRAD_OP")
+        model(_batch(rank)).sum().backward()
+        before = time.monotonic()
+        with _watching(), pytest.raises(RuntimeError, match=said + OPERATOR):
+            if rank == 0:
+                run(model.head.weight)
+            model(_batch(rank)).sum().backward()
+        assert time.monotonic() - before < 20
+
+
+def test_an_operator_on_one_rank(two: Ranks) -> None:
+    """`if rank == 0: print(weight.norm())`, `full_tensor()` or a gradient's sum: both ranks raise, with the tensor's
+    shape, as soon as the other one communicates something else.
+    """
+    two.run(_alone)
+
+
 def _agrees(rank: int) -> None:
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         model, reference = _model(strategy), _Model()
