@@ -187,7 +187,7 @@ def materialize(
         if not absent and not (init and not own_tensors(module)):
             continue
         try:
-            with torch.no_grad(), _stand_ins(module, absent):
+            with torch.no_grad(), _stand_ins(module, absent), _children_left_alone(module):
                 if init is not None:
                     init(module)
                 else:
@@ -226,6 +226,19 @@ def _stand_ins(module: nn.Module, absent: dict[str, Tensor]) -> Iterator[None]:
 
 def _registry(module: nn.Module, name: str) -> dict[str, Any]:
     return module._parameters if name in module._parameters else module._buffers
+
+
+@contextmanager
+def _children_left_alone(module: nn.Module) -> Iterator[None]:
+    """Keep `module.to_empty()` from the modules below, which have values already or are initialized by themselves."""
+    children = list(module.children())
+    for child in children:
+        vars(child)["_apply"] = lambda *_, _child=child, **__: _child
+    try:
+        yield
+    finally:
+        for child in children:
+            del vars(child)["_apply"]
 
 
 def _keep_identity(path: str, module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> None:

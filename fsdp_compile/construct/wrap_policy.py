@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from fsdp_compile.core.settings import warn_caller
-from fsdp_compile.core.sharding import sharding_of
+from fsdp_compile.core.sharding import WRAPPED, sharding_of
 
 _FOREIGN = (torch.distributed.fsdp.FSDPModule, torch.distributed.fsdp.FullyShardedDataParallel)
 
@@ -50,7 +50,7 @@ def collect_ignored(
     params = states if has_params else []
     modules += [] if has_params else states
     for module in modules:
-        if sharding_of(module):
+        if sharding_of(module) or sharding_of(module._modules.get(WRAPPED) or module):
             raise ValueError(f"ignored modules: {type(module).__name__} is sharded already; ignore it before")
     if model in modules:
         warn_caller(f"ignored modules: found the model itself, {type(model).__name__}; all of it is ignored")
@@ -113,6 +113,10 @@ def choose_units(
     own: Chosen = {each: {"mixed_precision": None} for each in exempted}
     if not own:
         return chosen
+    if policy != "auto":
+        names = ", ".join(sorted({type(each).__name__ for each in own}))
+        warn_caller(f"mixed_precision: modules of {names} become units of their own, without mixed precision; pass "
+                    f"_module_classes_to_ignore=() to MixedPrecision to include them")  # fmt: skip
     return {each: chosen.get(each, {}) | own.get(each, {}) for each in candidates if each in chosen or each in own}
 
 

@@ -296,6 +296,7 @@ def optim_state_dict_to_load(
         model: the module that was sharded, or one around it.
         optim: an optimizer over parameters of `model`.
         optim_state_dict: by names, as `optim_state_dict` or an unsharded model's optimizer gives it after re-keying.
+            Without "param_groups" the optimizer's own settings stay.
         is_named_optimizer: whether the optimizer's own state dict has names.
         load_directly: call `optim.load_state_dict` as well.
         group: ignored; the ranks are those of the units.
@@ -320,7 +321,10 @@ def _to_load(
     optim_input: Params | None = None,
     named: bool = False,
 ) -> StateDict:
-    names, saved = clean_names(model), state_dict["param_groups"]
+    names, saved = clean_names(model), state_dict.get("param_groups")
+    if saved is None:  # the optimizer's settings stay
+        own_groups = _groups_of(optim, model.parameters() if optim_input is None else optim_input)
+        saved = [{**group, "params": [_name_of(param, names) for param in group["params"]]} for group in own_groups]
     if optim is None and optim_input is None:
         groups = [{"params": [param for param, name in names.items() if name in group["params"]]} for group in saved]
     else:
@@ -329,10 +333,11 @@ def _to_load(
     keys: dict[nn.Parameter, Any] = {param: _name_of(param, names) if named else i for i, param in enumerate(params)}
     saved_group = {name: group for group in saved for name in group["params"]}
     expected = {_name_of(param, names) for param in params}
-    if expected != saved_group.keys():
+    if expected != saved_group.keys() or not expected >= state_dict["state"].keys():
         raise ValueError(
             f"optim_state_dict: expected the optimizer's parameters in its param_groups, found missing "
-            f"{sorted(expected - saved_group.keys())} and unexpected {sorted(saved_group.keys() - expected)}"
+            f"{sorted(expected - saved_group.keys())} and unexpected "
+            f"{sorted((saved_group.keys() | state_dict['state'].keys()) - expected)}"
         )
     matched = []  # the optimizer's groups with the saved settings
     for group in groups:

@@ -157,8 +157,13 @@ def with_parameter(param: torch.Tensor) -> nn.Module:
 def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     """ValueError with the parameter's full name, what was found, and the remedy; nothing is sharded.
 
-    E-FLAT-9, E-ERR-19, E-ERR-58.
+    E-FLAT-9, E-ERR-19. One without dimensions is accepted (E-ERR-58).
     """
+    scalar = with_parameter(torch.tensor(2.0))
+    fully_shard(scalar, auto_wrap_policy=None)
+    param = scalar.blocks[1].down.extra
+    assert isinstance(param, ShardedTensor) and param.shape == () and param.to_local().numel() in (0, 1)
+
     refused(
         with_parameter(torch.ones(2, dtype=torch.complex64)),
         ValueError,

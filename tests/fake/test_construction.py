@@ -13,11 +13,11 @@ from models import Residual, mlp
 from refusing import local, managed, refused, units
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FlatParameter
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_compile import ShardingStrategy, fully_shard
+from fsdp_compile import MixedPrecision, ShardingStrategy, fully_shard
 
 # --- parameters of unusual shapes -------------------------------------------------------------------------------------
 
@@ -184,6 +184,18 @@ def test_broadcast_needs_tensors_that_the_group_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr("fsdp_compile.construct.prepare.compute_device", lambda *_: torch.device("cuda:0"))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     refused(model, ValueError, "buffer 1.running_mean is on cpu", sync_module_states=True, ignored_modules=[model[1]])
+
+
+def test_batch_norms_are_announced() -> None:
+    """With mixed precision and a policy that was given, exempt classes are units of their own: a warning (E-INIT-6)."""
+    for policy in ({nn.Linear}, ModuleWrapPolicy({nn.Linear})):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        with pytest.warns(UserWarning, match="modules of BatchNorm1d become units of their own, without mixed"):
+            fully_shard(model, auto_wrap_policy=policy, mixed_precision=MixedPrecision(torch.bfloat16))
+    for quiet in ({}, {"auto_wrap_policy": {nn.Linear}}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            fully_shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **quiet)
 
 
 # --- parameters that cannot be sharded --------------------------------------------------------------------------------

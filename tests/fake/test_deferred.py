@@ -252,3 +252,34 @@ def test_failures_name_the_module() -> None:
         pytest.raises(ZeroDivisionError, match="broken"),
     ):
         fully_shard(model)
+
+
+def test_an_initializer_that_descends() -> None:
+    """A `param_init_fn` that calls `to_empty()` without `recurse=False` initializes every module once: modules below,
+    in units of their own, sharded before or with values keep what they have."""
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        for param in module.parameters(recurse=False):
+            param.fill_(3.0)
+
+    def build() -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential())
+        model[2].append(nn.Linear(4, 4))
+        nn.init.ones_(model[2][0].weight)
+        return model
+
+    for policy in (None, "auto", {nn.Linear}, {nn.Sequential}):
+        model = fully_shard(build(), param_init_fn=init, auto_wrap_policy=policy)
+        for name, param in model.named_parameters():
+            if name != "2.0.bias":
+                assert (param.to_local() == (1.0 if name.startswith("2") else 3.0)).all(), (policy, name)
+        assert not any("_apply" in vars(module) for module in model.modules())
+    model = build()
+    fully_shard(model[1], param_init_fn=init, auto_wrap_policy=None)
+    with torch.no_grad():
+        for param in model[1].parameters():
+            param.fill_(5.0)
+    fully_shard(model, param_init_fn=init, auto_wrap_policy=None)
+    assert all((param.to_local() == 5.0).all() for param in model[1].parameters())

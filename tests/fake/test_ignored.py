@@ -8,7 +8,7 @@ from refusing import managed, refused, units
 from torch import nn
 from torch.distributed.tensor import init_device_mesh
 
-from fsdp_compile import FSDPModule, fully_shard
+from fsdp_compile import FSDPModule, FullyShardedDataParallel, fully_shard
 from fsdp_compile.core.unit import unit_of
 
 
@@ -104,3 +104,6 @@ def test_wrong_ignored_arguments() -> None:
     refused(model, TypeError, "ignored_states: expected an iterable, found Linear", ignored_states=model.stem)
     fully_shard(model.blocks[0])
     refused(model, ValueError, "FSDPResidual is sharded already; ignore it before", ignored_modules=[model.blocks[0]])
+    model = mlp()
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0])
+    refused(model, ValueError, "FullyShardedDataParallel is sharded already", ignored_modules=[model.blocks[0]])

@@ -130,11 +130,19 @@ def _optimizer_state(rank: int, folder: Path) -> None:
     assert_known(model, backwards)
     full = cls.full_optim_state_dict(model, backwards, rank0_only=False)
     assert full["param_groups"][0]["params"] == (names if rank == 0 else names[::-1]) == list(full["state"])
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    fresh.load_state_dict(cls.optim_state_dict_to_load(model, fresh, {"state": full["state"]}))
+    assert_known(model, fresh)
+    wrong = {"state": {**full["state"], "extra": full["state"]["stem.bias"]}}
+    for groups in ({}, {"param_groups": full["param_groups"]}):
+        with pytest.raises(ValueError, match=r"missing \[\] and unexpected \['extra'\]"):
+            cls.optim_state_dict_to_load(model, fresh, {**wrong, **groups})
 
 
 def test_optimizer_state(two: Ranks, tmp_path: Path) -> None:
     """torch's recipe for sharded optimizer state, `get_state_dict` and `set_state_dict` under clean names, and ranks
-    whose optimizers have parameters in different orders: all values arrive."""
+    whose optimizers have parameters in different orders: all values arrive, also without parameter groups. State of a
+    parameter that the model does not have is refused by name."""
     two.run(_optimizer_state, tmp_path)
 
 
