@@ -282,7 +282,11 @@ def broadcast(tensors: Iterable[Tensor], groups: Groups, bucket_bytes: int = BUC
             for bucket in _buckets(plain, bucket_bytes):
                 segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in bucket]
                 message = segments[0] if len(segments) == 1 else torch.cat(segments)
-                collectives.broadcast(message, group)
+                try:
+                    collectives.broadcast(message, group)
+                except RuntimeError as error:
+                    error.add_note(f"This was the broadcast of {len(bucket)} parameters and buffers in fully_shard.")
+                    raise
                 sizes = [segment.numel() for segment in segments]
                 for tensor, segment in zip(bucket, message.split(sizes), strict=True):
                     tensor.copy_(segment.view(tensor.dtype).view(tensor.shape))

@@ -70,15 +70,22 @@ def train(rank: int, folder: Path, scenario: str, stage: str, how: str) -> None:
     options: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "mixed_precision": precision}
     if dist.get_world_size() == 4:
         options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "devices_per_node": 2}
-    model = fully_shard(model, **options)
     fault = Fault(rank, scenario, stage)
+    early = stage in ("construction", "first forward")
+    if early:  # before there is a step
+        dist.barrier()
+        note(folder, rank, "armed", "")
+        options["sync_module_states"] = fault.is_armed = True
+        fault.at("construction")
+    model = fully_shard(model, **options)
+    fault.at("first forward")
     if how == "eager":  # in the middle of the model
         model[1].register_forward_pre_hook(partial(fault.at, "forward"))
     run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(partial(fault.at, "optimizer"))
     for step in range(STEPS):
-        fault.is_armed = step == 1
+        fault.is_armed = step == 1 and not early
         if fault.is_armed:
             dist.barrier()
             note(folder, rank, "armed", "")

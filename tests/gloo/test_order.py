@@ -131,12 +131,9 @@ def test_every_way_to_leave_out_a_unit(two: Ranks) -> None:
 
 OPERATOR = r" that an operator needs for a sharded tensor of shape \(8, 8\)"
 ALONE = {  # what rank 0 does alone: what both are told
-    "norm": (lambda weight: weight.norm(), "all-reduce that an operator needs for a sharded tensor of shape (8, 8)"),
-    "full": (lambda weight: weight.full_tensor(), "gather that an operator needs for a sharded tensor of shape (8, 8)"),
-    "grad": (
-        lambda weight: weight.grad.sum(),
-        "all-reduce that an operator needs for a sharded tensor of shape (8, 8)",
-    ),
+    "norm": (lambda weight: weight.norm(), "the all-reduce"),
+    "full": (lambda weight: weight.full_tensor(), "the gather"),
+    "grad": (lambda weight: weight.grad.sum(), "the all-reduce"),
 }
 
 
