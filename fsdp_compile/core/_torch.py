@@ -160,14 +160,18 @@ def tensor_assigned_at_break() -> Tensor | None:
 def traced_code_changes(attribute: str) -> bool:
     """Whether Dynamo traces, and has traced a change of a dictionary that is an object's `attribute`."""
     try:
-        effects = InstructionTranslator.current_tx().output.side_effects
+        output = InstructionTranslator.current_tx().output
     except AttributeError:  # it does not trace
         return False
+    if output.should_exit:  # the graph is complete, and a backend runs on fake tensors
+        return False
+    effects = output.side_effects
     for variable in effects.id_to_variable.values():
         source: Any = variable.source
         while isinstance(source, NNModuleSource):
             source = source.base
-        if getattr(source, "member", None) == attribute and effects.is_modified(variable):
+        name = getattr(source, "member", None) or getattr(source, "index", None)  # the latter of `__dict__`
+        if name in (attribute, "_fsdp" + attribute) and effects.is_modified(variable):
             return True
     return False
 

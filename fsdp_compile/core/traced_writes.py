@@ -50,7 +50,7 @@ def note_written(written: Sequence[Tensor]) -> None:
 def note_gathered(shard: Tensor) -> None:
     """The graph gathers `shard`, a fake. NotImplementedError if it has changed or replaced a part of it before."""
     storage = _attributes_of_storage(shard)
-    if storage.get(_WRITTEN) or traced_code_changes("_fsdp_parameters"):
+    if storage.get(_WRITTEN) or traced_code_changes("_parameters"):
         raise NotImplementedError(
             "a sharded parameter changes in a graph that gathers it afterwards, which would give the old values; call "
             "torch._dynamo.graph_break() in between, or change it outside of what is compiled"

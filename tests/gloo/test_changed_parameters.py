@@ -77,12 +77,8 @@ def _assign_data(model: Any) -> None:
     model.teacher.weight.data = model.teacher.weight.data * 0.9
 
 
-def _replace(model: Any) -> None:
-    model.teacher.weight = nn.Parameter(torch.full((4, 4), 0.5), model.teacher.weight.requires_grad)
-
-
 EDITS = (_lerp, _multiply, _write_data, _write_detached, _copy, _foreach, _write_local, _set_row, _clamp, _write_out,
-         _average, _assign_data, _replace)  # fmt: skip
+         _average, _assign_data)  # fmt: skip
 LOST = "a copy that was gathered, where the change would be lost"
 
 
@@ -158,6 +154,34 @@ def test_of_another_unit(two: Ranks, how: str) -> None:
     two.run(_another_unit, how, EDITS, ShardingStrategy.FULL_SHARD, False)
 
 
+class _Replacing(_Edited):
+    """Replaces a parameter of its teacher in the frame that calls it, and so in one graph with that call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.teacher.weight = nn.Parameter(torch.full((4, 4), 0.5))
+        y = self.teacher(x) + self.student(x)
+        if not self.first:
+            self.teacher.weight = nn.Parameter(torch.full((4, 4), 0.5))
+        return y
+
+
+def _replacing(rank: int) -> None:
+    for how, first, grad in product(("eager", "aot_eager"), (True, False), (True, False)):
+        whole, model = _Replacing(_lerp, first), _Replacing(_lerp, first)
+        fully_shard(model.teacher)
+        fully_shard(model.student)
+        torch._dynamo.reset()
+        found = _steps(model if how == "eager" else torch.compile(model, backend=how), grad)
+        for mine, expected in zip(found, _steps(whole, grad), strict=True):
+            torch.testing.assert_close(mine, expected, msg=f"{how}, first {first}, grad {grad}")
+
+
+def test_replaced_where_it_is_called(two: Ranks) -> None:
+    """A new parameter in the place of one of another unit counts from that unit's next forward on."""
+    two.run(_replacing)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
@@ -206,7 +230,13 @@ def _own_new_parameter(model: Any) -> None:
     model.code = nn.Parameter(model.code.detach() * 0.9)
 
 
-OWN = (_own_multiply, _own_data, _own_copy, _own_row, _own_foreach, _own_new_data, _own_new_parameter)
+def _own_listed(model: Any) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+
+
+OWN = (_own_listed, _own_multiply, _own_data, _own_copy, _own_row, _own_foreach, _own_new_data, _own_new_parameter)
 
 
 class _Coded(nn.Module):
