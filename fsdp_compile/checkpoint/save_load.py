@@ -144,6 +144,13 @@ class _InModel:
         self.state_dict, self.load_state_dict = partial(get, *objects), partial(put, *objects)
 
 
+def optimizer_in(model: nn.Module, optimizer: Optimizer) -> Any:
+    """The state of an optimizer under the names of `model`, to be saved without the model."""
+    return _InModel(
+        dcp_state.get_optimizer_state_dict, dcp_state.set_optimizer_state_dict, _unwrapped(model), optimizer
+    )
+
+
 def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
     """Replace models and optimizers by objects that DCP takes; ValueError for an optimizer without its model."""
     models = [value for value in state.values() if isinstance(value, nn.Module)]
@@ -157,9 +164,7 @@ def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
             if owner is None:
                 raise ValueError(f"state[{key!r}]: no model in state has all of the optimizer's parameters; save and "
                                  f"load the two together")  # fmt: skip
-            stateful[key] = _InModel(
-                dcp_state.get_optimizer_state_dict, dcp_state.set_optimizer_state_dict, _unwrapped(owner), value
-            )
+            stateful[key] = optimizer_in(owner, value)
         elif not isinstance(value, Stateful):
             _refuse_stateful(value, f"state[{key!r}]")
     return stateful

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fsdp_compile import checkpoint
 from fsdp_compile.api import fully_shard
+from fsdp_compile.checkpoint.untrusted import path_in
 from fsdp_compile.fsdp_module import FSDPModule
 
 _FOLDER = "sharded"  # within what `save_state` writes
@@ -50,9 +51,13 @@ class Accelerator(accelerate.Accelerator):
         """The full state dict on the CPU of the first rank, by all ranks; with `unwrap=False` a sharded one."""
         if not unwrap:
             return model.state_dict()
-        return get_model_state_dict(
-            self.unwrap_model(model), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        model = self.unwrap_model(model)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        firsts = {param: name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if name in state:  # on the first rank; a tied parameter was gathered under each of its names
+                state[name] = state[firsts[param]]
+        return state
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's, but all ranks write models and optimizers, to a folder of their own."""
@@ -78,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
         checkpoint.save(self._state(models), Path(folder) / _FOLDER, step=0)
 
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
-        checkpoint.load(self._state(models), Path(folder) / _FOLDER)
+        checkpoint.load(self._state(models), path_in(Path(folder), _FOLDER))
         models.clear()
 
     def _state(self, models: list[nn.Module]) -> dict[str, Any]:

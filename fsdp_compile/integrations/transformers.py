@@ -10,6 +10,8 @@ import torch
 import transformers
 
 from fsdp_compile import checkpoint
+from fsdp_compile.checkpoint.save_load import optimizer_in
+from fsdp_compile.checkpoint.untrusted import file_in, load_item, path_in
 from fsdp_compile.fsdp_module import FSDPModule
 from fsdp_compile.integrations.accelerate import Accelerator
 
@@ -24,6 +26,7 @@ class Trainer(transformers.Trainer):
         shard: arguments of `fully_shard`; None: its defaults. A model that is sharded already stays as it is.
     """
 
+    model: Any
     optimizer: Any
     lr_scheduler: Any
 
@@ -48,15 +51,16 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not isinstance(self.model, FSDPModule):
             return super()._save_optimizer_and_scheduler(output_dir)
-        checkpoint.save(self._sharded_state(), Path(output_dir) / _FOLDER, step=0)
+        checkpoint.save(self._optimizer_state(), Path(output_dir) / _FOLDER, step=0)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        if folder is None or not isinstance(self.model, FSDPModule):
+        if folder is None or not (Path(folder) / _FOLDER).is_dir():  # one process has saved it as transformers does
             return super()._load_optimizer_and_scheduler(folder)
-        checkpoint.load(self._sharded_state(), Path(folder) / _FOLDER)
-        self.lr_scheduler.load_state_dict(torch.load(Path(folder) / _SCHEDULER, weights_only=True))
+        checkpoint.load(self._optimizer_state(), path_in(Path(folder), _FOLDER))
+        with open(file_in(Path(folder), _SCHEDULER), "rb") as file:
+            self.lr_scheduler.load_state_dict(load_item(file, f"{folder}, {_SCHEDULER}"))
 
-    def _sharded_state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer.optimizer}
+    def _optimizer_state(self) -> dict[str, Any]:  # `_save` writes the weights that train, which are loaded first
+        return {"optimizer": optimizer_in(self.model, self.optimizer.optimizer)}

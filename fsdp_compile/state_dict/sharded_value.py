@@ -166,7 +166,17 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     return target
 
 
+def _refuse_storage(value: ShardedValue) -> Any:
+    raise TypeError(
+        f"expected full values to be written, found one of shape {tuple(value.spec.shape)} of which this rank stores a "
+        f"part; on all ranks: full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+        f"cpu_offload=True)), of torch.distributed.checkpoint.state_dict; then on the first one: "
+        f"model.save_pretrained(folder, state_dict=full)"
+    )
+
+
 _HANDLERS: dict[str, Callable[..., Any]] = {
+    "storage": _refuse_storage,  # safetensors and peft ask for it when they write
     "data_ptr": lambda value: 0,  # it has no memory of its own; torch would take the offset of `local` for an address
     "to": _to,
     "cpu": lambda value, *_, **__: _to(value, "cpu"),

@@ -1,6 +1,8 @@
 """Which kind of state dict is set: `state_dict_type` and its two functions."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import mlp
+from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import (
@@ -178,3 +181,10 @@ def test_compiled_blocks_have_the_same_names(when: str, method: bool) -> None:
     names = {name for name, _ in blocks(compiled=False).named_parameters()}
     assert set(get_model_state_dict(model)) == set(get_optimizer_state_dict(model, optimizer)["state"]) == names
     assert set(model.state_dict()) == set(blocks(compiled=True).state_dict())
+
+
+@pytest.mark.parametrize("save", [save_file, lambda state, path: save_model(fully_shard(mlp()), path)])
+def test_writers_of_full_values_are_told_which(save: Callable[..., None], tmp_path: Path) -> None:
+    """What asks for storages to write them, as safetensors and peft do, is told of full values."""
+    with pytest.raises(TypeError, match="which this rank stores a part; on all ranks: full = get_model_state_dict"):
+        save(fully_shard(mlp()).state_dict(), tmp_path / "model.safetensors")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
@@ -153,3 +154,66 @@ print("[]")
 def test_lightning_runs_no_code_of_a_checkpoint() -> None:
     """`meta.pt` and `.metadata` that call, and a link outside, are refused by default; `trust=True` allows calls."""
     assert run_code(LIGHTNING + ATTACKS, "lightning", 1) == []
+
+
+TRAINER = """
+import json, os, sys
+import torch, torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
+from fsdp_compile.integrations.transformers import Trainer
+
+folder, phase, kind = sys.argv[1:]
+ranks = int(os.environ["WORLD_SIZE"])
+
+class Tokens(torch.utils.data.Dataset):
+    rows = torch.randint(50, (32, 8), generator=torch.Generator().manual_seed(1))
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+class Stop(TrainerCallback):
+    def on_epoch_end(self, args, state, control, **_):
+        control.should_training_stop = phase == "save"
+
+settings = TrainingArguments(output_dir=folder, use_cpu=True, num_train_epochs=2, learning_rate=1e-2, adam_epsilon=1e-3,
+    per_device_train_batch_size=8 // ranks, lr_scheduler_type="linear", logging_steps=1, report_to=[],
+    disable_tqdm=True,
+    save_strategy="epoch" if phase == "save" else "no")
+set_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+if kind == "lora":
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+trainer = Trainer(model=model, args=settings, train_dataset=Tokens(), callbacks=[Stop()])
+trainer.train(resume_from_checkpoint=phase == "resume" or None)
+if int(os.environ["RANK"]) == 0:
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    print()
+    print(json.dumps([row[key] for row in logged for key in ("loss", "learning_rate")]))
+if dist.is_initialized():
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_trainer_resumes_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    """Saved by one rank or two, resumed by one or two: losses and rates are those of one run, weights saved once."""
+    if find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    whole = run_code(TRAINER, "accelerate", 1, str(tmp_path / "whole"), "all", kind)
+    for saving in (1, 2) if kind == "full" else (2,):
+        folder = tmp_path / str(saving)
+        run_code(TRAINER, "accelerate", saving, str(folder), "save", kind)
+        weights = sum(path.stat().st_size for path in folder.rglob("*model.safetensors"))
+        assert weights < (5_000 if kind == "lora" else 75_000)
+        [saved] = folder.glob("checkpoint-*")
+        for loading in (1, 2):
+            resumed = run_code(TRAINER, "accelerate", loading, str(folder), "resume", kind)
+            assert resumed == pytest.approx(whole, rel=1e-4), (saving, loading)
+        for path in saved.rglob(".metadata"):
+            names = dcp.FileSystemReader(path.parent).read_metadata().state_dict_metadata
+            assert names and all(name.startswith("optimizer.") for name in names)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -172,7 +171,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         '{"weight_map": {"weight": 3}}',
     ):
         (tmp_path / hugging_face.INDEX).write_text(index)
-        with pytest.raises(checkpoint.CheckpointError, match=re.escape(hugging_face.INDEX)):
+        with pytest.raises(checkpoint.CheckpointError, match=r"names of files in the folder|\.index\.json"):
             checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"expected model.safetensors.index.json or one file"):
         checkpoint.load_safetensors(nn.Linear(2, 3), tmp_path / "none")
