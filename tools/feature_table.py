@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/features.md"
 BEGIN, END = "<!-- features: written by `make features` -->\n", "<!-- end of features -->\n"
-EXECUTORS = {"eager": "eager", "aot_eager": "`aot_eager`", "inductor": "Inductor"}
+EXECUTORS = {"eager": "eager", "aot_eager": "`aot_eager`", "called": "a compiled caller", "inductor": "Inductor"}
 
 Results = dict[str, dict[str, float | None]]
 

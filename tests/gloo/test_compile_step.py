@@ -1,6 +1,7 @@
 """`compile_step` trains as the loop that it stands for."""
 
 import copy
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from .ranks import Ranks
 from .training import assert_bitwise, local, mine, shard
 
 LATE = pytest.mark.nightly
+STEPS = 50 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else 15
 CLIP = 0.5
 CASE = MODELS["mlp"]
 SMALL = Case(lambda: Stack([Residual(11, 23)], width=11), CASE.batch, CASE.loss)
@@ -145,7 +147,7 @@ def _assert_equal_state(models: list[nn.Module], optimizers: list[torch.optim.Op
 @pytest.mark.parametrize(
     ("name", "by_groups", "how"),
     [
-        ("mlp", False, ("step",)),
+        pytest.param("mlp", False, ("step",), marks=LATE),
         ("mlp", True, ("step", "step", "eager", "step", "aot_eager")),
         pytest.param("gpt", True, ("step",), marks=LATE),
         pytest.param("tied", False, ("step", "eager"), marks=LATE),
@@ -153,16 +155,16 @@ def _assert_equal_state(models: list[nn.Module], optimizers: list[torch.optim.Op
     ],
 )
 def test_as_the_stock_loop(two: Ranks, name: str, by_groups: bool, how: tuple[str, ...]) -> None:
-    """Fifty steps of AdamW with clipping, a schedule and accumulation are those of the stock loop, bit for bit, also
+    """Steps of AdamW with clipping, a schedule and accumulation are those of the stock loop, bit for bit, also
     where eager and compiled steps of the loop come in between; nothing is compiled again."""
-    assert two.run(_follow, name, "aot_eager", 50, by_groups, how) == [0.0, 0.0]
+    assert two.run(_follow, name, "aot_eager", STEPS, by_groups, how) == [0.0, 0.0]
 
 
 @LATE
 @pytest.mark.parametrize("by_groups", [False, True])
 def test_on_three_ranks(three: Ranks, by_groups: bool) -> None:
     """So they are on three ranks."""
-    assert three.run(_follow, "gpt", "aot_eager", 50, by_groups, ("step", "step", "eager")) == [0.0] * 3
+    assert three.run(_follow, "gpt", "aot_eager", STEPS, by_groups, ("step", "step", "eager")) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_on_three_ranks(three: Ranks, by_groups: bool) -> None:
 )
 def test_with_inductor(two: Ranks, name: str, by_groups: bool, accumulate: int) -> None:
     """With Inductor, which fuses the update, parameters differ from the loop's by less than 1e-6."""
-    worst = two.run(_follow, name, "inductor", 50, by_groups, ("step",), accumulate)
+    worst = two.run(_follow, name, "inductor", STEPS, by_groups, ("step",), accumulate)
     print("largest relative difference of a parameter:", worst)
     assert max(worst) <= 1e-6
 

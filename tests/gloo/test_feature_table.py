@@ -1,10 +1,12 @@
 """Every feature, eager and compiled: what docs/features.md says. `make features` writes its table from what this found.
 
-4 steps, and Inductor for the rows that differ most; with `FSDP_COMPILE_TESTS=nightly` 50, and Inductor for all.
+4 steps, Inductor for the rows that differ most, and of the two callers one by turns; with
+`FSDP_COMPILE_TESTS=nightly` 50, Inductor for all, and both.
 """
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +47,7 @@ class Found(NamedTuple):
 
     eager: float  # largest relative difference from the emulating process
     bitwise: bool  # aot_eager has eager's losses, gradients and parameters
+    called: bool  # and so it has where a module or a function around the model is compiled
     inductor: float | None  # largest relative difference from eager; None if it was not run
     curve: float  # largest relative difference of a loss from eager's
 
@@ -61,12 +64,15 @@ def _shard(row: Row) -> nn.Module:
     return row.shard(build(row.case), **({"mixed_precision": row.precision} if row.precision else {}))
 
 
-def _train(row: Row, how: str) -> list[Step]:
-    """Train the sharded model; from the second step on, or with changing sizes ever, nothing is compiled again."""
+def _train(row: Row, how: str, caller: str = "") -> list[Step]:
+    """Train the sharded model, with a caller compile that; from the second step on nothing is compiled again.
+
+    With batches of changing size nothing ever is.
+    """
     torch._dynamo.reset()
     model = _shard(row)
     dynamic = True if len(row.sizes) > 1 else None
-    run = model if how == "eager" else _compile(row, model, backend=how, fullgraph=True, dynamic=dynamic)
+    run = model if how == "eager" else _compile(row, model, caller, backend=how, fullgraph=True, dynamic=dynamic)
     optimizer, steps = OPTIMIZERS["momentum"](model.parameters()), []
     for step in range(STEPS):
         executor = model if row.switches and step % 2 else run
@@ -90,7 +96,31 @@ def _train(row: Row, how: str) -> list[Step]:
     return steps
 
 
-def _compile(row: Row, model: nn.Module, **options: Any) -> nn.Module:
+class _Caller(nn.Module):
+    """A module of the user's around the sharded model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+CALLERS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "module": _Caller,
+    "function": lambda model: lambda *args, **kwargs: model(*args, **kwargs),
+}
+
+
+def _callers_of(name: str) -> list[str]:
+    """Those that are tried for a row."""
+    return list(CALLERS) if NIGHTLY else [list(CALLERS)[list(BY_NAME).index(name) % 2]]
+
+
+def _compile(row: Row, model: nn.Module, caller: str, **options: Any) -> Any:
+    if caller:
+        return torch.compile(CALLERS[caller](model), **options)
     if not row.regions:
         return torch.compile(model, **options)
     for block in model.blocks:
@@ -183,17 +213,20 @@ def _compare(rank: int, name: str) -> Found:
     row = BY_NAME[name]
     emulated, eager = _emulate(row, _shard(row)), _train(row, "eager")
     accurate, bitwise = _apart(eager[:COMPARED], emulated), _equal(_train(row, "aot_eager"), eager)
+    called = all(_equal(_train(row, "aot_eager", caller), eager) for caller in _callers_of(name))
     if name not in BY_INDUCTOR:
-        return Found(accurate, bitwise, None, 0.0)
+        return Found(accurate, bitwise, called, None, 0.0)
     inductor = _train(row, "inductor")
-    return Found(accurate, bitwise, _apart(inductor[:COMPARED], eager[:COMPARED]), _curves_apart(inductor, eager))
+    apart, curve = _apart(inductor[:COMPARED], eager[:COMPARED]), _curves_apart(inductor, eager)
+    return Found(accurate, bitwise, called, apart, curve)
 
 
 def _write(row: Row, green: dict[str, bool]) -> None:
     """Note what held, in the order of the rows; a tolerance says what was asked for. What was not run stays."""
-    asked = {"eager": row.tolerance, "aot_eager": 0.0, "inductor": row.tolerance}
+    asked = {"eager": row.tolerance, "aot_eager": 0.0, "called": 0.0, "inductor": row.tolerance}
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[row.name] = results.get(row.name, {}) | {how: asked[how] if held else None for how, held in green.items()}
+    found = results.get(row.name, {}) | {how: asked[how] if held else None for how, held in green.items()}
+    results[row.name] = {how: found.get(how) for how in asked}
     text = json.dumps({name: results[name] for name in BY_NAME if name in results}, indent=1) + "\n"
     if not RESULTS.exists() or RESULTS.read_text() != text:
         RESULTS.write_text(text)
@@ -203,11 +236,11 @@ def _write(row: Row, green: dict[str, bool]) -> None:
 def test_row(request: pytest.FixtureRequest, name: str) -> None:
     """Eager trains as one process that plays all ranks, aot_eager as eager bit for bit, Inductor within rounding.
 
-    Compiled as one full graph, once.
+    Compiled as one full graph, once; also as a part of a module or a function of the user's.
     """
     row = BY_NAME[name]
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[row.ranks])
-    green = dict.fromkeys(("eager", "aot_eager", "inductor") if name in BY_INDUCTOR else ("eager", "aot_eager"), False)
+    green = dict.fromkeys(("eager", "aot_eager", "called", "inductor")[: 4 if name in BY_INDUCTOR else 3], False)
     try:
         found = ranks.run(_compare, name)
         for rank, each in enumerate(found):
@@ -215,6 +248,7 @@ def test_row(request: pytest.FixtureRequest, name: str) -> None:
         green = {
             "eager": all(each.eager <= row.tolerance for each in found),
             "aot_eager": all(each.bitwise for each in found),
+            "called": all(each.called for each in found),
         }
         if name in BY_INDUCTOR:
             green["inductor"] = all(each.inductor <= row.tolerance and each.curve <= CURVE for each in found)
