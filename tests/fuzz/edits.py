@@ -116,16 +116,15 @@ def _fail(comparison: "Comparison", when: str) -> None:
 
 def _deepcopy(comparison: "Comparison", when: str) -> None:
     """A copy runs once, and leaves the model as it was."""
-    twins = [copy.deepcopy(model) for model in (comparison.model, comparison.reference)]
-    losses = []
-    for twin in twins:
-        play_rank(twin, 0)
-        with comparison.autocast():
-            losses.append(loss_of(twin(comparison.example())))
-        losses[-1].backward()
+    reference, model = (copy.deepcopy(each) for each in (comparison.reference, comparison.model))
+    expected = comparison.loss_of_reference(reference)
+    expected.backward()
+    with comparison.autocast():
+        loss = loss_of(model(comparison.example()))
+    loss.backward()
     if not comparison.case.param_dtype and not comparison.case.reduce_dtype:
-        comparison.check(when, losses[0], losses[1])
-        comparison.check_gradients(when, twins[0], twins[1])
+        comparison.check(when, loss, expected)
+        comparison.check_gradients(when, model, reference)
     comparison.check_parameters(when)
 
 

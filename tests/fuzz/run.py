@@ -265,13 +265,17 @@ class Comparison:
 
     def forward_alone(self) -> Tensor:
         """The loss of a forward of the sharded model, which the other model can run too."""
-        try:
-            with self.autocast():
-                loss_of(self.reference(self.example()))
-        except Exception as error:
-            raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
+        self.loss_of_reference(self.reference)
         with self.autocast():
             return loss_of(self.run(self.example()))
+
+    def loss_of_reference(self, reference: nn.Module) -> Tensor:
+        """The loss of a forward of the unsharded model, or of a copy of it; InvalidCase if it raises."""
+        try:
+            with self.autocast():
+                return loss_of(reference(self.example()))
+        except Exception as error:
+            raise InvalidCase(f"the unsharded model raises {type(error).__name__}: {error}") from error
 
     # --- comparing ----------------------------------------------------------------------------------------------------
 
