@@ -189,16 +189,18 @@ def start_exchange(full: Tensor, group: str) -> Filling:
     return Filling(received, (start_all_to_all(ranks, received, full),), full, "reduce", log)
 
 
-_all_reduces: dict[int, tuple[dist.Work, GroupLog]] = {}  # that hold up the host, by the address of what they write
+# All-reduces that hold up the host, by the address of what they write, which they keep: nothing else can have it.
+_all_reduces: dict[int, tuple[dist.Work, GroupLog, Tensor]] = {}
 
 
 def wait(tensor: Tensor) -> None:
     """Order what follows after the collectives that write `tensor`, if there are any."""
-    work, log = _all_reduces.pop(tensor.data_ptr(), (None, None)) if type(tensor) is Tensor else (None, None)
-    if work is not None and log is not None:
-        log.wait(work)
-    else:
+    running = _all_reduces.pop(tensor.data_ptr(), None) if type(tensor) is Tensor else None
+    if running is None:
         WAIT(tensor)
+    else:
+        work, log, _ = running
+        log.wait(work)
 
 
 def all_gather(shard: Tensor, group_size: int, group: str) -> Tensor:
@@ -270,7 +272,7 @@ def _start_on_host(full: Tensor, group: str, op: str, words: str | torch.Size = 
         return False
     log = log_of(ranks)
     log.note("all-reduce", full.numel(), words)
-    _all_reduces[full.data_ptr()] = start_in_place(ranks, full, op), log
+    _all_reduces[full.data_ptr()] = start_in_place(ranks, full, op), log, full
     return True
 
 

@@ -56,7 +56,7 @@ def test_plain_strategies(strategy: ShardingStrategy, pair: tuple[dist.ProcessGr
     assert resolve(strategy) == Groups(dist.group.WORLD)
     assert resolve(strategy, group=pair[0]) == Groups(pair[0])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    assert resolve(strategy, mesh["inner"]) == Groups(mesh.get_group("inner"))
+    assert resolve(strategy, mesh["inner"]) == Groups(mesh.get_group("inner"), mesh=mesh["inner"])
     assert resolve(strategy).data_parallel_size == WORLD_SIZE
 
 

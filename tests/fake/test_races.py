@@ -290,7 +290,7 @@ FAULTS: list[Fault] = [
     ("a reduce-scatter is not waited for", {}, _train,
      lambda: on(collectives, "start_reduce_scatter", _start_without_wait), ("add_", REDUCE)),
     ("replicas are averaged without that wait", HYBRID_SHARD, _train,
-     lambda: on(collectives, "start_reduce_scatter", _start_without_wait), ("all_reduce", REDUCE)),
+     lambda: on(collectives, "start_reduce_scatter", _start_without_wait), ("allreduce_", REDUCE)),
     ("no record_stream of what a hook reads", {}, _hooks,
      lambda: on(Streams, "use_in_post_backward", _nothing), ("_reduce_scatter_base_", "given to")),
     ("gradients are packed into a buffer in use", {}, _train,

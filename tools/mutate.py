@@ -1,0 +1,236 @@
+"""Changes one operator, constant or statement of the package at a time, and says which changes no test notices.
+
+    python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/core/layout.py ...] [--least 0.9]
+
+Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails.
+What is left alone: annotations, docstrings, and the texts of errors, warnings and notes. The exit status is 1 if fewer
+than `--least` of the mutants are killed. A mutant that runs into the limit counts as killed: a rank that waits for ever
+is noticed.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 180.0  # seconds of the tests of one mutant
+
+# The files that carry values, and the tests that are nearest to each; tests of milliseconds first.
+_RUNTIME = "tests/gloo/test_matrix.py tests/gloo/test_gradients.py tests/gloo/test_accumulation.py"
+_RUNTIME += " tests/gloo/test_recompute.py tests/gloo/test_steps.py tests/gloo/test_frozen.py tests/gloo/test_hooks.py"
+_RUNTIME += " tests/gloo/test_fuzz.py::test_drawn_cases tests/gloo/test_manual.py tests/gloo/test_left_out.py"
+_PLANS = "tests/unit/test_plan.py tests/unit/test_search.py tests/unit/test_planned_step.py"
+_PLANS += " tests/unit/test_planned_memory.py tests/unit/test_whole_step_plan.py"
+_STATES = "tests/unit/test_sharded_value.py tests/gloo/test_state_dicts.py"
+NEAREST = {
+    "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py",
+    "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py",
+    "core/shard_spec.py": f"{_STATES} tests/gloo/test_sharded_tensor.py",
+    "core/flat_collectives.py": "tests/gloo/test_communication.py tests/gloo/test_reduce.py tests/gloo/test_matrix.py",
+    "checkpoint/untrusted.py": "tests/unit/test_untrusted.py tests/unit/test_safetensors.py",
+    "checkpoint/hugging_face.py": "tests/unit/test_safetensors.py tests/unit/test_convert.py",
+    "checkpoint/save_load.py": "tests/unit/test_checkpoint_directory.py tests/gloo/test_resume.py",
+    "state_dict/model.py": f"{_STATES} tests/gloo/test_fsdp1.py",
+    "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py",
+    "eager/reduce.py": f"tests/gloo/test_reduce.py {_RUNTIME}",
+    "eager/accumulate.py": f"tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py {_RUNTIME}",
+    "eager/forward.py": f"{_RUNTIME} tests/gloo/test_interruptions.py",
+    "eager/unsharded.py": f"{_RUNTIME} tests/gloo/test_kept_unsharded.py tests/gloo/test_interruptions.py",
+    "eager/writeback.py": "tests/gloo/test_writeback.py",
+    "optim/flat.py": "tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py",
+    "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
+    "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
+    "passes/graph/lifetimes.py": f"{_PLANS} tests/fake/test_plans.py",
+    "passes/plan/plan.py": _PLANS,
+    "passes/plan/memory.py": _PLANS,
+}  # fmt: skip
+
+_COMPARED = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "is": "is not", "is not": "is",
+             "in": "not in", "not in": "in"}  # fmt: skip
+_COMPUTED = {"+": "-", "-": "+", "*": "//", "//": "*", "%": "+", "|": "&", "&": "|"}
+_WORDS: dict[type[ast.AST], str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Is: "is",
+    ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in", ast.Add: "+", ast.Sub: "-", ast.Mult: "*",
+    ast.FloorDiv: "//", ast.Mod: "%", ast.BitOr: "|", ast.BitAnd: "&", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+_TALKS = ("warn", "warning", "info", "debug", "add_note")  # calls whose arguments are texts for people
+
+
+class Mutant(NamedTuple):
+    """`old` at bytes [begin, end) of `path` is replaced by `new`."""
+
+    path: Path
+    line: int
+    begin: int
+    end: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {' '.join(self.old.split())} -> {self.new}"
+
+
+class _Finder:
+    """The mutants of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.source = path, path.read_bytes()
+        self.starts = [0]
+        for line in self.source.splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+
+    def mutants(self) -> list[Mutant]:
+        return list(self._below(ast.parse(self.source)))
+
+    def _below(self, node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign) and not _has_value(node):
+            return
+        yield from self._of(node)
+        for name, child in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "bases"):
+                continue
+            for each in child if isinstance(child, list) else [child]:
+                if isinstance(each, ast.AST) and not _is_text(each):
+                    yield from self._below(each)
+
+    def _of(self, node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.Compare):
+            for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+                yield from self._between(left, right, _WORDS[type(operator)], _COMPARED)
+        elif isinstance(node, ast.BoolOp):
+            word = _WORDS[type(node.op)]
+            yield from self._between(node.values[0], node.values[1], word, {"and": "or", "or": "and"})
+        elif (
+            isinstance(node, ast.BinOp)
+            and type(node.op) in _WORDS
+            and not isinstance(node.left, ast.Constant | ast.JoinedStr)
+        ):
+            yield from self._between(node.left, node.right, _WORDS[type(node.op)], _COMPUTED)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield self._replace(node, self._text(node.operand))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield self._replace(node, str(not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            yield self._replace(node, str(node.value + 1))
+        elif isinstance(node, ast.If | ast.IfExp) and not self._text(node.test).startswith("TYPE_CHECKING"):
+            yield self._replace(node.test, f"(not ({self._text(node.test)}))")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield self._replace(node, "pass")
+
+    def _between(self, left: ast.expr, right: ast.expr, word: str, others: dict[str, str]) -> Iterator[Mutant]:
+        begin, end = self._end(left), self._begin(right)
+        between = self.source[begin:end].decode()
+        if word in others and between.count(word) == 1:
+            yield self._mutant(begin, end, between.replace(word, others[word]), left.lineno)
+
+    def _replace(self, node: ast.AST, new: str) -> Mutant:
+        return self._mutant(self._begin(node), self._end(node), new, node.lineno)  # type: ignore[attr-defined]
+
+    def _mutant(self, begin: int, end: int, new: str, line: int) -> Mutant:
+        return Mutant(self.path, line, begin, end, self.source[begin:end].decode(), new)
+
+    def _text(self, node: ast.AST) -> str:
+        return self.source[self._begin(node) : self._end(node)].decode()
+
+    def _begin(self, node: ast.AST) -> int:
+        return self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+
+    def _end(self, node: ast.AST) -> int:
+        return self.starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+
+
+def _has_value(node: ast.AST) -> bool:
+    """Whether an annotated assignment gives a value, which counts while its annotation does not."""
+    return isinstance(node, ast.AnnAssign) and node.value is not None
+
+
+def _is_text(node: ast.AST) -> bool:
+    """A docstring, or a call that tells people something."""
+    value = node.value if isinstance(node, ast.Expr) else node
+    if isinstance(value, ast.Call):
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in _TALKS
+    return isinstance(node, ast.Expr) and isinstance(value, ast.Constant)
+
+
+def survives(mutant: Mutant | None, tests: str, package: Path) -> bool:
+    """Whether `tests` pass beside the copy of the package at `package`, with `mutant` in it if it is given."""
+    if mutant is not None:
+        changed, source = package / mutant.path.relative_to(ROOT / "fsdp_compile"), mutant.path.read_bytes()
+        changed.write_bytes(source[: mutant.begin] + mutant.new.encode() + source[mutant.end :])
+    path = os.pathsep.join([str(package.parent), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+                   "LIMIT": "60"}  # seconds of one call of ranks  # fmt: skip
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        *tests.split(),
+    ]
+    # A group of its own: ranks that wait for each other end with the tests.
+    run = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT)  # fmt: skip
+    try:
+        said, _ = run.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        if mutant is not None:
+            shutil.copyfile(mutant.path, changed)
+    if run.returncode not in (0, 1, 2):  # passed, failed, or did not even import
+        raise RuntimeError(f"pytest {tests} ended with {run.returncode}:\n{said.decode()}")
+    return run.returncode == 0
+
+
+def main() -> int:
+    """Run what the arguments ask for; 1 if too few mutants were killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--file", action="append", help="a file of the package; can be given several times")
+    parser.add_argument("--least", type=float, default=0.9, help="the share of mutants that has to be killed")
+    asked = parser.parse_args()
+    files = {ROOT / "fsdp_compile" / name: tests for name, tests in NEAREST.items()}
+    if asked.file:
+        files = {path: tests for path, tests in files.items() if str(path.relative_to(ROOT)) in asked.file}
+    drawn = random.Random(asked.seed).sample([m for path in files for m in _Finder(path).mutants()], asked.count)
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "fsdp_compile"
+        shutil.copytree(ROOT / "fsdp_compile", package)
+        for tests in {files[mutant.path] for mutant in drawn}:
+            if not survives(None, tests, package):
+                print(f"error: {tests} fail without any mutant; mend them first", file=sys.stderr)
+                return 2
+        survivors = []
+        for number, mutant in enumerate(sorted(drawn), 1):
+            if survives(mutant, files[mutant.path], package):
+                survivors.append(mutant)
+                print(f"{number:4d} SURVIVED {mutant}", flush=True)
+            else:
+                print(f"{number:4d} killed   {mutant}", flush=True)
+    killed = 1 - len(survivors) / len(drawn)
+    print(f"{len(drawn)} mutants, {len(survivors)} survived: {killed:.0%} killed")
+    return int(killed < asked.least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
