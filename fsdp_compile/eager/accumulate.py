@@ -223,7 +223,7 @@ def _find_unaveraged(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     Their parameters drift apart, as where blocks are sharded and the module around them is not. No rank waits: whoever
     comes later finds what the first one has written. DistributedDataParallel, `replicate` and users may have averaged.
     """
-    if optimizer in _stepped:
+    if torch.compiler.is_compiling() or optimizer in _stepped:
         return
     _stepped.add(optimizer)
     others, names, unit = [], [], None

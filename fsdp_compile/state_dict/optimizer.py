@@ -318,11 +318,17 @@ def optim_state_dict_to_load(
 
 
 def _check_distributed(units: list[Unit], states: dict[str, State]) -> None:
-    """Raise RuntimeError on all ranks if they have other values to gather: these would be gathered together."""
+    """Raise RuntimeError on all ranks if they have other values to gather: these would be gathered together.
+    A `ShardedValue` is not gathered, so that nothing is compared where there are no others.
+    """
     kinds = (DTensor, ChunkedTensor)
-    gathered = {name: {k: v for k, v in state.items() if isinstance(v, kinds)} for name, state in states.items()}
-    if units:
-        _kinds_of_state([name for name, state in gathered.items() if state], gathered, units[0].group)
+    gathered = {
+        name: {k: v for k, v in state.items() if isinstance(v, kinds) and not isinstance(v, ShardedValue)}
+        for name, state in states.items()
+    }
+    names = [name for name, state in gathered.items() if state]
+    if units and names:
+        _kinds_of_state(names, gathered, units[0].group)
 
 
 def _to_load(

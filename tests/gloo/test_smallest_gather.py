@@ -194,7 +194,7 @@ _NIGHTLY = ("with a norm", "rows", "rows that are cut", "blocks of 16")
 
 
 @pytest.mark.parametrize(
-    "name", ["float8 with a norm", *(pytest.param(name, marks=pytest.mark.nightly) for name in _NIGHTLY)]
+    "name", [pytest.param(name, marks=pytest.mark.nightly) for name in ("float8 with a norm", *_NIGHTLY)]
 )
 def test_inductor(two: Ranks, name: str) -> None:
     """Under Inductor values differ by 1e-6 at most."""
