@@ -18,20 +18,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
-FILES = 109
+FILES = 111
 BUDGET = {
-    PACKAGE: 26_800,
-    f"{PACKAGE}/*.py": 2_870,
-    f"{PACKAGE}/core": 4_640,
-    f"{PACKAGE}/comm": 1_390,
-    f"{PACKAGE}/construct": 1_170,
-    f"{PACKAGE}/eager": 3_020,
+    PACKAGE: 27_760,
+    f"{PACKAGE}/*.py": 2_910,
+    f"{PACKAGE}/core": 4_880,
+    f"{PACKAGE}/comm": 1_600,
+    f"{PACKAGE}/construct": 1_200,
+    f"{PACKAGE}/eager": 3_200,
     f"{PACKAGE}/optim": 1_320,
-    f"{PACKAGE}/passes": 7_000,
-    f"{PACKAGE}/state_dict": 1_020,
-    f"{PACKAGE}/checkpoint": 1_580,
+    f"{PACKAGE}/passes": 7_010,
+    f"{PACKAGE}/state_dict": 1_200,
+    f"{PACKAGE}/checkpoint": 1_610,
     f"{PACKAGE}/explain": 2_550,
-    f"{PACKAGE}/integrations": 290,
+    f"{PACKAGE}/integrations": 320,
     "bench": 4_490,
 }
 """Lines of a folder with all that lies below it; `*.py` is what lies in no folder.
