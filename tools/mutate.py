@@ -50,7 +50,7 @@ NEAREST = {
     "optim/flat.py": "tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py",
     "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
     "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
-    "passes/graph/lifetimes.py": f"{_PLANS} tests/fake/test_plans.py",
+    "passes/graph/lifetimes.py": "tests/fake/test_plans.py tests/fake/test_activations.py",
     "passes/plan/plan.py": _PLANS,
     "passes/plan/memory.py": _PLANS,
 }  # fmt: skip
