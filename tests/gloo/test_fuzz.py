@@ -46,7 +46,8 @@ def test_a_planted_defect_is_found_and_shrunk(two: Ranks) -> None:
     assert found == Case(steps=(Step(before="planted"),))
 
 
-@pytest.mark.parametrize("steps", [(Step(before="planted"),), pytest.param((Step(),), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [(Step(before="planted"),), (Step(),)])
 def test_a_written_test(tmp_path: Path, steps: tuple[Step, ...]) -> None:
     """A case that fails is written as a test that pytest runs as it is, wherever it lies, and that fails while the
     defect is there.

@@ -33,8 +33,9 @@ def _train(rank: int, how: str, per_rank: int) -> float:
     return largest.item()
 
 
-@pytest.mark.parametrize("per_rank", [1, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("how", [pytest.param("inductor", marks=pytest.mark.nightly), "backend"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("per_rank", [1, 3])
+@pytest.mark.parametrize("how", ["inductor", "backend"])
 def test_gradients_of_awkward_units(two: Ranks, how: str, per_rank: int) -> None:
     """Where loops that read a parameter and loops that write its gradient could meet, gradients equal eager's."""
     assert max(two.run(_train, how, per_rank)) <= BOUND
