@@ -117,6 +117,8 @@ def _fail(comparison: "Comparison", when: str) -> None:
 def _deepcopy(comparison: "Comparison", when: str) -> None:
     """A copy runs once, and leaves the model as it was."""
     reference, model = (copy.deepcopy(each) for each in (comparison.reference, comparison.model))
+    for each in (reference, model):
+        play_rank(each, 0)
     expected = comparison.loss_of_reference(reference)
     expected.backward()
     with comparison.autocast():
