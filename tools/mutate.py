@@ -168,7 +168,7 @@ def survives(mutant: Mutant | None, tests: str, package: Path) -> bool:
     if mutant is not None:
         changed, source = package / mutant.path.relative_to(ROOT / "fsdp_compile"), mutant.path.read_bytes()
         changed.write_bytes(source[: mutant.begin] + mutant.new.encode() + source[mutant.end :])
-    path = os.pathsep.join([str(package.parent), str(ROOT / "tests")])
+    path = os.pathsep.join(map(str, (package.parent, ROOT / "tests", ROOT)))  # `bench` is in ROOT
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
                    "LIMIT": "60"}  # seconds of one call of ranks  # fmt: skip
     command = [
