@@ -307,6 +307,10 @@ def full_tensor(value: Any) -> Any:
         return value.full_tensor()
     if isinstance(value, DTensor):
         here: Any = value.to(value.device_mesh.device_type)  # it may have been offloaded
+        if (moved := collectives.movable(here.to_local())).dtype is not value.dtype:  # float8, of which gloo knows none
+            shape, stride, mesh = value.shape, value.stride(), value.device_mesh
+            here = DTensor.from_local(moved, mesh, value.placements, run_check=False, shape=shape, stride=stride)
+            return here.full_tensor().view(value.dtype)
         return here.full_tensor()
     return value
 
@@ -319,4 +323,5 @@ def _gather_chunks(value: ChunkedTensor) -> Tensor:
     for chunk in chunks:
         offsets, sizes = chunk.metadata.shard_offsets, chunk.metadata.shard_sizes
         full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = chunk.tensor
-    return collectives.all_reduce(full, value._process_group.group_name, "sum")
+    reduced = collectives.all_reduce(collectives.movable(full), value._process_group.group_name, "sum")
+    return reduced.view(value.dtype)  # of an element one rank alone has bits

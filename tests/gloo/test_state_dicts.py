@@ -757,3 +757,33 @@ def test_four_hybrid_ranks_to_two(four: Ranks, two: Ranks, tmp_path: Path) -> No
     two.run(_four, str(tmp_path / "four"), False)
     two.run(_four, str(tmp_path / "two"), True)
     four.run(_four, str(tmp_path / "two"), False)
+
+
+class _OfBytes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.linspace(-3, 3, 20).view(5, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.signs = nn.Parameter(torch.arange(-6, 6, dtype=torch.int8).view(3, 4), requires_grad=False)
+        self.linear = nn.Linear(4, 4)
+
+
+def _bytes(rank: int) -> None:
+    expected = _OfBytes().state_dict()
+    mesh = init_device_mesh("cpu", (2,))
+    for shard_it in (FullyShardedDataParallel, partial(FullyShardedDataParallel, device_mesh=mesh), fully_shard):
+        model: Any = shard_it(_OfBytes())
+        expected["linear.weight"], expected["linear.bias"] = torch.full((4, 4), 2.0), torch.full((4,), 3.0)
+        model.load_state_dict(expected)
+        with state_dict_type(model, SHARDED):
+            kept = model.state_dict()
+            model.load_state_dict({name: value.to(torch.int8) for name, value in _OfBytes().state_dict().items()})
+            model.load_state_dict(kept)
+        with state_dict_type(model, FULL):
+            for name, value in model.state_dict().items():
+                assert torch.equal(value.view(torch.uint8), expected[name].view(torch.uint8)), name
+
+
+def test_bytes_in_sharded_values(two: Ranks) -> None:
+    """float8 and int8 parameters come back from sharded state dicts, DTensors or torch's ShardedTensors, bit for bit:
+    gloo knows no float8."""
+    two.run(_bytes)
