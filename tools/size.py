@@ -20,7 +20,7 @@ PACKAGE = "fsdp_compile"
 FUNCTION_LINES = 90
 FILES = 111
 BUDGET = {
-    PACKAGE: 27_760,
+    PACKAGE: 27_770,
     f"{PACKAGE}/*.py": 2_910,
     f"{PACKAGE}/core": 4_880,
     f"{PACKAGE}/comm": 1_600,
@@ -28,7 +28,7 @@ BUDGET = {
     f"{PACKAGE}/eager": 3_200,
     f"{PACKAGE}/optim": 1_320,
     f"{PACKAGE}/passes": 7_010,
-    f"{PACKAGE}/state_dict": 1_200,
+    f"{PACKAGE}/state_dict": 1_210,
     f"{PACKAGE}/checkpoint": 1_610,
     f"{PACKAGE}/explain": 2_550,
     f"{PACKAGE}/integrations": 320,
