@@ -261,27 +261,31 @@ def all_to_all(sent: Tensor, send: list[int], receive: list[int], group: str) ->
 
 def start_all_reduce(full: Tensor, group: str, op: str = "avg") -> None:
     """Begin to reduce `full`, any shape, over the group in place; read it after `wait(full)`."""
-    if not _start_on_host(full, group, op):
+    if _holds_up_host(full, group):
+        _start_on_host(full, group, op)
+    else:
         ALL_REDUCE_IN_PLACE(full, op, group)
 
 
-def _start_on_host(full: Tensor, group: str, op: str, words: str | torch.Size = "") -> bool:
-    """As `start_all_reduce` where it would hold up the host and nothing is traced; else False."""
+def _holds_up_host(tensor: Tensor, group: str) -> bool:
+    """Whether the host waits for collectives of `tensor`, and nothing is traced."""
+    return type(tensor) is Tensor and tensor.is_cpu and broadcasts_in(group_named(group)) is not None
+
+
+def _start_on_host(full: Tensor, group: str, op: str, words: str | torch.Size = "") -> None:
     ranks = group_named(group)
-    if type(full) is not Tensor or not full.is_cpu or broadcasts_in(ranks) is None:
-        return False
     log = log_of(ranks)
     log.note("all-reduce", full.numel(), words)
     _all_reduces[full.data_ptr()] = start_in_place(ranks, full, op), log, full
-    return True
 
 
 def all_reduce(full: Tensor, group: str, op: str = "avg", of: torch.Size | None = None) -> Tensor:
     """Reduce `full`, of any shape, on any device, over the group; return a new tensor of that shape and device.
     `of`: the shape of the sharded tensor that an operator reduces.
     """
-    reduced = full.clone(memory_format=torch.contiguous_format) if type(full) is Tensor else full
-    if _start_on_host(reduced, group, op, of or ""):
+    if _holds_up_host(full, group):
+        reduced = full.clone(memory_format=torch.contiguous_format)
+        _start_on_host(reduced, group, op, of or "")
         wait(reduced)
         return reduced
     return WAIT(ALL_REDUCE(sendable(full, group), op, group)).to(full.device)

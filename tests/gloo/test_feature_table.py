@@ -1,7 +1,7 @@
 """Every feature, eager and compiled: what docs/features.md says. `make features` writes its table from what this found.
 
-4 steps, Inductor for the rows that differ most, and of the two callers one by turns; with
-`FSDP_COMPILE_TESTS=nightly` 50, Inductor for all, and both.
+Each run takes 4 steps. Inductor runs the rows that differ most, and each row compiles one of the two callers. With
+`FSDP_COMPILE_TESTS=nightly` each run takes 50 steps, and every row runs Inductor and both callers.
 """
 
 import json
