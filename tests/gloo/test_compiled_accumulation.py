@@ -102,7 +102,8 @@ def _patterns(rank: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["FULL_SHARD", "NO_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.nightly)]
+    "strategy",
+    ["FULL_SHARD", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("NO_SHARD", "SHARD_GRAD_OP"))],
 )
 def test_patterns(two: Ranks, strategy: str) -> None:
     """With and without synchronisation in any order: equal gradients after every backward, also those shown under
@@ -407,7 +408,7 @@ def _hooks(rank: int, strategy: str, late: bool) -> None:
 @pytest.mark.parametrize(
     ("strategy", "late"),
     [
-        ("FULL_SHARD", True),
+        pytest.param("FULL_SHARD", True, marks=pytest.mark.nightly),
         pytest.param("NO_SHARD", False, marks=pytest.mark.nightly),
         pytest.param("FULL_SHARD", False, marks=pytest.mark.nightly),
         pytest.param("NO_SHARD", True, marks=pytest.mark.nightly),

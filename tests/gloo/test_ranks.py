@@ -35,6 +35,7 @@ def test_results_come_by_rank(two: Ranks) -> None:
     assert two.run(_process) == two.run(_process)
 
 
+@pytest.mark.nightly
 def test_failures_are_reported_and_survived(tmp_path: Path) -> None:
     """An exception comes with its rank's traceback, a rank that waits with its stack; the next call gets a new pool."""
     ranks = Ranks(2, tmp_path)

@@ -55,7 +55,7 @@ def test_the_example(how: list[str]) -> None:
 @pytest.mark.parametrize(
     ("how", "victim", "shard"),
     [
-        ("kill", "a", 0),  # the replica that state would be copied from
+        pytest.param("kill", "a", 0, marks=pytest.mark.nightly),  # the replica that state would be copied from
         pytest.param("stop", "b", 1, marks=pytest.mark.nightly),
         pytest.param("raise", "b", 0, marks=pytest.mark.nightly),
         pytest.param("kill", "c", 1, marks=pytest.mark.nightly),  # the new one is lost too
