@@ -1,4 +1,4 @@
-"""All that sees a graph: `PASSES` lists the passes in order.
+"""All that sees a graph: `PASSES` lists the passes in order, and `backend` compiles with passes of your own.
 
 inductor.py    `PASSES`; Inductor's hooks for plain `torch.compile`, and `backend="fsdp_compile"`
 pipeline.py    Pass, GraphContext, and graphs as text
@@ -10,12 +10,39 @@ cost/          seconds of collectives and of computing: hardware, roofline, reco
 plan/          plans as data, without torch: rules, search, simulation, verification
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_compile.passes.graph.nodes import Tag as Tag
+    from fsdp_compile.passes.graph.nodes import get_tag as get_tag
+    from fsdp_compile.passes.graph.nodes import tagged as tagged
+    from fsdp_compile.passes.inductor import PASSES as PASSES
+    from fsdp_compile.passes.inductor import backend as backend
+    from fsdp_compile.passes.pipeline import GraphContext as GraphContext
+    from fsdp_compile.passes.pipeline import Pass as Pass
+    from fsdp_compile.passes.pipeline import format_graph as format_graph
+    from fsdp_compile.passes.plan.plan import Plan as Plan
+    from fsdp_compile.passes.plan.plan import Step as Step
+
+_PUBLIC = {
+    "PASSES": "inductor",
+    "backend": "inductor",
+    "GraphContext": "pipeline",
+    "Pass": "pipeline",
+    "format_graph": "pipeline",
+    "Plan": "plan.plan",
+    "Step": "plan.plan",
+    "Tag": "graph.nodes",
+    "get_tag": "graph.nodes",
+    "tagged": "graph.nodes",
+}
+
+if not TYPE_CHECKING:
+    __all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    if name != "PASSES":
+    if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp_compile.passes.inductor import PASSES  # imports Inductor, seconds that plans and costs do not need
-
-    return PASSES
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)  # Inductor takes seconds to import

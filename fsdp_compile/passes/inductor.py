@@ -32,7 +32,7 @@ from fsdp_compile.passes._torch import (
 from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
-from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, enabled, run_passes
+from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, run_passes
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
 
 PASSES = (
@@ -91,14 +91,39 @@ def fsdp_compile_backend(
     Raises:
         ValueError: an option or a pass name is unknown.
     """
+    return backend(**(options or {}))(gm, example_inputs)
+
+
+def backend(
+    passes: Sequence[Pass] = PASSES, **options: Any
+) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A backend for `torch.compile` with passes of your own: `torch.compile(model, backend=backend(passes=...))`.
+
+    Graphs of sharded models go through `passes`, which usually are those of `PASSES` and some others; Inductor compiles
+    what comes out, as `backend="fsdp_compile"` does. Other graphs are compiled as they are.
+
+    Args:
+        passes: in the order in which they run. Those of the stage "joint" run before those of "post_grad".
+        **options: fields of `CompileConfig`.
+
+    Raises:
+        ValueError: an option or the name of a pass to disable is unknown, an option has a value that it cannot have,
+            two passes have one name, or a pass does not come behind those that it needs.
+    """
     known = [field.name for field in fields(CompileConfig)]
-    unknown = [name for name in options or {} if name not in known]
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
-    config = CompileConfig(**(options or {}))
-    if is_ours(gm.graph, MARKERS):
-        _load_artifacts(config)
-    return compile_with(gm, example_inputs, PASSES, config)
+    config = CompileConfig(**options)
+    check_passes(passes)
+    enabled(passes, config)
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if is_ours(gm.graph, MARKERS):
+            _load_artifacts(config)
+        return compile_with(gm, example_inputs, tuple(passes), config)
+
+    return compile_graph
 
 
 def _load_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
@@ -151,16 +176,16 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> Any | None:
         """Return the passes' part of the caches' key. See Note [What the compile caches key on].
 
-        None switches the caches off: a previous pass has no key, or one of ours is no function of this package.
+        None switches the caches off: a previous pass, or one of the pipeline, has no key.
         """
         previous = _as_tuple(self.previous)
         others = [before.uuid() if isinstance(before, CustomGraphPass) else None for before in previous]
-        if not all(others) or not all(map(_has_known_source, self.passes)):
+        keys = [each.key for each in self.passes]
+        if not all(others) or not all(keys):
             return None
         as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
-        names = tuple(each.name for each in self.passes)
         return (
-            hash_of_sources(), torch.__version__, as_gloo, self.stage, names,
+            hash_of_sources(), torch.__version__, as_gloo, self.stage, *keys,
             self.config.deciding_code, self.config.file_contents, *others,
         )  # fmt: skip
 
@@ -185,17 +210,11 @@ class AfterFusion(CustomSchedulerPass):
 
 # Note [What the compile caches key on]
 # Inductor and AOTAutograd store compiled graphs under a key that holds the `uuid` of each custom pass. On a hit no pass
-# runs, so the key must hold everything besides the graph that our passes and lowerings look at: a hash of our source
-# files (our operators and lowerings decide generated code, and Inductor hashes neither), torch's version, whether the
-# backend for the CPU is gloo (whose collectives are lowered differently; the fake backend stands for it, so that its
-# entries serve ranks of gloo), the configuration, and the contents of the files that it names. It must not hold the
-# rank: ranks that share a cache directory share entries, see Note [Graphs without a rank].
-
-
-def _has_known_source(step: Pass) -> bool:
-    """Whether `hash_of_sources` covers the function of `step`; it does not cover closures."""
-    name, module = getattr(step.run, "__qualname__", ""), getattr(step.run, "__module__", None) or ""
-    return module.startswith(f"{__name__.partition('.')[0]}.") and bool(name) and "<locals>" not in name
+# runs, so the key must hold everything besides the graph that passes and lowerings look at: a hash of our source files
+# (our operators and lowerings decide generated code, and Inductor hashes neither), torch's version, whether the backend
+# for the CPU is gloo (whose collectives are lowered differently; the fake backend stands for it, so that its entries
+# serve ranks of gloo), each pass (`Pass.key`), the configuration, and the contents of the files that it names. It must
+# not hold the rank: ranks that share a cache directory share entries, see Note [Graphs without a rank].
 
 
 # Note [Collectives and CUDA graphs]

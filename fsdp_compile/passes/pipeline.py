@@ -9,11 +9,14 @@ Graphs from a compile cache are not written; `TORCHINDUCTOR_FORCE_DISABLE_CACHES
 `fsdp_compile.graphs` gets the same texts at level DEBUG.
 """
 
+import hashlib
+import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,12 +70,44 @@ class Pass:
         stage: "joint": on forward and backward in one graph, before partitioning; "post_grad": on each alone, later.
         run: the step. It reads and writes its context only, because on a hit in a compile cache no pass runs.
         needs: passes whose results this one uses; it is left out if one of them is disabled.
+        version: what stands for the pass in the keys of the compile caches, beside its name. Change it whenever `run`
+            would edit graphs in another way. None: a hash of the file that defines `run`, if that is a plain function
+            without closure and default arguments; otherwise nothing that runs this pass is cached.
     """
 
     name: str
     stage: Stage
     run: Callable[[GraphContext], None]
     needs: tuple[str, ...] = ()
+    version: str | None = None
+
+    @property
+    def key(self) -> str | None:
+        """What stands for this pass in the keys of the compile caches; None: what it edits must not be cached."""
+        if self.version is not None:
+            return f"{self.name} {self.version}"
+        plain = inspect.isfunction(self.run) and not (self.run.__closure__ or self.run.__defaults__)
+        digest = _hash_of_file(self.run.__code__.co_filename) if plain else None
+        return digest and f"{self.name} {digest}"
+
+
+@cache
+def _hash_of_file(path: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # typed into a shell
+        return None
+
+
+def check_passes(passes: Sequence[Pass]) -> None:
+    """ValueError if two passes have one name, or a pass comes before one that it needs."""
+    seen: set[str] = set()
+    for each in passes:
+        if each.name in seen:
+            raise ValueError(f"passes: {each.name!r} is there twice; give each pass a name of its own")
+        if missing := [name for name in each.needs if name not in seen]:
+            raise ValueError(f"passes: {each.name!r} needs {missing[0]!r}, which is not among the passes before it")
+        seen.add(each.name)
 
 
 def enabled(passes: Sequence[Pass], config: CompileConfig) -> tuple[Pass, ...]:

@@ -78,13 +78,3 @@ def test_the_list_of_private_names_is_complete() -> None:
     package = ROOT / "fsdp_compile"
     rows = re.findall(r"^\| `([\w/]+/_torch\.py)`", (ROOT / "docs" / "upgrading_torch.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(path.relative_to(package).as_posix() for path in package.rglob("_torch.py"))
-
-
-def test_all_passes_are_described() -> None:
-    """docs/compiling.md names every pass, in the order in which they run."""
-    from fsdp_compile.passes import PASSES
-
-    text = (ROOT / "docs" / "compiling.md").read_text()
-    text = text[text.index("`fsdp_compile.passes.PASSES` is the list") :]
-    named = [name for name in re.findall(r"`(\w+)`", text) if name in {each.name for each in PASSES}]
-    assert list(dict.fromkeys(named)) == [each.name for each in PASSES]

@@ -1,0 +1,270 @@
+"""docs/passes.md: its code runs, and each graph that it shows is what the passes make today.
+
+Regenerate the graphs with EXPECTTEST_ACCEPT=1, and read each difference.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from compiling import printed_graphs
+from generated import kernels_not_built
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+
+from fsdp_compile import CompileConfig, compile_step, fully_shard
+from fsdp_compile.comm import collectives
+from fsdp_compile.passes import PASSES, GraphContext, Pass, backend
+from fsdp_compile.passes.inductor import Pipeline
+from fsdp_compile.passes.post_grad.plan_pass import plan_log
+
+PAGE = Path(__file__).parents[2] / "docs" / "passes.md"
+SHOWN = re.compile(r"<!-- (graph|plan): (\w+), (\w+)(?:, (\w+))? -->\n```(?:diff|text)\n(.*?)```", re.DOTALL)
+NOT_EDITING = {"choose_reshard", "check_saved", "read_graph", "verify_plan", "check_order"}  # decisions and checks
+BY_HAND = {"place_updates", "name_prefetched"}  # in tests/unit/test_update_in_backward.py and tests/fake/test_plans.py
+
+
+class Linears(nn.Module):
+    """Blocks of so many linear layers, with a ReLU between two of them."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*map(_layer, range(2 * count - 1))) for count in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _layer(index: int) -> nn.Module:
+    return nn.ReLU() if index % 2 else nn.Linear(4, 4, bias=False)
+
+
+class Autocast(nn.Module):
+    """A linear layer that computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+class Side(nn.Module):
+    """Two layers beside each other, whose gradients are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(x)
+
+
+class Case(NamedTuple):
+    """What is compiled: a model of units, with options of the backend."""
+
+    build: Callable[[], nn.Module]
+    unit: type[nn.Module]
+    options: Mapping[str, Any] = MappingProxyType({})
+    reshard_after_forward: Any = True
+    no_sync: bool = False
+    launches_several: bool = False
+    width: int = 4
+
+
+CASES = {
+    "one": Case(lambda: Linears(1), nn.Sequential),
+    "three": Case(lambda: Linears(1, 1, 1), nn.Sequential),
+    "two": Case(lambda: Linears(2, 2), nn.Sequential, {"activations": "recompute"}),
+    "auto": Case(lambda: Linears(1, 1), nn.Sequential, reshard_after_forward="auto"),
+    "side": Case(Side, nn.Linear),
+    "accumulating": Case(lambda: Linears(1, 1), nn.Sequential, no_sync=True),
+    "autocast": Case(Autocast, nn.Linear, width=16),
+    "profile": Case(lambda: Linears(1), nn.Sequential, {"record_profile": True}),
+    "far": Case(lambda: Linears(1, 1, 1), nn.Sequential, {"link": "custom:1e-3,1e9"}, launches_several=True),
+}
+
+
+def _nothing(context: GraphContext) -> None:
+    """The graph before the first pass of its stage."""
+
+
+@cache
+def compiled(name: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
+    """The changes of each pass by (pass, direction), and the plans by direction."""
+    case, plans = CASES[name], dict[str, str]()
+    torch._dynamo.reset()
+    model = fully_shard(case.build(), auto_wrap_policy={case.unit}, reshard_after_forward=case.reshard_after_forward)
+    passes = (Pass("begin", "joint", _nothing), Pass("begin_post_grad", "post_grad", _nothing), *PASSES)
+    run = torch.compile(model, fullgraph=True, backend=backend(passes=passes, **case.options))
+    patch = pytest.MonkeyPatch()
+    if case.launches_several:  # the fake group stands for NCCL, not for gloo
+        patch.setattr(collectives, "_COPYING_BACKENDS", ("gloo",))
+        patch.setattr(collectives, "_broadcasts", {})
+    patch.setattr(plan_log, "debug", lambda _, direction, plan, **__: plans.update({direction: str(plan)}))
+    with (
+        printed_graphs() as printed,
+        inductor_config.patch(force_disable_caches=True),
+        kernels_not_built(),
+        model.no_sync() if case.no_sync else nullcontext(),
+    ):
+        run(torch.ones(2, case.width)).sum().backward()
+    patch.undo()
+    changes, before = dict[tuple[str, str], str](), dict[str, list[str]]()
+    for text in printed:
+        title, *after = text.split("\n")
+        direction, step = re.fullmatch(r"--- (\w+) graph after (\w+)", title).groups()  # type: ignore[union-attr]
+        changes[step, direction] = _diff(before.get(direction, after), after)
+        before[direction] = after
+    return changes, plans
+
+
+def _diff(before: list[str], after: list[str]) -> str:
+    lines = list(difflib.unified_diff(before, after, lineterm="", n=1))[2:]
+    return "".join("...\n" if line.startswith("@@") else f"{line}\n" for line in lines)
+
+
+def _shown_now(shown: re.Match[str]) -> str:
+    kind, case, first, direction, _ = shown.groups()
+    changes, plans = compiled(case)
+    return plans[first] if kind == "plan" else changes[first, direction]
+
+
+def test_the_graphs_are_those_of_today() -> None:
+    """Each difference and each plan on the page is what compiling its model gives."""
+    text = PAGE.read_text()
+    new = SHOWN.sub(lambda shown: shown[0].removesuffix(f"{shown[5]}```") + f"{_shown_now(shown)}```", text)
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        PAGE.write_text(new)
+    else:
+        assert text == new, "\n".join(difflib.unified_diff(text.split("\n"), new.split("\n"), lineterm="", n=2))
+
+
+def test_each_pass_has_its_section() -> None:
+    """In the order of `PASSES`, with a difference that is not empty where the pass edits graphs."""
+    sections = re.split(r"^### ", PAGE.read_text().partition("## What each pass does")[2], flags=re.MULTILINE)[1:]
+    assert [section.split("\n")[0].strip("`") for section in sections] == [each.name for each in PASSES]
+    for each, section in zip(PASSES, sections, strict=True):
+        own = [shown for shown in SHOWN.finditer(section) if shown[1] == "plan" or shown[3] == each.name]
+        assert each.name in NOT_EDITING | BY_HAND or (own and all(shown[5].strip() for shown in own)), each.name
+
+
+def test_the_passes_of_this_release() -> None:
+    """Names and order of the passes are public, as `disable` takes them: a change belongs into CHANGELOG.md."""
+    assert [each.name for each in PASSES] == [
+        *("insert_collectives", "smallest_gather", "choose_activations", "choose_reshard", "reshard"),
+        *("check_saved", "separate_reduces", "pack_in_place", "reuse_gathered", "place_deferred_reduces"),
+        *("read_graph", "choose_plan", "verify_plan", "order", "check_order", "place_updates", "name_prefetched"),
+        *("record_times", "coalesce_launches", "reduce_scatter_by_all_to_all", "all_gather_into_buffer"),
+        *("check_ranks", "pin_order"),
+    ]
+
+
+# --- passes of a user's own -------------------------------------------------------------------------------------------
+
+
+def _example(title: str) -> dict[str, Any]:
+    """What the code under a heading of the page defines."""
+    code = re.search(rf"^### {title}\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert code is not None
+    model = Linears(1, 1, 1)
+    for block in model.blocks:
+        fully_shard(block)
+    names: dict[str, Any] = {"model": model, "fully_shard": fully_shard, "torch": torch}
+    exec(compile(code[1], str(PAGE), "exec"), names)
+    return names
+
+
+def test_counting_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The pass that counts prints a line for each graph."""
+    step = _example("Count what is sent")["step"]
+    step(torch.ones(2, 4)).sum().backward()
+    # shards of 16 elements and gradients of 64
+    assert capsys.readouterr().out == "forward: 3 collectives, 192 bytes\nbackward: 5 collectives, 896 bytes\n"
+
+
+def test_gathering_first() -> None:
+    """The pass that edits the plan moves all gathers to the front, and ours verify and apply that."""
+    names = _example("Change the plan")
+    with printed_graphs() as printed:
+        names["step"](torch.ones(2, 4)).sum().backward()
+    graph = next(text for text in printed if "backward graph after order" in text)
+    starts = [line.split(" = ")[1].split("(")[0] for line in graph.split("\n") if "_tensor(" in line]
+    assert starts[:2] == ["all_gather_into_tensor"] * 2
+
+
+def test_keys() -> None:
+    """A pass of a file has a key, which its contents and `version` change; closures and defaults have none."""
+
+    def plain(context: GraphContext) -> None: ...
+
+    def default(context: GraphContext, most: int = 3) -> None: ...
+
+    def closure(context: GraphContext) -> None:
+        plain(context)
+
+    exec(compile("def typed(context): ...", "<stdin>", "exec"), names := dict[str, Any]())
+    keys = {run.__name__: Pass("mine", "joint", run).key for run in (plain, default, closure, names["typed"])}
+    assert keys.pop("plain") and set(keys.values()) == {None}
+    assert Pass("mine", "joint", closure, version="1").key == "mine 1"
+
+
+def test_a_changed_pass_is_no_hit(tmp_path: Path) -> None:
+    """The key of the compile caches changes with the file or the version of a pass; a pass without one has no key."""
+
+    def key(text: str, **fields: Any) -> Any:
+        path = tmp_path / f"{text}.py"
+        path.write_text(f"def run(context):\n    print({text!r})\n")
+        exec(compile(path.read_text(), str(path), "exec"), names := dict[str, Any]())
+        passes = (*PASSES, Pass("mine", "post_grad", names["run"], **fields))
+        return Pipeline(passes, "post_grad", CompileConfig()).uuid()
+
+    keys = [
+        key("a"),
+        key("b"),
+        key("a", version="1"),
+        key("b", version="2"),
+        Pipeline(PASSES, "post_grad", CompileConfig()).uuid(),
+    ]
+    assert all(keys) and len(set(keys)) == len(keys) and key("a") == keys[0] and key("c", version="1") == keys[2]
+    closure = Pass("mine", "post_grad", lambda context: print(tmp_path))
+    assert Pipeline((*PASSES, closure), "post_grad", CompileConfig()).uuid() is None
+
+
+@pytest.mark.parametrize(
+    ("passes", "options", "text"),
+    [
+        ((*PASSES, PASSES[0]), {}, "passes: 'insert_collectives' is there twice"),
+        (PASSES[1:], {}, "passes: 'smallest_gather' needs 'insert_collectives', which is not among the passes before"),
+        (PASSES, {"budgett": 1}, "expected names among .*found budgett"),
+        (PASSES, {"disable": ("ordr",)}, "found ordr"),
+        (PASSES, {"budget": 1}, "budget=1 needs a link"),
+    ],
+)
+def test_refused_at_once(passes: tuple[Pass, ...], options: dict[str, Any], text: str) -> None:
+    """Passes that cannot run and impossible options are refused when the backend is made, not in the first step."""
+    with pytest.raises(ValueError, match=text):
+        backend(passes=passes, **options)
+
+
+def test_a_whole_step() -> None:
+    """`compile_step` takes such a backend too."""
+    seen: list[str] = []
+    mine = Pass("mine", "post_grad", lambda context: seen.append(context.direction))
+    model = fully_shard(Linears(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile_step(model, optimizer, lambda out: out.sum(), backend=backend(passes=(*PASSES, mine)))
+    step(torch.ones(2, 4))
+    assert seen == ["forward", "backward"]
