@@ -114,8 +114,10 @@ def calibrate(
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
         try:
             sent = Rounds(list(collective_cases(at)), at, together=True).run(seconds / 2)
-            level = "network" if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) else "node"
-            link = fitted_link(sent, getattr(made, level), ranks, f"{source.source}, {ranks} ranks")
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+            level = "network" if ranks > here else "node"
+            each = here if level == "network" else 1
+            link = fitted_link(sent, getattr(made, level), ranks, f"{source.source}, {ranks} ranks", each)
             made = replace(made, network=link) if level == "network" else replace(made, node=link)
         finally:
             dist.destroy_process_group()
@@ -324,16 +326,20 @@ def fitted(cases: Sequence[Case], base: Hardware, source: Source) -> Hardware:
     )
 
 
-def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str) -> Link:
+def fitted_link(cases: Sequence[Case], base: Link, ranks: int, source: str, ranks_per_node: int = 1) -> Link:
     """`base` with the latency and bandwidth that agree best with the collectives' times.
+
+    All ranks of a node send at once what the others lack: 1 of them where the link is within a node.
 
     Least squares of predicted over measured seconds, so that small messages count as well.
     """
-    points = [(case.work * (ranks - 1) / ranks, case.seconds) for case in cases if case.kind in ("gather", "reduce")]
+    sent = (1 - ranks_per_node / ranks) / ranks_per_node
+    points = [(case.work * sent, case.seconds) for case in cases if case.kind in ("gather", "reduce")]
     rows = torch.tensor([[1 / seconds, size / seconds] for size, seconds in points], dtype=torch.float64)
     latency, slope = torch.linalg.lstsq(rows, torch.ones_like(rows[:, :1])).solution.flatten().tolist()
     bandwidth = 1 / max(slope, 1e-15)
-    return replace(base, latency=max(latency, 0.0), hop=0.0, bandwidth=bandwidth, origin="measured", source=source)
+    figures = {"latency": max(latency, 0.0), "hop": 0.0, "bandwidth": bandwidth, "protocols": (), "ramp": ()}
+    return replace(base, **figures, origin="measured", source=source)
 
 
 def _fit_ramp(points: Sequence[tuple[float, int, float]]) -> tuple[float, float]:

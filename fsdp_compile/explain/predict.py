@@ -22,7 +22,13 @@ from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.trace import Model
 from fsdp_compile.explain.work import StepWork, UnitWork
 from fsdp_compile.passes.cost.hardware import Hardware, device, link, read_hardware
-from fsdp_compile.passes.cost.roofline import Group, update_seconds
+from fsdp_compile.passes.cost.roofline import (
+    all_reduce_seconds,
+    launch_seconds,
+    level_of,
+    transfer_seconds,
+    update_seconds,
+)
 from fsdp_compile.passes.plan.plan import Plan
 from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import Task, UnitCost, Workload
@@ -67,8 +73,8 @@ class Priced:
         if "HYBRID" in strategy:
             self.shards = min(world, setting.shard_size or per_node)
         replicas = world // self.shards
-        self._shard_group = Group(self.shards, min(self.shards, per_node), hardware)
-        self._replica_group = Group(replicas, min(replicas, max(1, per_node // self.shards)), hardware)
+        self._replicas = replicas
+        self._link, self._replica_link = (hardware.connect(n) for n in (per_node, max(1, per_node // self.shards)))
         # Bytes of an element of what is gathered and of what is reduced.
         self._gathered_width = self._packed_width = 4 if setting.precision == "fp32" else 2
         if setting.reduce_dtype is not None:
@@ -89,12 +95,19 @@ class Priced:
 
         def cost(parameters: int) -> UnitCost:
             gathered, packed = parameters * self._gathered_width, parameters * self._packed_width
-            gather, reduce = map(self._shard_group.transfer, (gathered, packed))
+            gather, reduce = (transfer_seconds(each, self.shards, self._link) for each in (gathered, packed))
             is_copied = self.shards > 1 or self._gathered_width < 4
-            replicate = self._replica_group.all_reduce(packed / self.shards)
+            replicate = 0.0
+            if self._replicas > 1:
+                seconds = all_reduce_seconds(packed / self.shards, self._replicas, self._replica_link)
+                replicate = max(0.0, seconds - self._launch)
             return UnitCost("", gather, reduce, gathered if is_copied else 0, packed, replicate)
 
         return cache(cost)
+
+    @cached_property
+    def _launch(self) -> float:
+        return launch_seconds(self.shards, self._link) if self.shards > 1 else 0.0
 
     def _seconds(self, unit: UnitWork, backward: bool) -> float:
         """Seconds of a unit's forward or backward; a block is slowed down by collectives beside it."""
@@ -166,8 +179,7 @@ class Priced:
         if self._updates_first:
             tasks, split = [Task(UPDATE, self._update, 2 * parameters + optimizer), *tasks], split + 1
             gradients = [parameters, *gradients]
-        launch = self._shard_group.launch if self.shards > 1 else 0.0
-        workload = Workload(tuple(tasks), split, tuple(costs), launch, can_coalesce=False)
+        workload = Workload(tuple(tasks), split, tuple(costs), self._launch, can_coalesce=False)
         if graph:
             plan = alternating(workload)
         else:
@@ -178,7 +190,7 @@ class Priced:
         return Scheduled(
             workload,
             plan,
-            levels=(self._shard_group.level, self._replica_group.level),
+            levels=(level_of(self.shards, self._link, 1), level_of(self._replicas, self._replica_link, 1)),
             shards=self.shards,
             passes=self.setting.accumulation,
             update=0.0 if self._updates_first else self._update,

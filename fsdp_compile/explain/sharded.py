@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from fsdp_compile.explain.report import Report
 from fsdp_compile.passes import PASSES
 from fsdp_compile.passes._torch import fake_store, reset_dynamo
 from fsdp_compile.passes.cost.hardware import device
+from fsdp_compile.passes.cost.roofline import Level
 from fsdp_compile.passes.graph.costs import costs_of, group_size, node_work
 from fsdp_compile.passes.graph.nodes import tagged
 from fsdp_compile.passes.inductor import compile_with
@@ -57,6 +58,7 @@ def report(
     model: str = "model",
     parameters: int = 0,
     flops: int = 0,
+    levels: tuple[Level, Level] = ("network", "network"),
 ) -> Report:
     """Verify `plan` and report on it. What lives beside gathered and packed buffers counts as activations.
 
@@ -68,7 +70,7 @@ def report(
     verify(workload, plan, budget)
     hardware = device(setting.hardware) if setting else None
     setting = setting or Setting(1)
-    step = Scheduled(workload, plan, budget, blocks, shards=setting.shard_size or setting.world_size)
+    step = Scheduled(workload, plan, budget, blocks, levels, setting.shard_size or setting.world_size)
     tokens = setting.batch * setting.sequence
     return Report((step.predict(model, parameters, setting, hardware, tokens, (flops, flops)),), step)
 
@@ -99,7 +101,7 @@ def explain_sharded(
     with process_group(world_size), nullcontext() if exists else fake_tensors():
         made = model if isinstance(model, nn.Module) else model()
         sharded = made if sharding_of(made) else shard(copy.deepcopy(made) if exists else made)
-        choices, setting, flops = choices_of(sharded, example_inputs, config)
+        choices, setting, flops, levels = choices_of(sharded, example_inputs, config)
         parameters = sum(each.numel() for each in sharded.parameters())
     if config.device not in (None, "cpu"):  # on that device, though not here, one launch serves several units
         plain, stored = (replace(each, can_coalesce=True) for each in (choices.plain, choices.stored))
@@ -113,7 +115,7 @@ def explain_sharded(
         unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
         blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
     return report(chosen.workload, chosen.planned.plan, config.budget, tuple(blocks), setting=setting,
-                  model=type(sharded).__name__, parameters=parameters, flops=flops)  # fmt: skip
+                  model=type(sharded).__name__, parameters=parameters, flops=flops, levels=levels)  # fmt: skip
 
 
 @contextmanager
@@ -134,20 +136,30 @@ def process_group(world_size: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _Read(NamedTuple):
+    """Of a joint graph: what may be chosen, the setting, the number of operations, the links of collectives."""
+
+    choices: Options
+    setting: Setting
+    flops: int
+    levels: tuple[Level, Level]
+
+
 class _GraphRead(Exception):
     """Raised to end a compilation once its joint graph has been read."""
 
 
-def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> tuple[Options, Setting, int]:
-    """Read the joint graph of a sharded model: what may be chosen, the setting, and the number of operations.
+def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig) -> "_Read":
+    """Read the joint graph of a sharded model.
 
     Raises:
         ValueError: it has no sharded parameters.
     """
-    found: list[tuple[Options, Setting, int]] = []
+    found: list[_Read] = []
 
     def read_graph(context: GraphContext) -> None:
-        choices = read_blocks(context.graph, costs_of(context.graph, config)).options(config)
+        costs = costs_of(context.graph, config)
+        choices = read_blocks(context.graph, costs).options(config)
         gathers = tagged(context.graph, "gather")
         dtypes = {each.meta["val"].dtype for each in gathers}
         tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
@@ -165,7 +177,8 @@ def choices_of(model: nn.Module, inputs: Sequence[object], config: CompileConfig
             hardware=config.device or "cpu",
             network=config.link,
         )
-        found.append((choices, setting, sum(node_work(node).flops for node in context.graph.nodes)))
+        flops = sum(node_work(node).flops for node in context.graph.nodes)
+        found.append(_Read(choices, setting, flops, costs.levels if costs else ("network", "network")))
         raise _GraphRead
 
     insert = next(each for each in PASSES if each.name == "insert_collectives")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from fsdp_compile.config import read_json
 
@@ -34,9 +34,27 @@ class Source:
 _UNKNOWN = Source("assumed", "no source is given")
 
 
+class Protocol(NamedTuple):
+    """How a library sends small messages: it waits less for each one, and reaches less bandwidth.
+
+    Attributes:
+        latency: seconds of a launch.
+        hop: seconds of each step over this link.
+        inside: seconds of each step within a node.
+        part: of the bandwidths of links.
+        most: bytes per second of all ranks of a node at most.
+    """
+
+    latency: float
+    hop: float
+    inside: float
+    part: float
+    most: float
+
+
 @dataclass(frozen=True)
 class Link:
-    """The connection between the ranks of one group.
+    """The connection between the ranks of one group. Note [How collectives are priced] says how it is used.
 
     Attributes:
         name: as `link()` takes it.
@@ -45,6 +63,10 @@ class Link:
         source: where the figures come from.
         hop: seconds that each step of a ring or tree adds to a launch.
         origin: how the figures are known.
+        protocols: those for small messages; the other figures are of the one for large messages.
+        ramp: (bytes that each rank has, the part of the bandwidth that is reached with them), in order; none: all.
+        inside: the link within nodes, of one between nodes; None: it connects all ranks alike.
+        ranks_per_node: the ranks of one node; None: those of the device.
 
     Raises:
         ValueError: a figure is not a finite number, or is out of range.
@@ -56,10 +78,31 @@ class Link:
     source: str
     hop: float = 0.0
     origin: Origin = "assumed"
+    protocols: tuple[Protocol, ...] = ()
+    ramp: tuple[tuple[float, float], ...] = ()
+    inside: "Link | None" = None
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        expect_finite(f"link {self.name}", {"latency": self.latency, "hop": self.hop})
-        expect_finite(f"link {self.name}", {"bandwidth": self.bandwidth}, above_zero=True)
+        where, figures = f"link {self.name}", {name: value for name, value, _ in self.figures()}
+        expect_finite(where, {name: value for name, value in figures.items() if not name.endswith(_ABOVE_ZERO)})
+        expect_finite(where, {name: value for name, value in figures.items() if name.endswith(_ABOVE_ZERO)}, True)
+        sizes, parts = [size for size, _ in self.ramp], [part for _, part in self.ramp]
+        if sizes != sorted({*sizes}) or any(part > 1 for part in parts):
+            raise ValueError(
+                f"{where}, ramp: expected pairs of increasing bytes and of parts up to 1, found {self.ramp}"
+            )
+
+    def figures(self) -> Iterator[tuple[str, float, str]]:
+        """Name, value and unit of each number."""
+        for name, unit in _LINK_UNITS.items():
+            yield name, getattr(self, name), unit
+        for count, protocol in enumerate(self.protocols, 1):
+            for name, unit in _PROTOCOL_UNITS.items():
+                yield f"protocol {count}.{name}", getattr(protocol, name), unit
+        for count, (size, part) in enumerate(self.ramp, 1):
+            yield f"ramp {count}.bytes", size, "bytes"
+            yield f"ramp {count}.part", part, ""
 
 
 @dataclass(frozen=True)
@@ -138,9 +181,12 @@ class Hardware:
             if getattr(self, name) is not None:
                 yield name, getattr(self, name), unit, self.sources.get(name, _UNKNOWN)
         for level, each in (("node", self.node), ("network", self.network)):
-            source = Source(each.origin, each.source)
-            for name, unit in _LINK_UNITS.items():
-                yield f"{level}.{name}", getattr(each, name), unit, source
+            for name, value, unit in each.figures():
+                yield f"{level}.{name}", value, unit, Source(each.origin, each.source)
+
+    def connect(self, ranks_per_node: int) -> Link:
+        """The link of a group that has so many ranks on each of its nodes."""
+        return replace(self.network, inside=self.node, ranks_per_node=ranks_per_node)
 
 
 UNITS = {
@@ -164,6 +210,8 @@ UNITS = {
     "host_bandwidth": "bytes/s",
 }
 _LINK_UNITS = {"latency": "s", "hop": "s", "bandwidth": "bytes/s"}
+_PROTOCOL_UNITS = {"latency": "s", "hop": "s", "inside": "s", "part": "", "most": "bytes/s"}
+_ABOVE_ZERO = ("bandwidth", "part", "most", "bytes")
 _MAY_BE_ZERO = ("product_ramp", "attention_ramp", "kernel_seconds", "layer_seconds", "step_seconds", "contention",
                 "fragments")  # fmt: skip
 
@@ -208,7 +256,14 @@ def link(text: "str | Link") -> Link:
 @cache
 def links() -> dict[str, Link]:
     """The links that the package knows, by name."""
-    return {name: _link(name, each) for name, each in _table(DATA / "links.json")["links"].items()}
+    table = _table(DATA / "links.json")["links"]
+    made = {name: _link(name, each) for name, each in table.items() if "like" not in each}
+    for name, each in table.items():
+        if "like" in each:
+            base, figures = made[each["like"]], {key: each[key] for key in each.keys() - {"like", "inside", "source"}}
+            source, inside = f"{each['source']}; {base.name}: {base.source}", made.get(each.get("inside"))
+            made[name] = replace(base, name=name, source=source, inside=inside, **figures)
+    return {name: made[name] for name in table}
 
 
 def device(text: "str | Hardware") -> Hardware:
@@ -309,9 +364,18 @@ def _source(where: str, given: dict[str, Any]) -> Source:
 
 
 def _link(name: str, given: Any) -> Link:
-    _expect_fields(f"{name}, ", given, {"latency", "bandwidth", "origin", "source"}, {"hop"})
-    source = _source(name, given)
-    return Link(name, given["latency"], given["bandwidth"], source.source, given.get("hop", 0.0), source.origin)
+    _expect_fields(f"{name}, ", given, {"latency", "bandwidth", "origin", "source"}, {"hop", "protocols", "ramp"})
+    source, protocols, ramp = _source(name, given), given.get("protocols", []), given.get("ramp", [])
+    for key, several in ("protocols", protocols), ("ramp", ramp):
+        if type(several) is not list:
+            raise ValueError(f"{name}, {key}: expected a list, found {reprlib.repr(several)}")
+    for each in protocols:
+        _expect_fields(f"{name}, protocols, ", each, _PROTOCOL_UNITS.keys())
+    for each in ramp:
+        if type(each) is not list or len(each) != 2:
+            raise ValueError(f"{name}, ramp: expected pairs of bytes and a part, found {reprlib.repr(each)}")
+    return Link(name, given["latency"], given["bandwidth"], source.source, given.get("hop", 0.0), source.origin,
+                tuple(Protocol(**each) for each in protocols), tuple((size, part) for size, part in ramp))  # fmt: skip
 
 
 def to_json(hardware: Hardware) -> str:
@@ -322,7 +386,9 @@ def to_json(hardware: Hardware) -> str:
         return {"value": value, "origin": source.origin, "source": source.source}
 
     def connected(each: Link) -> dict[str, Any]:
-        return {**{name: getattr(each, name) for name in _LINK_UNITS}, "origin": each.origin, "source": each.source}
+        several = {"protocols": [protocol._asdict() for protocol in each.protocols], "ramp": [*map(list, each.ramp)]}
+        shown = {**{name: getattr(each, name) for name in _LINK_UNITS}, "origin": each.origin, "source": each.source}
+        return shown | {name: values for name, values in several.items() if values}
 
     table: dict[str, Any] = {"format": FORMAT, "name": hardware.name, "peak": figure("peak", dict(hardware.peak))}
     table |= {name: figure(name, getattr(hardware, name)) for name in UNITS}

@@ -11,109 +11,109 @@ Note [How operations are priced]
     chain        bytes read and written / (bandwidth x efficiency): a fused kernel, or a less efficient eager one
     kernel       takes at least `kernel_seconds`; a block takes `layer_seconds` more in each direction
 
-Note [Two levels of links]
+Note [How collectives are priced]
 A ring through all ranks enters each node once and leaves it once. Inside a node it takes the fast links, and between
 nodes the adapters: there are as many rings as ranks of a node, so that all adapters carry one. Each node receives what
 its ranks together lack, `full x (nodes - 1) / nodes`, through all of its adapters; each rank receives
 `full x (world - 1) / world` through its fast links. The two happen at the same time, so the slower one counts. A launch
 takes a hop for each step of the ring, most of which stay inside of nodes.
+
+NCCL has protocols that wait less at each step and reach less bandwidth, and takes the one that is fastest for the size
+of the message. Between nodes a ring reaches only a part of the bandwidth (`Link.ramp`) unless each rank has much to
+send: its steps come one after the other. `python -m bench links` compares with a table of NCCL's own prices.
 """
 
+import math
 import re
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from fsdp_compile.config import read_json
-from fsdp_compile.passes.cost.hardware import Hardware, Link, is_finite
+from fsdp_compile.passes.cost.hardware import Hardware, Link, Protocol, is_finite
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.plan.workload import Task, Workload
 
 # --- collectives: nothing here asks a device or another rank ----------------------------------------------------------
 
 
+Level = Literal["node", "network"]
+
+
+def level_of(world: int, link: Link, ranks_per_node: int) -> Level:
+    """The links that a collective takes; `ranks_per_node` is that of the device, for links that do not say."""
+    return "network" if world > min(world, link.ranks_per_node or ranks_per_node) else "node"
+
+
 def launch_seconds(world: int, link: Link) -> float:
-    """Latency of an all-gather or reduce-scatter in a ring of `world - 1` steps: `Workload.latency`."""
-    return link.latency + link.hop * (world - 1)
+    """Seconds of an all-gather or reduce-scatter of next to nothing: `Workload.latency`."""
+    return _ring(0, world, link)
 
 
 def transfer_seconds(full_bytes: float, world: int, link: Link) -> float:
-    """Seconds of the bytes of an all-gather or reduce-scatter: `UnitCost.gather` and `.reduce`.
+    """Seconds of an all-gather or reduce-scatter beside those of its launch: `UnitCost.gather` and `.reduce`.
 
     Each rank receives all but its own part, `full_bytes * (world - 1) / world`, whichever the algorithm (Chan,
     Heimlich, Purkayastha, van de Geijn: Collective communication, 2007, section 4; NCCL's rings reach it).
     """
-    return full_bytes * (world - 1) / world / link.bandwidth
+    return _ring(full_bytes, world, link) - launch_seconds(world, link)
 
 
 def all_reduce_seconds(full_bytes: float, world: int, link: Link) -> float:
     """Seconds of an all-reduce of `full_bytes` among `world` ranks, by ring or by tree, whichever is shorter.
 
-    A ring is a reduce-scatter and an all-gather. A double binary tree goes up and down, `2 log2(world)` steps, and
-    moves all bytes twice (Sanders, Speck, Traff: Two-tree algorithms, 2009). NCCL chooses between the two likewise.
+    A ring is a reduce-scatter and an all-gather. A double binary tree over nodes, whose ranks are chains, goes up and
+    down, `2 log2(nodes)` steps, and moves all bytes twice (Sanders, Speck, Traff: Two-tree algorithms, 2009). NCCL
+    chooses between the two likewise.
     """
-    ring = link.latency + link.hop * 2 * (world - 1) + 2 * transfer_seconds(full_bytes, world, link)
-    tree = link.latency + link.hop * 2 * (world - 1).bit_length() + 2 * full_bytes / link.bandwidth
-    return min(ring, tree)
+    return min(_ring(full_bytes, world, link, 2), _tree(full_bytes, world, link))
 
 
-Level = Literal["node", "network"]
+def _ring(full_bytes: float, world: int, link: Link, times: int = 1) -> float:
+    """Seconds of so many rounds in a ring."""
+    nodes, link = _nodes(world, link)
+    steps = times * (world - nodes), times * (nodes - 1)
+    sent = times * full_bytes * (world - 1) / world, times * full_bytes * (nodes - 1) / nodes
+    return _fastest(link, world / nodes, steps, sent, full_bytes / world)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Ranks that take part in one collective.
+def _tree(full_bytes: float, world: int, link: Link) -> float:
+    """Seconds of an all-reduce by a tree over nodes."""
+    nodes, link = _nodes(world, link)
+    steps = 2 * (math.ceil(world / nodes) - 1), 2 * (nodes - 1).bit_length()
+    return _fastest(link, world / nodes, steps, (2 * full_bytes, 2 * full_bytes), full_bytes / world)
 
-    Attributes:
-        size: number of ranks.
-        per_node: how many of them are on one node.
-        hardware: has the links between them.
-    """
 
-    size: int
-    per_node: int
-    hardware: Hardware
+def _nodes(world: int, link: Link) -> tuple[int, Link]:
+    """How many nodes the link connects, and the link; each rank is a node if all are connected alike."""
+    if link.inside is None or link.ranks_per_node is None:
+        return world, link
+    return (world, link.inside) if world <= link.ranks_per_node else (math.ceil(world / link.ranks_per_node), link)
 
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return -(-self.size // self.per_node)
 
-    @property
-    def level(self) -> Level:
-        """The links that limit a collective."""
-        return "network" if self.nodes > 1 else "node"
+def _fastest(
+    link: Link, ranks_per_node: float, steps: tuple[int, int], sent: tuple[float, float], own_bytes: float
+) -> float:
+    """Seconds by the fastest protocol; `steps` and bytes `sent` are those within nodes and those between nodes."""
+    near, found = link.inside, list[float]()
+    for each in (Protocol(link.latency, link.hop, near.hop if near else 0.0, 1.0, math.inf), *link.protocols):
+        moving = sent[1] / min(link.bandwidth * each.part * ranks_per_node, each.most)
+        if near is not None and steps[0]:
+            moving = max(moving, sent[0] / (near.bandwidth * each.part))
+        found.append(each.latency + steps[0] * each.inside + steps[1] * each.hop + moving / _part(own_bytes, link))
+    return min(found)
 
-    @property
-    def launch(self) -> float:
-        """Latency of an all-gather or reduce-scatter, in seconds."""
-        node, network = self.hardware.node, self.hardware.network
-        if self.nodes == 1:
-            return launch_seconds(self.size, node)
-        inside = self.nodes * (self.per_node - 1)
-        return max(node.latency, network.latency) + inside * node.hop + (self.nodes - 1) * network.hop
 
-    def transfer(self, full_bytes: float) -> float:
-        """Seconds of the bytes of an all-gather or reduce-scatter."""
-        inside = transfer_seconds(full_bytes, self.size, self.hardware.node) if self.per_node > 1 else 0.0
-        if self.nodes == 1:
-            return inside
-        rings = replace(self.hardware.network, bandwidth=self.hardware.network.bandwidth * self.per_node)
-        return max(inside, transfer_seconds(full_bytes, self.nodes, rings))
-
-    def all_reduce(self, full_bytes: float) -> float:
-        """Seconds of an all-reduce by a ring, or by a tree over nodes, whichever is shorter."""
-        if self.size == 1:
-            return 0.0
-        if self.nodes == 1:
-            return all_reduce_seconds(full_bytes, self.size, self.hardware.node)
-        ring = self.launch * 2 + 2 * self.transfer(full_bytes)
-        node = Group(self.per_node, self.per_node, self.hardware)
-        inside = 2 * (node.launch + node.transfer(full_bytes)) if self.per_node > 1 else 0.0
-        between = all_reduce_seconds(full_bytes / self.per_node, self.nodes, self.hardware.network)
-        return min(ring, inside + between)
+def _part(own_bytes: float, link: Link) -> float:
+    """The part of the bandwidth that a ring reaches if each rank has so many bytes: between two of its points."""
+    points = link.ramp or ((1.0, 1.0),)
+    for (size, part), (next_size, next_part) in pairwise(points):
+        if size <= own_bytes <= next_size:
+            return part + (next_part - part) * math.log(own_bytes / size) / math.log(next_size / size)
+    return points[0 if own_bytes < points[0][0] else -1][1]
 
 
 # --- operations: see Note [How operations are priced] -----------------------------------------------------------------

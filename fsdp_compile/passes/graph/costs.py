@@ -9,24 +9,28 @@ of loops are read once, and the values that other kernels read are written. Symb
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.collectives import ALL_REDUCE, ALL_REDUCE_IN_PLACE, GROUP_ARGUMENT
 from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes._torch import size_hint, tree_leaves
-from fsdp_compile.passes.cost.hardware import Hardware, device, link, reported_device
+from fsdp_compile.passes.cost.hardware import Hardware, Link, device, link, reported_device
 from fsdp_compile.passes.cost.roofline import (
+    Level,
     all_reduce_seconds,
     attention_seconds,
     chain_seconds,
     launch_seconds,
+    level_of,
     product_seconds,
     transfer_seconds,
     update_seconds,
@@ -45,6 +49,7 @@ from fsdp_compile.passes.graph.nodes import (
 )
 
 _FREE_NAMESPACES = {"_c10d_functional", "c10d_functional", "fsdp_flat"}  # priced as collectives
+_ALL_REDUCES = (ALL_REDUCE, ALL_REDUCE_IN_PLACE)
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read as much as they return
 _LOSSES = {aten.nll_loss_forward, aten.nll_loss_backward}  # read an element of each row
 SCATTERS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate}
@@ -215,6 +220,7 @@ class Costs:
         rank_check_seconds: seconds of the message by which ranks compare their prefetched gathers; 0: it does not go
             over the link.
         host_bandwidth: bytes per second between the device and the memory of its host; None: there is no such copy.
+        levels: the links that gathers and reduces take, and those of all-reduces over replicas.
     """
 
     node: Callable[[fx.Node], float]
@@ -226,6 +232,7 @@ class Costs:
     host_gap: float = 0.0
     rank_check_seconds: float = 0.0
     host_bandwidth: float | None = None
+    levels: tuple[Level, Level] = ("node", "node")
 
 
 _FLOPS_PER_BYTE = {"cpu": 12.0, "cuda": 240.0}
@@ -252,28 +259,38 @@ def costs_of(graph: fx.Graph, config: CompileConfig) -> Costs | None:
     def of_node(node: fx.Node) -> float:
         return node_seconds(node, computer)
 
+    groups = {_group_of(start): _link_of(_group_of(start), wire) for start in starts}
+    latency = min(launch_seconds(group.size(), used) for group, used in groups.items())
+
     def of_collective(start: fx.Node) -> float:
-        if start.target in (ALL_REDUCE, ALL_REDUCE_IN_PLACE):
-            return all_reduce_seconds(size_of(start), group_size(start), wire) - wire.latency
+        group = _group_of(start)
+        if start.target in _ALL_REDUCES:
+            return max(0.0, all_reduce_seconds(size_of(start), group.size(), groups[group]) - latency)
         full = max(size_of(start), size_of(start.args[0]))  # type: ignore[arg-type]  # fx arguments are untyped
-        return transfer_seconds(full, group_size(start), wire)
+        launch = launch_seconds(group.size(), groups[group])
+        return transfer_seconds(full, group.size(), groups[group]) + launch - latency
+
+    def level(over_replicas: bool) -> Level:
+        those = {_group_of(start) for start in starts if (start.target in _ALL_REDUCES) == over_replicas}
+        levels = {level_of(group.size(), groups[group], int(computer.ranks_per_node)) for group in those}
+        return "network" if "network" in levels else "node"
 
     def of_update(moved: float) -> float:
         return max(update_seconds(moved, computer), computer.kernel_seconds)
 
-    world = max(map(group_size, starts))
-    norm = all_reduce_seconds(4, world, wire)
+    norm = max(all_reduce_seconds(4, group.size(), used) for group, used in groups.items())
     # Ranks compare what they know by a message on the host, where a GPU's link is another one.
     on_cpu = where.type == "cpu" and config.device in (None, "cpu")
     return Costs(
         of_node,
         of_collective,
-        launch_seconds(world, wire),
+        latency,
         update_seconds=of_update,
         norm=norm,
         host_gap=computer.step_seconds,
         rank_check_seconds=norm if on_cpu else 0.0,
         host_bandwidth=computer.host_bandwidth,
+        levels=(level(False), level(True)),
     )
 
 
@@ -292,4 +309,16 @@ def relative_costs(graph: fx.Graph) -> Costs:
 
 def group_size(start: fx.Node) -> int:
     """How many ranks take part in what a collective node starts."""
-    return group_named(start.args[GROUP_ARGUMENT[start.target]]).size()  # type: ignore[arg-type,index]  # fx arguments are untyped
+    return _group_of(start).size()
+
+
+def _group_of(start: fx.Node) -> dist.ProcessGroup:
+    return group_named(start.args[GROUP_ARGUMENT[start.target]])  # type: ignore[arg-type,index]  # fx arguments are untyped
+
+
+def _link_of(group: dist.ProcessGroup, wire: Link) -> Link:
+    """The link between the ranks of `group`, which may have fewer of a node than there are."""
+    if wire.ranks_per_node is None:
+        return wire
+    each = Counter(rank // wire.ranks_per_node for rank in dist.get_process_group_ranks(group))
+    return replace(wire, ranks_per_node=max(each.values()))
