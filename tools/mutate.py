@@ -2,28 +2,37 @@
 
     python tools/mutate.py [--count 200] [--seed 0] [--file fsdp_compile/core/layout.py ...] [--least 0.9]
 
-Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails.
-What is left alone: annotations, docstrings, and the texts of errors, warnings and notes. The exit status is 1 if fewer
-than `--least` of the mutants are killed. A mutant that runs into the limit counts as killed: a rank that waits for ever
-is noticed.
+Each mutant is a copy of the package in a temporary folder, beside which the tests named in NEAREST run until one fails:
+those of one process first, then those that killed other mutants, then short ones. Left alone are annotations,
+docstrings, decorators, and the texts of errors, warnings and notes. The exit status is 1 if fewer than `--least` of the
+mutants are killed. A mutant that takes three times the seconds of its tests, and 30 more, counts as killed: a rank that
+waits for ever is noticed.
 """
 
 import argparse
 import ast
+import importlib
+import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-LIMIT = 180.0  # seconds of the tests of one mutant
+LIMIT = 900.0  # seconds of one file of tests without a mutant
+# Before torch is imported, as in tests/conftest.py.
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 # The files that carry values, and the tests that are nearest to each; tests of milliseconds first.
 _RUNTIME = "tests/gloo/test_matrix.py tests/gloo/test_gradients.py tests/gloo/test_accumulation.py"
@@ -64,6 +73,8 @@ _WORDS: dict[type[ast.AST], str] = {
     ast.FloorDiv: "//", ast.Mod: "%", ast.BitOr: "|", ast.BitAnd: "&", ast.And: "and", ast.Or: "or",
 }  # fmt: skip
 _TALKS = ("warn", "warning", "info", "debug", "add_note")  # calls whose arguments are texts for people
+# Arguments that change no value on a CPU: checks of lengths that always agree, and copies that need not wait.
+_UNSEEN = ("strict", "non_blocking")
 
 
 class Mutant(NamedTuple):
@@ -100,7 +111,7 @@ class _Finder:
             if name in ("annotation", "returns", "decorator_list", "bases"):
                 continue
             for each in child if isinstance(child, list) else [child]:
-                if isinstance(each, ast.AST) and not _is_text(each):
+                if isinstance(each, ast.AST) and not _is_text(each) and getattr(each, "arg", "") not in _UNSEEN:
                     yield from self._below(each)
 
     def _of(self, node: ast.AST) -> Iterator[Mutant]:
@@ -163,42 +174,127 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(value, ast.Constant)
 
 
-def survives(mutant: Mutant | None, tests: str, package: Path) -> bool:
-    """Whether `tests` pass beside the copy of the package at `package`, with `mutant` in it if it is given."""
-    if mutant is not None:
-        changed, source = package / mutant.path.relative_to(ROOT / "fsdp_compile"), mutant.path.read_bytes()
-        changed.write_bytes(source[: mutant.begin] + mutant.new.encode() + source[mutant.end :])
-    path = os.pathsep.join(map(str, (package.parent, ROOT / "tests", ROOT)))  # `bench` is in ROOT
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-                   "LIMIT": "60"}  # seconds of one call of ranks  # fmt: skip
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        *tests.split(),
-    ]
-    # A group of its own: ranks that wait for each other end with the tests.
-    run = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT)  # fmt: skip
-    try:
-        said, _ = run.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-        if mutant is not None:
-            shutil.copyfile(mutant.path, changed)
-    if run.returncode not in (0, 1, 2):  # passed, failed, or did not even import
-        raise RuntimeError(f"pytest {tests} ended with {run.returncode}:\n{said.decode()}")
-    return run.returncode == 0
+class _Order:
+    """A plugin of pytest: tests that killed before come first, then short ones; what failed, and how long each took."""
+
+    def __init__(self, kills: Counter[str], seconds: dict[str, float]) -> None:
+        self.kills, self.before, self.seconds = kills, seconds, dict[str, float]()
+        self.failed = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: (-self.kills[item.nodeid], self.before.get(item.nodeid, 0.0)))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+
+class Bench:
+    """A copy of the package at `package`, and processes in which tests meet it.
+
+    torch is imported once, here. Each run of a tier's tests is a fork of this process, and its ranks are forks of the
+    run, so that a mutant costs the seconds of its tests alone.
+    """
+
+    def __init__(self, package: Path) -> None:
+        self.package = package
+        self.seconds: dict[str, float] = {}  # of each test, without a mutant
+        self.kills: Counter[str] = Counter()  # by each test
+        shutil.copytree(ROOT / "fsdp_compile", package)
+        for module in ("torch._inductor.compile_fx", "torch.distributed.tensor", "torch.distributed.checkpoint",
+                       "torch.distributed.fsdp", "torch.testing._internal.distributed.fake_pg"):  # fmt: skip
+            importlib.import_module(module)
+
+    def measure(self, tests: str) -> str:
+        """How long each of `tests` takes; what it said if one of them fails."""
+        for tier in _tiers(tests):
+            code, _, said, seconds = self._run(tier, LIMIT, 120.0)
+            if code != 0:
+                return said
+            self.seconds |= seconds
+        return ""
+
+    def survives(self, mutant: Mutant, tests: str) -> bool:
+        """Whether `tests` pass beside the copy of the package with `mutant` in it."""
+        changed, source = self.package / mutant.path.relative_to(ROOT / "fsdp_compile"), mutant.path.read_bytes()
+        _write(changed, source[: mutant.begin] + mutant.new.encode() + source[mutant.end :])
+        try:
+            for tier in _tiers(tests):
+                taken = [seconds for test, seconds in self.seconds.items() if test.split("::")[0] in _files(tier)]
+                code, failed, said, _ = self._run(tier, 30.0 + 3 * sum(taken), 15.0 + 3 * max(taken))
+                if code in (1, 2, None):  # failed, did not even import, or is still running
+                    self.kills[failed] += 1
+                    return False
+                if code != 0:
+                    raise RuntimeError(f"pytest {tier} ended with {code}:\n{said}")
+            return True
+        finally:
+            _write(changed, source)
+
+    def _run(self, tests: str, limit: float, call: float) -> tuple[int | None, str, str, dict[str, float]]:
+        """pytest's exit status, the first failure, what it said and each test's seconds; `call`: seconds of ranks."""
+        with tempfile.TemporaryDirectory() as folder:
+            pid = os.fork()
+            if not pid:
+                self._in_the_fork(tests, Path(folder), call)
+            code = _wait(pid, limit)
+            said, result = Path(folder, "said").read_text(errors="replace"), Path(folder, "result")
+            failed, seconds = json.loads(result.read_text()) if result.exists() else ("", {})
+        return code, failed, said, seconds
+
+    def _in_the_fork(self, tests: str, folder: Path, call: float) -> None:
+        code = 3
+        try:
+            os.setsid()  # a group of its own: ranks that wait for each other end with the tests
+            said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            os.chdir(ROOT)
+            before = [str(self.package.parent), str(ROOT / "tests"), str(ROOT)]  # `bench` is in ROOT
+            sys.path[:0] = before
+            os.environ |= {"PYTHONPATH": os.pathsep.join(before), "LIMIT": str(call), "FSDP_COMPILE_RANKS": "fork",
+                           "TMPDIR": str(folder)}  # fmt: skip
+            tempfile.tempdir = None
+            order = _Order(self.kills, self.seconds)
+            code = int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests.split()], [order]))
+            (folder / "result").write_text(json.dumps((order.failed, order.seconds)))
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def _write(path: Path, source: bytes) -> None:
+    """Without what Python kept of the former text, which may have the same size and second."""
+    path.write_bytes(source)
+    for kept in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        kept.unlink()
+
+
+def _wait(pid: int, limit: float) -> int | None:
+    """The exit status of the group `pid` after at most `limit` seconds; nothing of it is left."""
+    end, status = time.monotonic() + limit, None
+    while status is None and time.monotonic() < end:
+        time.sleep(0.05)
+        done, state = os.waitpid(pid, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(state) if done else None
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if status is None:
+        os.waitpid(pid, 0)
+    return status
+
+
+def _tiers(tests: str) -> list[str]:
+    """`tests` by folder, the fastest first: ranks cannot fork from a process that ran a backward."""
+    names = [[name for name in tests.split() if name.startswith(f"tests/{tier}")] for tier in ("unit", "fake", "gloo")]
+    return [" ".join(tier) for tier in names if tier]
+
+
+def _files(tests: str) -> set[str]:
+    return {name.split("::")[0] for name in tests.split()}
 
 
 def main() -> int:
@@ -214,19 +310,18 @@ def main() -> int:
         files = {path: tests for path, tests in files.items() if str(path.relative_to(ROOT)) in asked.file}
     drawn = random.Random(asked.seed).sample([m for path in files for m in _Finder(path).mutants()], asked.count)
     with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "fsdp_compile"
-        shutil.copytree(ROOT / "fsdp_compile", package)
-        for tests in {files[mutant.path] for mutant in drawn}:
-            if not survives(None, tests, package):
-                print(f"error: {tests} fail without any mutant; mend them first", file=sys.stderr)
+        bench = Bench(Path(folder) / "fsdp_compile")
+        for tests in sorted({name for mutant in drawn for name in files[mutant.path].split()}):
+            if said := bench.measure(tests):
+                print(f"error: {tests} fails without any mutant; mend it first\n{said}", file=sys.stderr)
                 return 2
         survivors = []
         for number, mutant in enumerate(sorted(drawn), 1):
-            if survives(mutant, files[mutant.path], package):
+            begin = time.monotonic()
+            if alive := bench.survives(mutant, files[mutant.path]):
                 survivors.append(mutant)
-                print(f"{number:4d} SURVIVED {mutant}", flush=True)
-            else:
-                print(f"{number:4d} killed   {mutant}", flush=True)
+            seconds = time.monotonic() - begin
+            print(f"{number:4d} {'SURVIVED' if alive else 'killed  '} {seconds:4.0f} s {mutant}", flush=True)
     killed = 1 - len(survivors) / len(drawn)
     print(f"{len(drawn)} mutants, {len(survivors)} survived: {killed:.0%} killed")
     return int(killed < asked.least)

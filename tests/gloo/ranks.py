@@ -17,12 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # Seconds that one call may take.
 LIMIT = 1200.0 if os.environ.get("FSDP_COMPILE_TESTS") == "nightly" else float(os.environ.get("LIMIT", 240))
+# "fork" where torch is imported already and nothing ran a backward: tools/mutate.py saves the seconds of the imports.
+START = os.environ.get("FSDP_COMPILE_RANKS", "spawn")
 GRACE = 10.0  # seconds that the other ranks get when one has failed: they may wait for it in a collective
 
 
@@ -33,7 +35,7 @@ class RanksFailed(AssertionError):
 class Worker(NamedTuple):
     """One rank, seen from the test's process."""
 
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
     stacks: Path  # where the process writes its threads' stacks when it gets SIGUSR1
 
@@ -89,13 +91,13 @@ class Ranks:
 
     def _start(self) -> None:
         self.starts += 1
-        spawn = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START)
         rendezvous = self.folder / f"rendezvous_{self.world_size}_{id(self)}_{self.starts}"
         for rank in range(self.world_size):
-            here, there = spawn.Pipe()
+            here, there = context.Pipe()
             stacks = Path(f"{rendezvous}_stacks_{rank}")
             settings = (rank, self.world_size, str(rendezvous), str(self.folder / "inductor"), str(stacks))
-            process = spawn.Process(target=_serve, args=(there, *settings), daemon=True)
+            process = context.Process(target=_serve, args=(there, *settings), daemon=True)
             process.start()
             there.close()
             self.workers.append(Worker(process, here, stacks))

@@ -11,17 +11,17 @@ def f(x: int = 3) -> bool:
     if x < 2 and not x:
         warn("1 + 1")
         raise ValueError(f"x is {x + 1}")
-    g(x)
+    g(x, strict=True)
     return x + 1 is True
 '''
 CHANGED = {
     ("3", "4"), ("x < 2 and not x", "(not (x < 2 and not x))"), (" < ", " <= "), ("2", "3"), (" and ", " or "),
-    ("not x", "x"), ("g(x)", "pass"), (" + ", " - "), ("1", "2"), (" is ", " is not "), ("True", "False"),
+    ("not x", "x"), ("g(x, strict=True)", "pass"), (" + ", " - "), ("1", "2"), (" is ", " is not "), ("True", "False"),
 }  # fmt: skip
 
 
 def test_what_is_changed(tmp_path: Path) -> None:
-    """Operators, numbers, conditions and calls; not annotations, docstrings, warnings or what is raised."""
+    """Operators, numbers, conditions and calls; not annotations, docstrings, warnings, `strict` or what is raised."""
     path = tmp_path / "code.py"
     path.write_text(SOURCE)
     mutants = TOOL["_Finder"](path).mutants()
