@@ -221,9 +221,8 @@ def end_between_rows(layout: FlatParamLayout, shard_alignment: int) -> FlatParam
     See Note [Why shards end between rows]. Among sizes that are multiples of a row for each rank it takes the one with
     the fewest such shards, then the smallest. Shards stay multiples of `shard_alignment` elements.
     """
-    used = layout.offsets[-1] + layout.numels[-1]
     steps = {layout.world_size * math.lcm(row, shard_alignment) for row in layout.rows if row}
-    sizes = {round_up(used, step) for step in steps}
+    sizes = {round_up(layout.numel, step) for step in steps}
     wider = [replace(layout, numel=size) for size in sizes if layout.numel < size <= layout.numel * (1 + 1 / MOST)]
     return min([layout, *wider], key=lambda each: (_cut_rows(each), each.numel)) if wider else layout
 

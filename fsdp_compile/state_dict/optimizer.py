@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -35,7 +34,7 @@ from fsdp_compile.comm import collectives
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import clean_names, units_used_below
 from fsdp_compile.core.unit import Unit
-from fsdp_compile.state_dict._torch import ChunkedTensor, tree_map_only
+from fsdp_compile.state_dict._torch import tree_map_only
 from fsdp_compile.state_dict.model import FULL, LOCAL, SHARDED, is_first_rank, settings_of
 from fsdp_compile.state_dict.sharded_value import ManagedParameter, ShardedValue, full_tensor, managed, torch_values
 
@@ -304,31 +303,26 @@ def optim_state_dict_to_load(
 
     Raises:
         ValueError: parameters are missing, unexpected, or of another shape, or groups do not fit the optimizer's.
-        RuntimeError: on all ranks: ranks have sharded state of different parameters.
+        RuntimeError: on all ranks: ranks have full or gathered state of different parameters.
     """
     units = units_used_below(model)
     watch_state(optim)
     if units and getattr(settings_of(units[0]).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _received(units[0], model, optim_state_dict)
-    _check_distributed(units, optim_state_dict["state"])
+    _check_alike(units, optim_state_dict["state"])
     loaded = _to_load(model, optim, optim_state_dict, named=is_named_optimizer)
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
 
 
-def _check_distributed(units: list[Unit], states: dict[str, State]) -> None:
-    """Raise RuntimeError on all ranks if they have other values to gather: these would be gathered together.
-    A `ShardedValue` is not gathered, so that nothing is compared where there are no others.
+def _check_alike(units: list[Unit], states: dict[str, State]) -> None:
+    """Raise RuntimeError on all ranks if they load state of different parameters, or of different kinds.
+
+    With a `ShardedValue`, which is loaded without communication, nothing is compared.
     """
-    kinds = (DTensor, ChunkedTensor)
-    gathered = {
-        name: {k: v for k, v in state.items() if isinstance(v, kinds) and not isinstance(v, ShardedValue)}
-        for name, state in states.items()
-    }
-    names = [name for name, state in gathered.items() if state]
-    if units and names:
-        _kinds_of_state(names, gathered, units[0].group)
+    if units and not any(isinstance(value, ShardedValue) for state in states.values() for value in state.values()):
+        _kinds_of_state(list(states), states, units[0].group)
 
 
 def _to_load(
@@ -500,5 +494,5 @@ def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
     """Turn what `sharded_optim_state_dict` returned into a state dict for `load_state_dict`."""
-    _check_distributed(units_used_below(model), sharded_optim_state_dict["state"])
+    _check_alike(units_used_below(model), sharded_optim_state_dict["state"])
     return _to_load(model, optim, sharded_optim_state_dict)

@@ -47,8 +47,8 @@ def test_parameters_are_the_original_objects(style: Callable[..., Any], strategy
     They always have their full shape, and this rank's part in memory, but inside summon_full_params all elements.
     Within a forward those of units that it has gathered are what attributes are: full views (E-VIEW-10). Torch shows
     other things at some of these moments: views up to backward (E-VIEW-12) or, without original parameters, flat ones
-    (E-VIEW-15), memory that is gone (E-VIEW-16), new ones when summoned (E-VIEW-17), none when converted (E-VIEW-18,
-    E-ERR-42). When summoned they are the original ones, with all elements (E-VIEW-14).
+    (E-VIEW-15), memory that is gone (E-VIEW-16), new ones when summoned (E-VIEW-17), none when converted
+    (E-VIEW-18). When summoned they are the original ones, with all elements (E-VIEW-14).
     """
     plain = mlp()
     originals = dict(plain.named_parameters())

@@ -47,7 +47,8 @@ def test_dynamo_sees_one_operator_for_each_unit(strategy: str) -> None:
     """Beside the model's own calls there is one gather with its views for each unit: no hook, stream, event, state or
     memory operation, hence nothing to skip or to remove while tracing (E-COMP-1, E-COMP-3, E-COMP-4).
 
-    Shards have their memory then: none was resized for tracing (E-SHARD-10).
+    Shards have their memory then: none was resized for tracing. It is the same while a forward before it holds what it
+    gathered, as with SHARD_GRAD_OP, and after its backward (E-SHARD-10).
     """
     model = fully_shard(mlp(), sharding_strategy=ShardingStrategy[strategy])
     count = len(units(model))
@@ -59,6 +60,11 @@ def test_dynamo_sees_one_operator_for_each_unit(strategy: str) -> None:
     handles = [t for t in seen.inputs if isinstance(t, Tensor) and t.dim() == 1]
     assert sorted(t.numel() for t in handles) == sorted(f.shard.numel() for u in units(model) for f in u.flats)
     assert all(handle.untyped_storage().nbytes() > 0 for handle in handles)
+    loss = model(torch.randn(3, 7)).sum()
+    for _ in range(2):
+        torch._dynamo.reset()
+        assert _traced(model, torch.randn(3, 7)).calls == seen.calls
+        loss.backward(retain_graph=True)
 
 
 @all_strategies

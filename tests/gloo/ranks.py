@@ -15,6 +15,7 @@ import pickle
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -144,6 +145,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, induct
     """What a worker does: join the group, then answer calls until the pipe closes."""
     file = open(stacks, "w")  # noqa: SIM115  (the signal handler's, for the life of the process)
     faulthandler.register(signal.SIGUSR1, file)
+    warnings.resetwarnings()  # pytest's, in a fork
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -337,7 +337,10 @@ def _differentiate_twice(rank: int) -> None:
 
 
 def test_second_order_is_refused(two: Ranks) -> None:
-    """A backward pass that is to be differentiated raises at once; the model stays usable (E-ERR-11, E-LIM-3)."""
+    """A backward pass that is to be differentiated raises at once; the model stays usable.
+
+    E-ERR-11, E-LIM-3, E-BWD-8.
+    """
     two.run(_differentiate_twice)
 
 

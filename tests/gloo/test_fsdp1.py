@@ -135,12 +135,13 @@ def _optimizer_state(rank: int, folder: Path) -> None:
     assert_known(model, fresh)
     with cls.state_dict_type(model, SHARDED):  # two biases of one shape: a rank would get the other one's values
         uneven = cls.optim_state_dict(model, optimizer)
-    if rank == 1:
-        del uneven["state"]["blocks.0.up.bias"]
-    for load in (cls.optim_state_dict_to_load, lambda m, o, s: cls.flatten_sharded_optim_state_dict(s, m, o)):
-        with pytest.raises(RuntimeError, match=r"different parameters: \['blocks.0.up.bias'\] on rank 0"):
-            load(model, fresh, uneven)
-    wrong = {"state": {**full["state"], "extra": full["state"]["stem.bias"]}}
+    for states in (uneven["state"], full["state"]):  # without a mesh torch's ShardedTensors, and plain tensors
+        if rank == 1:
+            del states["blocks.0.up.bias"]
+        for load in (cls.optim_state_dict_to_load, lambda m, o, s: cls.flatten_sharded_optim_state_dict(s, m, o)):
+            with pytest.raises(RuntimeError, match=r"different parameters: \['blocks.0.up.bias'\] on rank 0"):
+                load(model, fresh, {**uneven, "state": states})
+    wrong = {"state": {"extra": full["state"]["stem.bias"]}}
     for groups in ({}, {"param_groups": full["param_groups"]}):
         with pytest.raises(ValueError, match=r"missing \[\] and unexpected \['extra'\]"):
             cls.optim_state_dict_to_load(model, fresh, {**wrong, **groups})

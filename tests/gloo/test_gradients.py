@@ -256,6 +256,8 @@ def _ask(rank: int, strategy: str) -> None:
 def test_ways_to_gradients(two: Ranks, strategy: str) -> None:
     """backward, autograd.grad, backward(inputs=...) and hooks of three kinds find the same gradients.
 
+    They are the part of the mean over all ranks that this one stores (E-GEN-2).
+
     A backward that nobody watches runs no operator on sharded tensors.
     """
     two.run(_ask, strategy)

@@ -12,7 +12,7 @@ from fsdp_compile import fully_shard
 
 from .ranks import Ranks
 from .test_communication import _spied
-from .training import OPTIMIZERS, assert_same_gradients, assert_same_parameters, executor, units
+from .training import OPTIMIZERS, assert_same_gradients, assert_same_parameters, executor, local, units
 
 PER_RANK = 3
 HYBRID = "_HYBRID_SHARD_ZERO2"
@@ -108,6 +108,25 @@ def test_left_out_with_a_reentrant_checkpoint(two: Ranks) -> None:
 def test_left_out_compiled(two: Ranks, how: str) -> None:
     """The same in a compiled model, whose graphs for the two ways through it differ."""
     two.run(_left_out, "FULL_SHARD", how, True, False, False)
+
+
+def _hooked(rank: int) -> None:
+    grads = []
+    for factor in (1, 3):
+        _, model = _models(HYBRID)
+        for module in (model.first, model.aside, model):
+            module.set_all_reduce_hook(lambda grad, factor=factor: grad.mul_(factor))
+        with model.no_sync():
+            _loss(model, 0, rank, takes_aside=True).backward()
+        _loss(model, 1, rank, takes_aside=False).backward()
+        grads.append([local(param.grad) for param in model.parameters()])
+    for grad, tripled in zip(*grads, strict=True):
+        torch.testing.assert_close(3 * grad, tripled)
+
+
+def test_left_out_with_an_all_reduce_hook(two: Ranks) -> None:
+    """The hook on all-reduces sees the gradients of the unit that is left out as it sees those of the others."""
+    two.run(_hooked)
 
 
 def _nothing_to_reduce(rank: int) -> None:

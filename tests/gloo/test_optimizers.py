@@ -117,7 +117,7 @@ def _overflow_on_one_rank(rank: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["eager", "aot_eager"])
 def test_all_ranks_skip_a_step(two: Ranks, how: str) -> None:
-    """Infinity in one rank's part of the gradients makes ShardedGradScaler skip the step on every rank (E-GEN-2)."""
+    """Infinity in one rank's part of the gradients makes ShardedGradScaler skip the step on every rank."""
     two.run(_overflow_on_one_rank, how)
 
 
@@ -143,7 +143,7 @@ def _overflow_without_gradients(rank: int) -> None:
 
 
 def test_ranks_without_gradients_hear_of_infinity(four: Ranks) -> None:
-    """A rank that holds no part of any gradient scales down with the others (E-GEN-2)."""
+    """A rank that holds no part of any gradient scales down with the others."""
     four.run(_overflow_without_gradients)
 
 

@@ -175,6 +175,35 @@ def test_what_others_read(two: Ranks, how: str) -> None:
     two.run(_partly, how)
 
 
+def _left_to_the_optimizer(rank: int, kind: str) -> None:
+    low = kind == "low precision"
+    narrow = MixedPrecision(reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    models = [shard(BLOCKS, **({"mixed_precision": narrow} if low else {})) for _ in range(2)]
+    apart = [model.blocks[1].up.weight for model in models]
+    params = [[p for p in model.parameters() if kind != "lacking" or p not in set(apart)] for model in models]
+    kind_of = torch.optim.SGD if low else torch.optim.AdamW  # which takes no gradients of another dtype
+    optimizers = [kind_of(each, lr=0.01) for each in params]
+    step, loop = _step(models[0], optimizers[0], "eager"), Loop(models[1], optimizers[1], None, 1, "eager")
+    if kind == "frozen":
+        for param in apart:
+            param.requires_grad_(False)
+    for number in range(3):
+        inputs, target = batch(BLOCKS, number)
+        assert torch.equal(step(inputs, target=target), loop(inputs, target)), number
+        assert len(step._in_backward.updated) == (0 if low else 4)
+        _assert_equal(models, optimizers, f"{kind}, step {number}")
+        grads = [None if param.grad is None else local(param.grad) for param in apart]
+        assert [grad is None for grad in grads] == [kind != "lacking"] * 2
+        assert kind != "lacking" or torch.equal(*grads)
+
+
+@pytest.mark.parametrize("kind", ["lacking", "frozen", "low precision"])
+def test_units_with_other_parameters(two: Ranks, kind: str) -> None:
+    """A unit with a parameter that the optimizer lacks, or that is frozen, is updated after backward, and so are all
+    with gradients in low precision: values and the gradient that stays are the loop's."""
+    two.run(_left_to_the_optimizer, kind)
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

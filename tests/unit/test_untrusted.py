@@ -83,6 +83,15 @@ def tensor(**changes: Any) -> Callable[[Metadata], None]:
     return change
 
 
+def before(metadata: Metadata) -> None:
+    """Move the tensor's only chunk to a negative place, in both lists."""
+    place = torch.Size([-1, 0])
+    tensor(chunk={"offsets": place})(metadata)
+    metadata.storage_data[MetadataIndex("weight", place)] = metadata.storage_data[
+        MetadataIndex("weight", torch.Size([0, 0]))
+    ]
+
+
 DOTTED = b"\x80\x04\x8c\x05torch\x8c\x0bserialization.load\x93."
 HUGE = torch.Size([10**9, 10**9])
 HUGE_CHUNK = ChunkStorageMetadata(torch.Size([0, 0]), HUGE)
@@ -108,6 +117,8 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a huge tensor": lambda at, mark: edit(at, tensor(size=HUGE, chunks=[HUGE_CHUNK])),
     "a negative shape": lambda at, mark: edit(at, tensor(size=torch.Size([-4, 3]))),
     "a chunk outside": lambda at, mark: edit(at, tensor(chunk={"sizes": torch.Size([5, 3])})),
+    "a chunk before its tensor": lambda at, mark: edit(at, before),
+    "a chunk of negative sizes": lambda at, mark: edit(at, tensor(chunk={"sizes": torch.Size([-4, -3])})),
     "a chunk of other dimensions": lambda at, mark: edit(at, tensor(chunk={"sizes": torch.Size([12])})),
     "a dtype that is text": lambda at, mark: edit(at, tensor(dtype="float32")),
     "no list": lambda at, mark: edit(at, lambda _: {"weight": 1}),
