@@ -8,7 +8,7 @@ All but the first is in construct/. See Note [Nothing is changed on refusal] in 
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -49,17 +49,28 @@ if TYPE_CHECKING:
 
 
 Options = ParamSpec("Options")
+Module = TypeVar("Module", bound=nn.Module)
+
+# Note [What type checkers see]
+# What `fully_shard` returns is an instance of the user's class and of `FSDPModule`, and Python has no type for both. To
+# type checkers it is the former. Scripts use attributes and methods of their own class far more often than those of
+# `FSDPModule`, whose other attributes would have to be of any type, so that no mistake in them would be found. And one
+# line adds `FSDPModule`, while nothing leads back from it:
+#
+#     assert isinstance(model, FSDPModule)
+#
+# From there on mypy and pyright take `model` for an instance of both. Without that line they refuse `model.no_sync()`,
+# because `torch.nn.Module` declares every other attribute as a Tensor or a Module. torch's own function is declared to
+# return its `FSDPModule`, which has neither the attributes of the user's class nor a call.
 
 
 class _FullyShard(Protocol[Options]):
-    """The type of `fully_shard`: what it returns depends on whether it is given a module or a list."""
+    """The type of `fully_shard`: Note [What type checkers see]."""
 
     @overload
-    def __call__(self, module: nn.Module, *_: Options.args, **options: Options.kwargs) -> FSDPModule: ...
+    def __call__(self, module: Module, *_: Options.args, **options: Options.kwargs) -> Module: ...
     @overload
-    def __call__(
-        self, module: Sequence[nn.Module], *_: Options.args, **options: Options.kwargs
-    ) -> list[FSDPModule]: ...
+    def __call__(self, module: Sequence[Module], *_: Options.args, **options: Options.kwargs) -> list[Module]: ...
 
 
 def _typed(function: Callable[Concatenate[Any, Options], Any]) -> _FullyShard[Options]:
@@ -98,8 +109,8 @@ def fully_shard(
     what this rank stores, and `param.full_tensor()` gathers all elements. (Under NO_SHARD they stay plain.) During
     forward and backward module code finds plain tensors of the full shape. Gradients arrive on the parameters as the
     mean over the group, sharded alike. Operators on sharded tensors that reduce or gather must run on all ranks. An
-    optimizer may be made before or after this call. For type checkers the return value is an `FSDPModule`, and `module`
-    keeps its own type.
+    optimizer may be made before or after this call. For type checkers the return value has the type of `module`, and
+    after `assert isinstance(model, FSDPModule)` both.
 
     All ranks must call this with the same model and arguments, and equal initial values or `sync_module_states`.
 

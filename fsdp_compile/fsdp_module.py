@@ -80,7 +80,8 @@ def _refresh_own_units(module: Any) -> None:
 class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
     """A module that `fully_shard` was called on or chose as a unit. It is an instance of its original class as well.
 
-    Type checkers cannot express the latter: to them attributes that are not defined here are of any type.
+    Type checkers know both where `isinstance(model, FSDPModule)` holds: Note [What type checkers see]. To them
+    attributes that neither class declares are of any type.
     """
 
     _fsdp: ModuleSharding

@@ -1,4 +1,4 @@
-"""What type checkers make of the public interface."""
+"""What type checkers make of the public interface, of a user's file that mypy or pyright reads."""
 
 import json
 import os
@@ -6,35 +6,55 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 import fsdp_compile
 
 ROOT = Path(fsdp_compile.__file__).parents[1]
+SITE = Path(pytest.__file__).parents[1]
 
 SCRIPT = """
+from typing import assert_type
+
 import torch
 from torch import nn
-from typing_extensions import assert_type
 
 from fsdp_compile import FSDPModule, explain_plan, fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 2)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = [Block(), Block()]
         self.layer = nn.Linear(2, 2)
+
+    def generate(self, length: int) -> list[int]:
+        return [length]
 
 
 net = Net()
-model = fully_shard(net)
-assert_type(model, FSDPModule)
+model = fully_shard(net, auto_wrap_policy={Block})
+assert_type(model, Net)
+assert_type(model.blocks, list[Block])
+assert_type(fully_shard(net.blocks), list[Block])
+assert_type(fully_shard([net.layer]), list[nn.Linear])
+assert_type(fully_shard(nn.ModuleList(net.blocks)), nn.ModuleList)
+assert isinstance(model, FSDPModule)
+assert_type(model.blocks[0].up, nn.Linear)
+assert_type(model.generate(3), list[int])
 with model.no_sync():
     loss: torch.Tensor = model(torch.ones(2)).sum()
-model.set_requires_gradient_sync(True)
-norm: torch.Tensor = model.clip_grad_norm_(1.0)
-weight: torch.Tensor = model.layer.weight
+assert_type(model.set_requires_gradient_sync(True), None)
+assert_type(model.clip_grad_norm_(1.0), torch.Tensor)
+assert_type(FSDPModule.fsdp_modules(net), list[FSDPModule])
 torch.optim.SGD(model.parameters(), lr=0.1)
 bound: float = explain_plan(model, (torch.ones(2),), link="h100-nvlink").bound
 assert_type(net, Net)
@@ -44,8 +64,11 @@ MISTAKES = (
     + """
 model.clip_grad_norm_("1")
 fully_shard(net, sharding_strategy=3)
+fully_shard(net).generate("3")
+fully_shard(torch.ones(2))
 """
 )
+WRONG = {("wrong.py", MISTAKES.count("\n") - 3 + line) for line in range(4)}
 
 
 @pytest.fixture
@@ -55,15 +78,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.nightly  # reads all of torch: pyright sees the same within seconds
-def test_mypy(folder: Path) -> None:
-    """A script that uses what `fully_shard` returns as a sharded module passes `mypy --strict`; mistakes are found."""
-    options = ["--strict", "--follow-imports=silent", "--cache-dir", str(ROOT / ".mypy_cache")]
-    command = [sys.executable, "-m", "mypy", *options]
+def errors_of_mypy(folder: Path, *options: str, **environment: str) -> set[tuple[str, int]]:
+    """Files and lines of its errors; it takes a second where `.mypy_cache` has torch and the package, else 20."""
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *options]
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     done = subprocess.run([*command, "right.py", "wrong.py"], cwd=folder, capture_output=True, text=True,
-                          env=os.environ | {"MYPYPATH": str(ROOT)}, timeout=250)  # fmt: skip
-    errors = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert len(errors) == 2 and all(line.startswith("wrong.py") for line in errors), done.stdout
+                          env=given | environment, timeout=250)  # fmt: skip
+    lines = [line.split(":") for line in done.stdout.splitlines() if " error: " in line]
+    assert done.returncode == bool(lines), done.stdout + done.stderr
+    return {(name, int(number)) for name, number, *_ in lines}
+
+
+def test_mypy(folder: Path) -> None:
+    """What `fully_shard` returns keeps the user's class, also in lists; where `isinstance` says that it is sharded, it
+    has both classes' attributes. Mistakes are found."""
+    assert errors_of_mypy(folder, "--cache-dir", str(ROOT / ".mypy_cache"), MYPYPATH=str(ROOT)) == WRONG
 
 
 def test_pyright(folder: Path) -> None:
@@ -71,10 +100,45 @@ def test_pyright(folder: Path) -> None:
     pyright = shutil.which("basedpyright", path=str(Path(sys.executable).parent))
     if pyright is None:
         pytest.skip("basedpyright is not installed")
-    paths = [str(ROOT), str(Path(pytest.__file__).parents[1])]
-    settings = {"include": ["right.py", "wrong.py"], "typeCheckingMode": "standard", "extraPaths": paths}
+    settings = {
+        "include": ["right.py", "wrong.py"],
+        "typeCheckingMode": "standard",
+        "extraPaths": [*map(str, (ROOT, SITE))],
+    }
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     done = subprocess.run([pyright, "--outputjson"], cwd=folder, capture_output=True, text=True, timeout=250)
     errors = json.loads(done.stdout)["generalDiagnostics"]
-    where = {(Path(error["file"]).name, error["range"]["start"]["line"]) for error in errors}
-    assert where == {("wrong.py", MISTAKES.count("\n") - 2 + line) for line in range(2)}, errors
+    where = {(Path(error["file"]).name, error["range"]["start"]["line"] + 1) for error in errors}
+    assert where == WRONG, errors
+
+
+def install_editable(folder: Path) -> list[str]:
+    """Make what `pip install --editable` would install of a copy; return the lines of the path file in it."""
+    project = folder / "project"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fsdp_compile", project / "fsdp_compile", ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, project)
+    build = "import setuptools.build_meta as backend; backend.build_editable('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=project, check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        return archive.read(name).decode().splitlines()
+
+
+def test_an_editable_install_is_found_by_type_checkers(tmp_path: Path) -> None:
+    """They read paths, not code that finds modules: an editable install is one path, which has the package's marker."""
+    (path,) = map(Path, install_editable(tmp_path))
+    assert path.is_dir() and (path / "fsdp_compile" / "py.typed").exists(), path
+
+
+@pytest.mark.nightly  # without a cache mypy reads all of torch
+def test_mypy_finds_an_editable_install(folder: Path) -> None:
+    """Run for an environment that has an editable install, and no other way to the package."""
+    lines = install_editable(folder)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=folder, check=True, timeout=60)
+    (packages,) = folder.glob("env/lib/*/site-packages")
+    (packages / "paths.pth").write_text("\n".join([*lines, str(SITE)]))
+    python = str(folder / "env" / "bin" / "python")
+    assert errors_of_mypy(folder, "--python-executable", python, "--cache-dir", str(folder / "cache")) == WRONG
