@@ -5,7 +5,7 @@ and shapes, and loading reads into the memory of the shards.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fsdp_compile.checkpoint.directory import DirectoryReader, DirectoryWriter, committed, open_checkpoint, step_of
 from fsdp_compile.checkpoint.untrusted import CheckpointError, ValuePlanner
 from fsdp_compile.comm.collectives import gather_objects, on_first_rank
-from fsdp_compile.core.sharding import WRAPPED
+from fsdp_compile.core.sharding import WRAPPED, clean_name
 
 
 def save(
@@ -144,11 +144,29 @@ class _InModel:
         self.state_dict, self.load_state_dict = partial(get, *objects), partial(put, *objects)
 
 
-def optimizer_in(model: nn.Module, optimizer: Optimizer) -> Any:
-    """The state of an optimizer under the names of `model`, to be saved without the model."""
+def optimizer_in(models: Sequence[nn.Module], optimizer: Optimizer, what: str) -> Any:
+    """The state of an optimizer under the names of that model which has its parameters; ValueError if there is none."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    owner = next((model for model in models if params <= set(model.parameters())), None)
+    if owner is None:
+        raise ValueError(f"{what}: no model in state has all of the optimizer's parameters; save and load the two "
+                         f"together")  # fmt: skip
     return _InModel(
-        dcp_state.get_optimizer_state_dict, dcp_state.set_optimizer_state_dict, _unwrapped(model), optimizer
+        dcp_state.get_optimizer_state_dict, dcp_state.set_optimizer_state_dict, _unwrapped(owner), optimizer
     )
+
+
+def trained_in(model: nn.Module) -> Any:
+    """The state of a model without its frozen parameters, which stay what they are when it is loaded."""
+
+    def get(model: nn.Module) -> dict[str, Any]:  # torch's own `ignore_frozen_params` keeps further names of tied ones
+        named = model.named_parameters(remove_duplicate=False)
+        frozen = {clean_name(name) for name, param in named if not param.requires_grad}
+        state: dict[str, Any] = dcp_state.get_model_state_dict(model)
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    put = partial(dcp_state.set_model_state_dict, options=dcp_state.StateDictOptions(strict=False))
+    return _InModel(get, put, _unwrapped(model))
 
 
 def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
@@ -159,12 +177,7 @@ def _as_stateful(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, nn.Module):
             stateful[key] = _InModel(dcp_state.get_model_state_dict, dcp_state.set_model_state_dict, _unwrapped(value))
         elif isinstance(value, Optimizer):
-            params = {param for group in value.param_groups for param in group["params"]}
-            owner = next((model for model in models if params <= set(model.parameters())), None)
-            if owner is None:
-                raise ValueError(f"state[{key!r}]: no model in state has all of the optimizer's parameters; save and "
-                                 f"load the two together")  # fmt: skip
-            stateful[key] = optimizer_in(owner, value)
+            stateful[key] = optimizer_in(models, value, f"state[{key!r}]")
         elif not isinstance(value, Stateful):
             _refuse_stateful(value, f"state[{key!r}]")
     return stateful

@@ -63,4 +63,4 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(load_item(file, f"{folder}, {_SCHEDULER}"))
 
     def _optimizer_state(self) -> dict[str, Any]:  # `_save` writes the weights that train, which are loaded first
-        return {"optimizer": optimizer_in(self.model, self.optimizer.optimizer)}
+        return {"optimizer": optimizer_in([self.model], self.optimizer.optimizer, "optimizer")}

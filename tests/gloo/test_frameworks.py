@@ -217,3 +217,70 @@ def test_trainer_resumes_on_any_number_of_ranks(kind: str, tmp_path: Path) -> No
         for path in saved.rglob(".metadata"):
             names = dcp.FileSystemReader(path.parent).read_metadata().state_dict_metadata
             assert names and all(name.startswith("optimizer.") for name in names)
+
+
+ACCELERATE_LORA = """
+import json, os, sys
+import torch, torch.distributed as dist
+from pathlib import Path
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from fsdp_compile.checkpoint import CheckpointError
+from fsdp_compile.integrations.accelerate import Accelerator
+
+folder, phase = sys.argv[1:]
+accelerator = Accelerator(cpu=True)
+
+def prepared(seed=0):
+    set_seed(seed)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+    set_seed(1)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+def steps(model, optimizer, numbers):
+    rows = torch.randint(50, (6, 4, 8), generator=torch.Generator().manual_seed(1))
+    for number in numbers:
+        loss = model(input_ids=rows[number], labels=rows[number]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+losses = []
+if phase == "save":
+    model, optimizer = prepared()
+    losses = list(steps(model, optimizer, range(3)))
+    accelerator.save_state(folder)
+    losses += steps(model, optimizer, range(3, 6))
+else:
+    model, optimizer = prepared(seed=int(phase == "another"))
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        assert phase == "another" and "frozen parameters" in str(error) and "embed_tokens" in str(error), error
+    else:
+        assert phase == "resume"
+        losses = list(steps(model, optimizer, range(3, 6)))
+if accelerator.is_main_process:
+    print()
+    print(json.dumps(losses))
+"""
+
+
+@pytest.mark.nightly
+def test_accelerate_saves_adapters_without_their_base(tmp_path: Path) -> None:
+    """Saved by two ranks, resumed by one or two: the losses of one run; another base is refused by name."""
+    if find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    folder = str(tmp_path)
+    whole = run_code(ACCELERATE_LORA, "accelerate", 2, folder, "save")
+    [listed] = tmp_path.rglob(".metadata")
+    names = dcp.FileSystemReader(listed.parent).read_metadata().state_dict_metadata
+    weights = [name for name in names if name.startswith("model_0.")]
+    assert weights and all("lora_" in name for name in weights), names
+    for loading in (1, 2):
+        resumed = run_code(ACCELERATE_LORA, "accelerate", loading, folder, "resume")
+        assert resumed == pytest.approx(whole[3:], rel=1e-4), loading
+    assert run_code(ACCELERATE_LORA, "accelerate", 2, folder, "another") == []
