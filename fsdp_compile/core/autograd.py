@@ -64,6 +64,7 @@ from fsdp_compile.core.sharded_tensor import FlatGradient, ShardedTensor, set_gr
 
 
 _LOCAL, _ADDRESS = operator.attrgetter("local"), operator.methodcaller("data_ptr")
+_VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD, _GRAD = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
 _HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
@@ -129,6 +130,8 @@ class GradientReduction:
     # Updates the parameters by their reduced gradient, 1-D, which does not reach autograd then. Who sets it resets it
     # after the pass.
     update: Callable[[Tensor], None] | None = None
+    # Version counters of the values that a compiled forward has read, if its backward gathers again.
+    values_read: list[int] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin_in_backward(self) -> bool:
@@ -229,6 +232,10 @@ class ShardBinding:
                 f"gradient has no place: replace it before forward, or copy into it"
             )
 
+    def value_counters(self) -> list[int]:
+        """Version counters that change with the values of the parameters; all slices of a shard share one."""
+        return [self._where[0]._version] if self.is_sharded else list(map(_VERSION, self.params))
+
     def check_gradients(self) -> None:
         """Raise RuntimeError if autograd could not add to the `.grad` of a parameter: it would broadcast."""
         for name, param in zip(self.names, self.params, strict=True):
@@ -327,6 +334,11 @@ class ScatterGradients(torch.autograd.Function):
         if reduction.reduce_accumulated is not None and current_backward() not in reduction.backwards:
             grad = grad + reduction.reduce_accumulated()  # the graph was traced before the first no_sync: on all ranks
         binding.check_bound()
+        if reduction.values_read is not None and reduction.values_read != binding.value_counters():
+            raise RuntimeError(
+                f"parameter {binding.names[0]} or another one of its unit was changed in place between forward and "
+                f"backward; run backward before the optimizer's step"
+            )
         adds = binding.has_gradients()
         if adds:
             binding.check_gradients()

@@ -142,6 +142,10 @@ class FlatParam:
         """Indices of the parameters whose data was replaced and no longer lies in the shard."""
         return self._binding.unbound()
 
+    def note_read(self, again: bool) -> None:
+        """Record the values that a compiled forward reads, and its backward `again`."""
+        self.reduction.values_read = self._binding.value_counters() if again else None
+
     def show_gradient(self) -> None:
         """Turn a gradient that `reduction` has kept into gradients of the parameters."""
         self._binding.show_flat_gradient()

@@ -64,6 +64,8 @@ class UnshardParams(torch.autograd.Function):
         ctx.reduce = reduce_packed if gathered.as_flats else reduce_gradients
         ctx.streams, ctx.full_precision = gathered.streams, gathered.full_precision
         buffers = [buffer for buffer in gathered.buffers if buffer.flat in flats]
+        for flat in flats:
+            flat.reduction.values_read = None  # backward compares what it gathers again
         if gathered.as_flats:
             return tuple(alias(buffer.full) for buffer in buffers)
         params, frozen = [], []

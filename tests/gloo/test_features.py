@@ -259,25 +259,38 @@ def test_forward_without_backward(two: Ranks, how: str, strategy: str, held: boo
     two.run(_forward_only, how, strategy, held)
 
 
-def _change_in_between(rank: int) -> None:
-    reference, model = reference_and_model(MLP)
-    loss = MLP.loss(model, mine(MLP, 7))
-    with torch.no_grad():
+@torch.no_grad()
+def _halve(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(0.5)
+
+
+@torch.no_grad()
+def _halve_one(model: nn.Module) -> None:
+    model.blocks[0].up.bias.mul_(0.5)
+
+
+def _change_in_between(rank: int, how: str, strategy: str) -> None:
+    for change in (_halve, _halve_one):
+        reference, model = reference_and_model(MLP, strategy)
+        run = executor(model, how)
+        loss = MLP.loss(run, mine(MLP, 7))
         for each in (model, reference):
-            for param in each.parameters():
-                param.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"parameter up.weight was changed in place between forward and backward"):
-        loss.backward()
-    model.zero_grad()
-    follow(model, reference, MLP)
+            change(each)
+        with pytest.raises(RuntimeError, match=r"parameter .*was changed in place between forward and backward"):
+            loss.backward()
+        model.zero_grad()
+        follow(run, reference, MLP)
 
 
-def test_parameters_changed_between_forward_and_backward(two: Ranks) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@both_ways
+def test_parameters_changed_between_forward_and_backward(two: Ranks, how: str, strategy: str) -> None:
     """As in plain autograd, that is an error and not a wrong gradient; the model stays usable.
 
     The check is made in an autograd hook: what it says arrives (E-LIM-6, E-GEN-4).
     """
-    two.run(_change_in_between)
+    two.run(_change_in_between, how, strategy)
 
 
 def _side_by_side(rank: int, how: str, strategies: tuple[str, str]) -> None:
