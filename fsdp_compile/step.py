@@ -46,6 +46,7 @@ from fsdp_compile.wrapper import FullyShardedDataParallel
 
 _INDUCTOR = ("inductor", "fsdp_compile")
 _PREFETCHED = 2  # units that are prefetched where no plan says how many
+_FAILED = "failed while parameters were updated; load a checkpoint of model and optimizer before the next step"
 
 
 def compile_step(
@@ -173,7 +174,8 @@ class CompiledStep:
         self._next_forward, self._options = next_forward, options
         self._units = next_forward.units
         self._flats = [flat for unit in self._units for flat in unit.flats]
-        self._broken: dict[Unit, VersionCounters] = {}  # after an error that has left some units updated
+        self._updates = False  # whether the updates of this step have begun
+        self._broken: dict[Unit, VersionCounters] = {}  # after an error that may have left some units updated
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """One step of training on this rank's batch.
@@ -189,11 +191,11 @@ class CompiledStep:
             The loss on this rank, without a graph, shape `()`; the mean over micro-batches.
 
         Raises:
-            RuntimeError: this is called within `no_sync`. With `update_in_backward`: an error, the cause, came after
-                some updates; or it did so in an earlier call, and no checkpoint of all units has been loaded since.
+            RuntimeError: this is called within `no_sync`. Or an error, the cause, came while parameters were updated,
+                in this call or in an earlier one, and no checkpoint of all units has been loaded since.
             ValueError: a forward or backward of the model is under way; or a tensor cannot be divided.
-            Exception: what the model or the loss function raises. Gradients of this step are dropped, parameters are
-                those before it, and the next call is an ordinary step.
+            Exception: what was raised before the first update, such as by the model or the loss function. Gradients of
+                this step are dropped, parameters are those before it, and the next call is an ordinary step.
         """
         self._check()
         batches = split_batch((args, kwargs, target), self._options.accumulate)
@@ -204,24 +206,26 @@ class CompiledStep:
                 with self._keeping_flat() if last else self.model.no_sync():
                     losses.append(self._backward(own_args, own_kwargs, own_target, position == 0))
             self._step()
+            self.optimizer.zero_grad()
         except BaseException as error:
+            has_updated = self._updates or (self._in_backward is not None and bool(self._in_backward.updated))
+            if has_updated:
+                self._broken = {unit: unit.version_counters() for unit in self._units if unit.trains}
             self._drop_gradients()
             self._next_forward.drop()
-            if self._in_backward is not None and self._in_backward.updated:
-                self._broken = {unit: unit.version_counters() for unit in self._units if unit.trains}
-                if isinstance(error, Exception):
-                    raise RuntimeError(f"step: {self._in_backward.failure()}") from error
+            if has_updated and isinstance(error, Exception):
+                raise RuntimeError(f"step: this call {_FAILED}") from error
             raise
-        self.optimizer.zero_grad()
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def _check(self) -> None:
         """Raise an error if no step can begin."""
         check_idle(self._units, "step")
+        if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
+            raise RuntimeError(f"step: an earlier call {_FAILED}")
+        self._broken.clear()
+        self._updates = False
         if self._in_backward is not None:
-            if any(unit.version_counters() == counters for unit, counters in self._broken.items()):
-                raise RuntimeError(f"step: an earlier call failed: {self._in_backward.failure()}")
-            self._broken.clear()
             self._in_backward.updated.clear()
         for unit in self._units:
             if not unit.syncs:
@@ -280,6 +284,7 @@ class CompiledStep:
         if limit is not None and not self._update.fuses:
             nn.utils.clip_grad_norm_(self._clipped_params(), limit)
             limit = None
+        self._updates = True
         updates = self._update.begin()
         coefficient = None if limit is None else self._clip_others(updates, limit)
         self._update.step_others(updates)

@@ -15,7 +15,8 @@ class Interruption(Exception):
 
 
 def interrupted(function: Callable[[], Any], at: int) -> int:
-    """Call `function`, whose call number `at` of a function of the package raises; how many such calls there were."""
+    """Call `function`, whose call number `at` of a function of the package raises Interruption, which autograd and
+    Dynamo may turn into a RuntimeError; how many such calls there were."""
     calls = 0
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
@@ -29,8 +30,6 @@ def interrupted(function: Callable[[], Any], at: int) -> int:
     sys.setprofile(look)
     try:
         function()
-    except Interruption:
-        assert calls == at
     finally:
         sys.setprofile(None)
     return calls

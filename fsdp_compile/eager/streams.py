@@ -220,10 +220,15 @@ class UnshardedBuffer:
             full.set_(self._gather.full.untyped_storage(), 0, full.shape, (1,))
 
     def _wait(self, full: Tensor) -> None:
-        gather, self._gather = self._gather, None
+        gather = self._gather
         if gather is None:  # copied
             return
-        gather.wait()
+        try:
+            gather.wait()
+        except RuntimeError:  # it has failed; what else interrupts the wait leaves it under way, as for `free`
+            self._gather = None
+            raise
+        self._gather = None
         if gather.full is not full and full.device.type != "cpu":  # prefetched in the compute stream, read in this one
             full.record_stream(torch.get_device_module(full.device).current_stream(full.device))
 

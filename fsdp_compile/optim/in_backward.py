@@ -81,13 +81,6 @@ class UpdateInBackward:
             for flat in self._flats:
                 flat.reduction.update = None
 
-    def failure(self) -> str:
-        """The error message after some updates."""
-        return (
-            f"backward failed after {len(self.updated)} of {sum(flat.trains for flat in self._flats)} flat parameters "
-            f"were updated; load a checkpoint of model and optimizer before the next step"
-        )
-
     def _run(self, update: FlatUpdate, grad: Tensor) -> None:
         """Update a flat parameter by `grad`, 1-D `[shard_numel]`."""
         if update.flat in self.updated:

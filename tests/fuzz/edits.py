@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
-from interruptions import interrupted
+from interruptions import Interruption, interrupted
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -171,7 +171,7 @@ def _thaw(comparison: "Comparison", when: str) -> None:
 def _interrupt(comparison: "Comparison", when: str) -> None:
     """A step of the sharded model alone in which some function of the package raises, on all ranks the same one."""
     at = random.Random(f"{comparison.case.seed} {when}").randrange(1, 3000)
-    with suppress(RuntimeError):  # autograd's, of an interruption in a hook
+    with suppress(Interruption, RuntimeError):
         interrupted(lambda: comparison.forward_alone().backward(), at)
     for optimizer in comparison.optimizers:
         optimizer.zero_grad()
