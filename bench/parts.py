@@ -86,6 +86,11 @@ PARTS = {
         "gpt", (*PEERS, *LOW_PRECISION), 8, bf16=True, ratios=(0.3, 0.6, 0.9), looks=("calls", "memory"),
     ),
     "link_lora": Part("the same, 8 ranks, frozen with adapters", "link", "lora", PEERS, 8, ratios=(0.6,)),
+    "link_foreign": Part(
+        "GPT, emulated link, 8 ranks, fp32: SimpleFSDP's graph, ordered by its authors' passes and by ours", "link",
+        "gpt", ("unsharded", "simple_fsdp", "simple_fsdp_ours", "simple_fsdp_ours:link", "ours_compiled"), 8,
+        ratios=(0.3, 0.6, 0.9), rounds=5, looks=("calls", "memory"),
+    ),
     "memory": Part(
         "GPT on 8 tokens, 64 ranks: parameters and gradients are all the memory there is", "link", "gpt_few_tokens",
         ("fsdp2", "fsdp2_compile", "simple_fsdp", "ours", "ours_compiled"), 64, rounds=0, looks=("memory",),

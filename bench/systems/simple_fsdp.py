@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.utils import get_gpu_dram_gbps
 
 from bench.systems import Prepared, Setup
@@ -43,10 +43,9 @@ def answer_for_bandwidth() -> None:
         get_gpu_dram_gbps()
 
 
-def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+def shard(model: nn.Module, setup: Setup) -> nn.Module:
+    """Make each parameter a DTensor that is gathered where it is read."""
     open_package("torchtitan")
-    from torchtitan.experiments.simple_fsdp.backend import get_compile_backend_with_passes
-    from torchtitan.experiments.simple_fsdp.job_config import Compile
     from torchtitan.experiments.simple_fsdp.simple_fsdp import MixedPrecisionPolicy, data_parallel
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -54,6 +53,15 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     sharded = data_parallel(model, setup.mesh, mode="fully_shard", mp_policy=precision)
     for name, parameter in sharded.named_parameters():  # it makes all of them trainable
         parameter.requires_grad_(name in trained)
+    return sharded
+
+
+def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """With its authors' passes."""
+    sharded = shard(model, setup)
+    from torchtitan.experiments.simple_fsdp.backend import get_compile_backend_with_passes
+    from torchtitan.experiments.simple_fsdp.job_config import Compile
+
     torch._inductor.config.reorder_for_peak_memory = False
     if setup.device.type != "cuda":
         answer_for_bandwidth()
@@ -63,3 +71,20 @@ def prepare(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prep
     backend = get_compile_backend_with_passes(config, True, [first, last, *setup.block_names])
     compiled: Any = torch.compile(sharded, backend=backend, fullgraph=True)
     return Prepared(sharded, compiled, scale=1 / setup.mesh.size())  # its gradients are sums over the ranks
+
+
+class PlannedForLink(Prepared):
+    """Compiled again for each link, with a plan for it."""
+
+    def configured(self, link: str, batch: Sequence[Tensor]) -> None:
+        torch._dynamo.reset()
+        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options={"link": link})
+        self.forward(*batch).backward()
+        self.model.zero_grad()
+
+
+def ours(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
+    """Without its authors' passes; `backend="fsdp_compile"` orders its collectives, with the option "link" by time."""
+    sharded, planned = shard(model, setup), PlannedForLink if setup.option == "link" else Prepared
+    compiled: Any = torch.compile(sharded, backend="fsdp_compile", fullgraph=True)
+    return planned(sharded, compiled, scale=1 / setup.mesh.size())

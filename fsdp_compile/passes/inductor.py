@@ -8,7 +8,7 @@ torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilat
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, run_passes
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
+from fsdp_compile.passes.post_grad.foreign import tag_collectives
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
@@ -137,11 +138,13 @@ def compile_with(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """Compile by Inductor with `passes`, for this compilation only."""
-    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config, passes)}
+    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config, passes, others=True)}
     return compile_by_inductor(gm, list(example_inputs), patches)
 
 
-def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[str, "Pipeline | AfterFusion"]:
+def pipelines(
+    config: CompileConfig, passes: tuple[Pass, ...] = PASSES, others: bool = False
+) -> dict[str, "Pipeline | AfterFusion"]:
     """Return the pass for each hook of Inductor; it first runs the pass that was registered there before."""
     chosen = enabled(passes, config)
 
@@ -149,28 +152,36 @@ def pipelines(config: CompileConfig, passes: tuple[Pass, ...] = PASSES) -> dict[
         registered = getattr(inductor_config, hook)
         return registered.previous if isinstance(registered, (Pipeline, AfterFusion)) else registered
 
-    hooks = {hook: Pipeline(chosen, stage, config, previous(hook)) for hook, stage in _HOOKS.items()}
+    hooks = {hook: Pipeline(chosen, stage, config, previous(hook), others) for hook, stage in _HOOKS.items()}
     return {**hooks, _AFTER_FUSION: AfterFusion(previous(_AFTER_FUSION))}
 
 
 class Pipeline(CustomGraphPass):
     """Runs the passes of one stage, after `previous`, which was registered in the hook before us.
 
-    A graph without our markers or tags is left untouched.
+    A graph without our markers or tags is left untouched; with `others`, collectives of another sharding are planned.
     """
 
-    def __init__(self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None) -> None:
+    def __init__(
+        self, passes: Sequence[Pass], stage: Stage, config: CompileConfig, previous: Any = None, others: bool = False
+    ) -> None:
         self.passes = tuple(each for each in passes if each.stage == stage)
-        self.stage, self.config, self.previous = stage, config, previous
+        self.stage, self.config, self.previous, self.others = stage, config, previous, others
 
     def __call__(self, graph: fx.Graph) -> None:
         """Edit `graph` in place."""
         for before in _as_tuple(self.previous):
             before(graph)
-        if is_ours(graph, MARKERS):
+        config = self.config
+        if not (is_planned := is_ours(graph, MARKERS)) and self.others and self.stage == "post_grad":
+            in_flight = tag_collectives(graph)
+            is_planned = in_flight is not None
+            if config.reduces_in_flight == 1:  # counts units, and here each parameter is one
+                config = replace(config, reduces_in_flight=in_flight)
+        if is_planned:
             sort(graph)
             _check_settings(graph)
-            run_passes(self.passes, GraphContext(graph, self.config, direction(), graph_index()))
+            run_passes(self.passes, GraphContext(graph, config, direction(), graph_index()))
             _check_settings(graph)  # again: the joint graph has collectives from now on
 
     def uuid(self) -> Any | None:
@@ -185,7 +196,7 @@ class Pipeline(CustomGraphPass):
             return None
         as_gloo = compiles_as_gloo(dist.group.WORLD) if dist.group.WORLD is not None else None
         return (
-            hash_of_sources(), torch.__version__, as_gloo, self.stage, *keys,
+            hash_of_sources(), torch.__version__, as_gloo, self.stage, self.others, *keys,
             self.config.deciding_code, self.config.file_contents, *others,
         )  # fmt: skip
 

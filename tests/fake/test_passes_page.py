@@ -17,8 +17,10 @@ import pytest
 import torch
 from compiling import printed_graphs
 from generated import kernels_not_built
+from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import CompileConfig, compile_step, fully_shard
 from fsdp_compile.comm import collectives
@@ -72,6 +74,10 @@ class Side(nn.Module):
         return self.left(x) + self.right(x)
 
 
+def _simple_fsdp() -> nn.Module:
+    return simple_fsdp(Linears(1, 1, 1), init_device_mesh("cpu", (4,)))
+
+
 class Case(NamedTuple):
     """What is compiled: a model of units, with options of the backend."""
 
@@ -82,6 +88,7 @@ class Case(NamedTuple):
     no_sync: bool = False
     launches_several: bool = False
     width: int = 4
+    foreign: bool = False
 
 
 CASES = {
@@ -94,6 +101,7 @@ CASES = {
     "autocast": Case(Autocast, nn.Linear, width=16),
     "profile": Case(lambda: Linears(1), nn.Sequential, {"record_profile": True}),
     "far": Case(lambda: Linears(1, 1, 1), nn.Sequential, {"link": "custom:1e-3,1e9"}, launches_several=True),
+    "simple_fsdp": Case(_simple_fsdp, nn.Sequential, foreign=True),
 }
 
 
@@ -106,7 +114,9 @@ def compiled(name: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
     """The changes of each pass by (pass, direction), and the plans by direction."""
     case, plans = CASES[name], dict[str, str]()
     torch._dynamo.reset()
-    model = fully_shard(case.build(), auto_wrap_policy={case.unit}, reshard_after_forward=case.reshard_after_forward)
+    model: Any = case.build()
+    if not case.foreign:
+        fully_shard(model, auto_wrap_policy={case.unit}, reshard_after_forward=case.reshard_after_forward)
     passes = (Pass("begin", "joint", _nothing), Pass("begin_post_grad", "post_grad", _nothing), *PASSES)
     run = torch.compile(model, fullgraph=True, backend=backend(passes=passes, **case.options))
     patch = pytest.MonkeyPatch()
@@ -120,7 +130,10 @@ def compiled(name: str) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
         kernels_not_built(),
         model.no_sync() if case.no_sync else nullcontext(),
     ):
-        run(torch.ones(2, case.width)).sum().backward()
+        with torch.set_grad_enabled(not case.foreign):  # kernels that are not built return no meshes for a backward
+            out = run(torch.ones(2, case.width))
+        if not case.foreign:
+            out.sum().backward()
     patch.undo()
     changes, before = dict[tuple[str, str], str](), dict[str, list[str]]()
     for text in printed:

@@ -144,6 +144,7 @@ def module_path(node: fx.Node) -> str:
     """Path of the module whose forward or backward `node` belongs to, for messages."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     source = next(reversed(stack.values()))[0] if stack else ""
+    source = source.partition(".parametrizations")[0]
     words = re.findall(r"\w+", source.replace("L['self']", "").replace("_orig_mod", ""))
     return ".".join(word for word in words if word != "_modules")
 

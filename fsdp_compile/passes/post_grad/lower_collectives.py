@@ -79,6 +79,8 @@ def reduce_scatter_by_all_to_all(context: GraphContext) -> None:
         group = args[collectives.GROUP_ARGUMENT[reduce.target]]  # type: ignore[index]  # fx targets are untyped
         if reduce.target is not collectives.REDUCE_SCATTER or not collectives.copies(reduce.meta["val"], group):
             continue
+        if reduce.meta["val"].dim() > 1:  # of another sharding
+            continue
         packed, op, ranks, _ = args
         (wait,) = (user for user in reduce.users if user.target is collectives.WAIT)
         part = reduce.meta["val"].numel()
@@ -107,7 +109,7 @@ def all_gather_into_buffer(context: GraphContext) -> None:
     """
     graph = context.graph
     for gather in tagged(graph, "gather"):
-        if gather.target is collectives.ALL_GATHER:
+        if gather.target is collectives.ALL_GATHER and gather.meta["val"].dim() == 1:
             full, name = gather.meta["val"], f"full_{gather.name.removeprefix('gather_')}"
             options = {"dtype": full.dtype, "device": full.device, "pin_memory": False}
             args = (list(full.shape),)
