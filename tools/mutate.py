@@ -42,21 +42,24 @@ _PLANS = "tests/unit/test_plan.py tests/unit/test_search.py tests/unit/test_plan
 _PLANS += " tests/unit/test_planned_memory.py tests/unit/test_whole_step_plan.py"
 _STATES = "tests/unit/test_sharded_value.py tests/gloo/test_state_dicts.py"
 NEAREST = {
-    "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py",
-    "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py",
-    "core/shard_spec.py": f"{_STATES} tests/gloo/test_sharded_tensor.py",
+    "core/layout.py": "tests/unit/test_layout.py tests/unit/test_flat_param.py tests/unit/test_rows.py",
+    "core/flat_param.py": "tests/unit/test_flat_param.py tests/gloo/test_gradients.py tests/gloo/test_matrix.py "
+                          "tests/gloo/test_summon.py",
+    "core/shard_spec.py": f"tests/unit/test_chunks.py {_STATES} tests/gloo/test_sharded_tensor.py "
+                          "tests/gloo/test_fsdp1.py",
     "core/flat_collectives.py": "tests/gloo/test_communication.py tests/gloo/test_reduce.py tests/gloo/test_matrix.py",
     "checkpoint/untrusted.py": "tests/unit/test_untrusted.py tests/unit/test_safetensors.py",
-    "checkpoint/hugging_face.py": "tests/unit/test_safetensors.py tests/unit/test_convert.py",
+    "checkpoint/hugging_face.py": "tests/unit/test_safetensors.py tests/unit/test_convert.py "
+                                  "tests/gloo/test_safetensors.py",
     "checkpoint/save_load.py": "tests/unit/test_checkpoint_directory.py tests/gloo/test_resume.py",
-    "state_dict/model.py": f"{_STATES} tests/gloo/test_fsdp1.py",
+    "state_dict/model.py": f"tests/fake/test_state_types.py {_STATES} tests/gloo/test_fsdp1.py",
     "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py",
     "eager/reduce.py": f"tests/gloo/test_reduce.py {_RUNTIME}",
     "eager/accumulate.py": f"tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py {_RUNTIME}",
     "eager/forward.py": f"{_RUNTIME} tests/gloo/test_interruptions.py",
     "eager/unsharded.py": f"{_RUNTIME} tests/gloo/test_kept_unsharded.py tests/gloo/test_interruptions.py",
     "eager/writeback.py": "tests/gloo/test_writeback.py",
-    "optim/flat.py": "tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py",
+    "optim/flat.py": "tests/gloo/test_flat_step.py tests/gloo/test_optimizers.py tests/gloo/test_compile_step.py",
     "optim/in_backward.py": "tests/unit/test_update_in_backward.py tests/gloo/test_update_in_backward.py",
     "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
     "passes/graph/lifetimes.py": "tests/fake/test_plans.py tests/fake/test_activations.py",

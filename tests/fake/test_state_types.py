@@ -1,6 +1,7 @@
 """Which kind of state dict is set: `state_dict_type` and its two functions."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
@@ -50,6 +52,17 @@ def test_defaults() -> None:
     assert get_state_dict_type(FullyShardedDataParallel(mlp())) == DEFAULTS[FULL]
     assert get_state_dict_type(fully_shard(mlp())) == DEFAULTS[SHARDED]
     assert get_state_dict_type(nn.Linear(2, 2)) is None
+
+
+def test_prefix_by_position() -> None:
+    """As torch still takes it: buffers below the prefix have the dtype that the model was given."""
+    linear = nn.Linear(3, 3)
+    linear.register_buffer("count", torch.ones(2))
+    model = fully_shard(linear, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    model(torch.randn(4, 3))
+    with pytest.warns(FutureWarning, match="Positional args"):
+        state = model.state_dict(OrderedDict(), "a.")
+    assert state["a.count"].dtype == torch.float32 and model.count.dtype == torch.bfloat16
 
 
 def test_setting_affects_all_units_below() -> None:

@@ -338,6 +338,11 @@ def _like_torch(rank: int, shape: tuple[int, ...] | None) -> None:
             saved = kind.optim_state_dict(ours, optimizer)
             fresh.load_state_dict(kind.optim_state_dict_to_load(other, fresh, saved))
             _same_values(kind.optim_state_dict(other, fresh)["state"], saved["state"])
+    scalar = nn.ParameterDict({"scale": torch.tensor(3.0), "rest": torch.ones(5)})  # torch's wrapper refuses it
+    alone = FullyShardedDataParallel(scalar, device_id=cpu, **{**options, "auto_wrap_policy": None})
+    with FullyShardedDataParallel.state_dict_type(alone, SHARDED):
+        here = _part(alone.state_dict()["scale"])
+    assert (here is None and rank > 0) or here == torch.tensor(3.0)
 
 
 @pytest.mark.parametrize("shape", [None, (2,)])

@@ -36,7 +36,7 @@ class Run:
 
 def plain(folder: Path) -> None:
     """A folder that DCP wrote."""
-    dcp.save({"weight": torch.ones(4, 3), "epoch": 3}, checkpoint_id=folder)
+    dcp.save({"weight": torch.ones(4, 3), "epoch": 3, "none": torch.ones(0, 3)}, checkpoint_id=folder)
 
 
 def ours(folder: Path) -> None:
@@ -124,6 +124,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "no list": lambda at, mark: edit(at, lambda _: {"weight": 1}),
     "an empty list": lambda at, mark: (at / ".metadata").write_bytes(b""),
     "half a list": lambda at, mark: (at / ".metadata").write_bytes((at / ".metadata").read_bytes()[:200]),
+    "a sparse list": lambda at, mark: os.truncate(at / ".metadata", (1 << 30) + 1),
     "a deep list": lambda at, mark: (at / ".metadata").write_bytes(b"(" * 10**6 + b"."),
     "a link outside": lambda at, mark: link(at / "__0_0.distcp", mark.parent / "secret"),
     "a linked list": lambda at, mark: link(at / ".metadata", mark.parent / "secret"),
