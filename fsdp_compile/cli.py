@@ -483,6 +483,7 @@ def run_convert(args: argparse.Namespace) -> None:
     tensors, values = len(chosen.tensors), 0 if args.format == "safetensors" else len(chosen.values)
     left = len(source.keys) - tensors - values
     print(f"wrote {args.target}: {tensors} tensors, {chosen.nbytes:,} bytes"
+          + (f", {len(chosen.tied)} of them tied to others" if chosen.tied else "")
           + (f", {values} other values" if values else "")
           + (f"; left out {left} entries" if left else ""))  # fmt: skip
 

@@ -20,9 +20,9 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Source:
     keys: dict[str, Keys]  # of each tensor and each other value
     read: Callable[[str], Any]  # returns a tensor, contiguous and on the CPU, or another value
     step: int | None = None  # at which it was saved, if known
+    tied: dict[str, str] = field(default_factory=dict)  # further names of a tensor, and its first one
 
     @property
     def values(self) -> list[str]:
@@ -57,8 +58,8 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of all tensors; tied ones count once."""
+        return sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.tied)
 
     def below(self, part: str) -> "Source":
         """The entries under the first key `part`, without that key. ValueError if there is no such key."""
@@ -73,7 +74,15 @@ class Source:
             tensors={new: self.tensors[name] for new, name in old.items() if name in self.tensors},
             keys={new: self.keys[name][1:] for new, name in old.items()},
             read=lambda name: self.read(old[name]),
+            tied=first_names({new: self.tied.get(name, name) for new, name in old.items()}),
         )
+
+
+def first_names(memory: Mapping[str, Any]) -> dict[str, str]:
+    """For each name that has the same memory as one before it, that one."""
+    firsts: dict[Any, str] = {}
+    found = {name: firsts.setdefault(each, name) for name, each in memory.items() if each is not None}
+    return {name: first for name, first in found.items() if name != first}
 
 
 def convert(
@@ -84,7 +93,8 @@ def convert(
     Args:
         source: what to read. CheckpointError if a file of it is damaged.
         path: a folder, or for "torch" a file.
-        to: "dcp", "torch", or "safetensors", which drops entries that are not tensors.
+        to: "dcp", "torch", or "safetensors", which drops entries that are not tensors. Tied tensors are written once:
+            safetensors under their first name, as `save_safetensors` does, the others under each of them.
         files: how many files to spread the tensors over; "torch" writes one.
         progress: called with the bytes of each tensor that was written.
     """
@@ -95,8 +105,9 @@ def convert(
     try:
         with TARGETS[to](source, staged / path.name, files) as write:
             for name, tensor in source.tensors.items():
-                write(name, source.read(name))
-                progress(tensor.nbytes)
+                if name not in source.tied:
+                    write(name, source.read(name))
+                    progress(tensor.nbytes)
         os.rename(staged / path.name, path)
         directory.sync_folder(path.parent)
     finally:
@@ -154,6 +165,12 @@ def _dcp_source(path: Path, trust: bool) -> Source:
         return full
 
     tensors = {name: each for name, each in described.items() if isinstance(each, dcp.TensorStorageMetadata)}
+
+    def places(name: str) -> Any:
+        """Where the chunks of a tensor are, and what is in each file; None if it has none."""
+        found = [(chunk, locations[MetadataIndex(name, chunk.offsets)]) for chunk in tensors[name].chunks]
+        return tuple((*chunk.offsets, *chunk.sizes, at.relative_path, at.offset) for chunk, at in found) or None
+
     return Source(
         "torch.distributed.checkpoint",
         sorted({path / location.relative_path for location in locations.values()}),
@@ -161,6 +178,7 @@ def _dcp_source(path: Path, trust: bool) -> Source:
         {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in described},
         read,
         checked.manifest.step if checked else None,
+        first_names({name: places(name) for name in tensors}),
     )
 
 
@@ -191,7 +209,8 @@ def _torch_source(path: Path) -> Source:
         return directory.in_order(leaves[name].detach()) if isinstance(leaves[name], Tensor) else leaves[name]
 
     tensors = {name: torch.empty_like(t, device="meta") for name, t in leaves.items() if isinstance(t, Tensor)}
-    return Source("torch.save", [path], tensors, keys, read)
+    memory = {name: directory.memory_read_by(leaves[name]) for name in tensors}
+    return Source("torch.save", [path], tensors, keys, read, None, first_names(memory))
 
 
 # --- targets: context managers that yield a function, called once for each tensor, contiguous and on the CPU ----------
@@ -224,13 +243,20 @@ def _dcp_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]
             metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, tensor.shape, chunks)
 
         yield write
+    for name, first in source.tied.items():
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
+        for written in results:
+            written += [
+                replace(each, index=replace(each.index, fqn=name)) for each in written if each.index.fqn == first
+            ]
     directory.describe(path, source.step, metadata, results, dcp.FileSystemWriter(path).finish)
     directory.sync_folder(path)
 
 
 @contextmanager
 def _safetensors_target(source: Source, path: Path, files: int) -> Iterator[WriteTensor]:
-    export = hugging_face.Export(hugging_face.spread(source.tensors, files), path, {})
+    tensors = {name: tensor for name, tensor in source.tensors.items() if name not in source.tied}
+    export = hugging_face.Export(hugging_face.spread(tensors, files), path, source.tied)
     export.stage()
     with export.writing() as write:
         yield lambda name, tensor: write(name, tensor.view(-1), 0)
@@ -242,6 +268,7 @@ def _torch_target(source: Source, path: Path, files: int) -> Iterator[WriteTenso
     """A file of torch.save with the nesting of the keys: saved without values, which are then filled in one by one."""
     with _torch.no_memory():
         holes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.tensors.items()}
+    holes |= {name: holes[first] for name, first in source.tied.items()}
     leaves = {name: holes[name] if name in holes else source.read(name) for name in source.keys}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(_torch.unflatten_state_dict(leaves, source.keys), path)

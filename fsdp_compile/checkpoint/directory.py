@@ -372,14 +372,22 @@ class DirectoryWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into one file and wait until it is on the disk.
 
-        FileNotFoundError if this rank does not see the folder that rank 0 made.
+        A tensor that shares its memory with an earlier one, as tied parameters do under each of their names, is not
+        written again: both have one place, which any reader of DCP follows. FileNotFoundError if this rank does not see
+        the folder that rank 0 made.
         """
         done: Future[list[WriteResult]] = Future()
         if not plan.items:
             done.set_result([])
             return done
+        data = [planner.resolve_data(item) for item in plan.items]  # all alive, so that no memory is used twice
+        results: dict[Any, WriteResult] = {}
+        keys = [memory_read_by(each) or item.index for item, each in zip(plan.items, data, strict=True)]
         with ItemFile(plan.storage_data) as file:
-            done.set_result([file.write_item(item.index, planner.resolve_data(item)) for item in plan.items])
+            for key, item, each in zip(keys, plan.items, data, strict=True):
+                if key not in results:
+                    results[key] = file.write_item(item.index, each)
+        done.set_result([replace(results[key], index=item.index) for key, item in zip(keys, plan.items, strict=True)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -437,16 +445,15 @@ def describe(
 ) -> None:
     """Write `.metadata`, by `finish` of a `FileSystemWriter`, and the manifest of files that are on the disk."""
     finish(metadata, [[replace(each, storage_data=each.storage_data[0]) for each in rank] for rank in results])
-    files: dict[str, list[FileSegment]] = {}
+    files: dict[str, dict[int, FileSegment]] = {}
     for result in (each for rank in results for each in rank):
         info, crc32 = result.storage_data
         segment = FileSegment(result.index.fqn, info.offset, info.length, crc32)
-        files.setdefault(info.relative_path, []).append(segment)
-    for segments in files.values():
-        segments.sort(key=lambda segment: segment.start)
+        files.setdefault(info.relative_path, {}).setdefault(info.offset, segment)  # tied tensors share one
     listed = (folder / METADATA).read_bytes()
-    files[METADATA] = [FileSegment("the list of all tensors", 0, len(listed), zlib.crc32(listed))]
-    Manifest(step, files).write(folder)
+    found = {name: [segments[start] for start in sorted(segments)] for name, segments in files.items()}
+    found[METADATA] = [FileSegment("the list of all tensors", 0, len(listed), zlib.crc32(listed))]
+    Manifest(step, found).write(folder)
 
 
 class ItemFile(io.RawIOBase):
@@ -475,6 +482,14 @@ class ItemFile(io.RawIOBase):
         with self._file:
             if error is None:
                 sync(self._file)
+
+
+def memory_read_by(tensor: Any) -> Any:
+    """Equal for two tensors that are alive and read the same memory in the same way; None if that is not known."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy
 
 
 def in_order(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -113,6 +114,39 @@ def test_every_format_to_every_other(tmp_path: Path, source: str, to: str, files
         written = [file for file in (tmp_path / "b").glob("*.distcp") if file.stat().st_size]
         assert len(written) == files
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("source", ["ours", "torch"])
+def test_tied_tensors_are_written_once(tmp_path: Path, source: str) -> None:
+    """A tensor of two names takes its bytes once in every format; safetensors has the first name, the others both."""
+    weight = torch.randn(100, 30, generator=torch.Generator().manual_seed(0))
+    state = {
+        "model": {"tokens.weight": weight, "norm.weight": torch.ones(5), "head.weight": weight, "turned": weight.t()}
+    }
+    if source == "ours":
+        dcp.save(state, storage_writer=checkpoint.DirectoryWriter(tmp_path / "a", 3))
+    else:
+        torch.save(state, tmp_path / "a")
+    for to in ("dcp", "torch", "safetensors"):
+        for again in ("", "_again"):
+            begin = f"{to}" if again else "a"
+            if again and to == "safetensors":
+                continue
+            assert run("convert", tmp_path / begin, tmp_path / f"{to}{again}", "--format", to) == 0
+            files = [path for path in (tmp_path / f"{to}{again}").rglob("*") if path.is_file()] or [
+                tmp_path / f"{to}{again}"
+            ]
+            assert sum(path.stat().st_size for path in files) < 2.9 * weight.nbytes, "tied once, and a transposed copy"
+    assert open_source(tmp_path / "a").tied == {"model.head.weight": "model.tokens.weight"}
+    like = blank(state)
+    for path in ("dcp", "dcp_again"):
+        assert equal(load(tmp_path / path, "dcp", like), state)
+    found = torch.load(tmp_path / "torch_again")["model"]
+    assert equal(found, state["model"]) and found["head.weight"].data_ptr() == found["tokens.weight"].data_ptr()
+    file = tmp_path / "safetensors" / "model.safetensors"
+    assert load_file(file).keys() == {"tokens.weight", "norm.weight", "turned"}
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "tokens.weight"}
 
 
 def test_part(tmp_path: Path) -> None:
