@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: another Accelerator; `prepare` shards the model.
+"""Hugging Face accelerate: another Accelerator; `prepare` shards the model and compiles it.
 
 torchrun --nproc-per-node 2 examples/frameworks/accelerate_loop.py
 """
@@ -6,14 +6,16 @@ torchrun --nproc-per-node 2 examples/frameworks/accelerate_loop.py
 import json
 import tempfile
 
+import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list
 from problem import ACCUMULATE, BATCH, MAX_NORM, Net, optimizer_of, rows
+from safetensors.torch import load_model
 from torch.utils.data import DataLoader
 
 from fsdp_compile.integrations.accelerate import Accelerator
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, dynamo_backend="aot_eager")
 
 
 def prepared():
@@ -43,5 +45,11 @@ accelerator.free_memory()
 objects = prepared()
 accelerator.load_state(folder)
 losses += epoch(*objects)
+accelerator.save_model(objects[0], f"{folder}/exported")
+accelerator.wait_for_everyone()
+plain = Net()  # loads without sharding
+load_model(plain, f"{folder}/exported/model.safetensors")
+for name, param in accelerator.unwrap_model(objects[0], keep_torch_compile=False).named_parameters():
+    torch.testing.assert_close(plain.get_parameter(name).detach(), param.full_tensor().detach())
 if accelerator.is_main_process:
     print(json.dumps(losses))

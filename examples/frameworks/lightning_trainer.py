@@ -1,12 +1,15 @@
-"""Lightning's Trainer: one strategy shards the LightningModule.
+"""Lightning's Trainer: one strategy shards the LightningModule, whose inner module is compiled.
 
 torchrun --nproc-per-node 2 examples/frameworks/lightning_trainer.py
 """
 
 import json
+import subprocess
+import sys
 import tempfile
 
 import lightning
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from problem import ACCUMULATE, BATCH, MAX_NORM, Net, optimizer_of, rows
@@ -18,9 +21,12 @@ losses = []
 
 
 class Module(lightning.LightningModule):
-    def __init__(self):
+    def __init__(self, compiled=False):
         super().__init__()
+        self.save_hyperparameters()
         self.net = Net()
+        if compiled:  # the module that training_step calls: Lightning refuses torch.compile(self)
+            self.net.compile(backend="aot_eager")
 
     def training_step(self, batch, index):
         x, y = batch
@@ -59,7 +65,16 @@ folder = [tempfile.mkdtemp() if first.global_rank == 0 else None]
 dist.broadcast_object_list(folder)
 first.save_checkpoint(folder[0])
 second = trainer(2)
-second.fit(Module(), ckpt_path=folder[0])
+module = Module(compiled=True)
+second.fit(module, ckpt_path=folder[0])
+second.save_checkpoint(f"{folder[0]}/last")
+if second.global_rank == 0:  # what other ranks wrote, as one file
+    command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", f"{folder[0]}/last"]
+    subprocess.run(command, check=True)
+dist.barrier()
+plain = Module.load_from_checkpoint(f"{folder[0]}/last.consolidated", compiled=False)  # loads without sharding
+for name, param in module.named_parameters():
+    torch.testing.assert_close(plain.get_parameter(name).detach(), param.full_tensor().detach())
 if second.global_rank == 0:
     print(json.dumps(losses))
 dist.barrier()

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: another Trainer, which shards its model; it saves, and a second one resumes.
+"""Hugging Face transformers: another Trainer, which shards its model; a second one resumes, compiled, and exports.
 
 torchrun --nproc-per-node 2 examples/frameworks/transformers_trainer.py
 """
@@ -40,6 +40,8 @@ def trainer(folder, epochs):
         save_strategy="epoch",
         report_to=[],
         disable_tqdm=True,
+        torch_compile=epochs == 2,
+        torch_compile_backend="aot_eager" if epochs == 2 else None,
     )
     set_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -53,6 +55,12 @@ dist.broadcast_object_list(folder)
 trainer(folder[0], epochs=1).train()
 resumed = trainer(folder[0], epochs=2)
 resumed.train(resume_from_checkpoint=True)
+resumed.save_model(f"{folder[0]}/exported")
+dist.barrier()
+plain = LlamaForCausalLM.from_pretrained(f"{folder[0]}/exported")  # loads without sharding
+for name, param in resumed.model.named_parameters():
+    full = param.full_tensor() if hasattr(param, "full_tensor") else param
+    torch.testing.assert_close(plain.get_parameter(name).detach(), full.detach())
 if dist.get_rank() == 0:
     print()  # ends a progress bar
     print(json.dumps([row[key] for row in resumed.state.log_history for key in ("loss", "grad_norm") if key in row]))

@@ -16,9 +16,15 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES_FOLDER = ROOT / "examples" / "frameworks"
-EXAMPLES = {"lightning_fabric": "lightning", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
+EXAMPLES = {
+    "plain_loop": "torch",
+    "lightning_fabric": "lightning",
+    "lightning_trainer": "lightning",
+    "accelerate_loop": "accelerate",
+}
 ALSO_ALONE = {
     "transformers_trainer": "accelerate",
+    "trl_sft": "trl",
     "transformers_generate": "transformers",
     "peft_lora": "peft",
     "torchao_float8": "torchao",
