@@ -37,11 +37,12 @@ from fsdp_compile.construct.prepare import prepare_units
 from fsdp_compile.construct.units import check_module, connect, group_of, join_divided, make_unit
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy, choose_units, collect_ignored
 from fsdp_compile.core.ops import call_before_tracing
-from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval
+from fsdp_compile.core.settings import InitFn, PlacementFn, Settings, full_precision_in_eval, warn_caller
 from fsdp_compile.eager import Runtime
 from fsdp_compile.eager.accumulate import check_optimizers
 from fsdp_compile.fsdp_module import FSDPModule, HasShardedParameters
 from fsdp_compile.state_dict.optimizer import watch_optimizers
+from fsdp_compile.torch_names import TESTED_TORCH, is_untested
 
 if TYPE_CHECKING:
     from fsdp_compile.explain.report import Report
@@ -227,6 +228,7 @@ def fully_shard(
     call_before_tracing(_install_passes)
     watch_optimizers()
     check_optimizers()
+    _warn_of_untested_torch()
     return list(modules) if is_list else model
 
 
@@ -331,6 +333,15 @@ def _check_environment() -> None:
         from fsdp_compile.passes.inductor import pipelines  # imports Inductor
 
         pipelines(config)
+
+
+@functools.cache
+def _warn_of_untested_torch() -> None:
+    if is_untested(torch.__version__):
+        warn_caller(
+            f"torch {torch.__version__} is newer than {TESTED_TORCH[-1]}, the newest that this version of fsdp_compile "
+            "was tested on; `fsdp-compile selfcheck --names` says whether all that it uses of torch is there"
+        )
 
 
 def _install_passes() -> None:

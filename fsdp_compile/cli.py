@@ -1,7 +1,7 @@
-"""The command `fsdp-compile`: explain, calibrate, plan, build, checkpoint show, checkpoint convert.
+"""The command `fsdp-compile`: explain, calibrate, plan, build, selfcheck, checkpoint show, checkpoint convert.
 
-Exit status: 0; 1 if a file is damaged or cannot be read or written; 2 if the arguments are invalid. Functions import
-what they need themselves: importing torch takes seconds, and `--help` answers at once without it.
+Exit status: 0; 1 if a check fails, or a file is damaged or cannot be read or written; 2 if arguments are invalid.
+Functions import what they need themselves: importing torch takes seconds, and `--help` answers at once without it.
 """
 
 import argparse
@@ -87,6 +87,14 @@ examples:
   fsdp-compile build train.py:make artifacts --world-size 8
   FSDP_COMPILE_ARTIFACTS=artifacts torchrun --nproc-per-node 8 train.py"""
 
+SELFCHECK = "Check this installation, on this machine."
+SELFCHECK_EXAMPLE = """--names looks for everything that the package uses of torch's private names, and compares
+arguments of functions. It takes seconds and needs no other rank. A torch that is newer than what the package was tested
+on is worth this check. The exit status is 1 if something is missing.
+
+example:
+  fsdp-compile selfcheck --names"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
@@ -94,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            args.run(args)
+            return args.run(args) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return 0
     except (FileNotFoundError, FileExistsError, ValueError) as error:
@@ -111,7 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = str(error).partition("\nException raised from ")[0]  # torch adds a trace of its own functions
         doing = f"{args.source}: reading it or writing it again failed"  # as a strange file or a full disk lets torch
         return _refuse(RuntimeError(f"{doing}: {type(error).__name__}: {said}"), 1)
-    return 0
 
 
 def positive(text: str) -> int:
@@ -145,6 +152,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_calibrate(_command(groups, "calibrate", CALIBRATE, CALIBRATE_EXAMPLE, run_calibrate).add_argument)
     _add_plan(_command(groups, "plan", PLAN, PLAN_EXAMPLE, run_plan).add_argument)
     _add_build(_command(groups, "build", BUILD, BUILD_EXAMPLE, run_build).add_argument)
+    _add_selfcheck(_command(groups, "selfcheck", SELFCHECK, SELFCHECK_EXAMPLE, run_selfcheck).add_argument)
     checkpoint = _command(groups, "checkpoint", CHECKPOINT, CHECKPOINT_EXAMPLE)
     commands = checkpoint.add_subparsers(required=True, metavar="show|convert")
     show = _command(commands, "show", SHOW, "example:\n  fsdp-compile checkpoint show checkpoints", run_show)
@@ -160,7 +168,7 @@ def _command(
     name: str,
     description: str,
     example: str,
-    run: Callable[[argparse.Namespace], None] | None = None,
+    run: Callable[[argparse.Namespace], int | None] | None = None,
 ) -> argparse.ArgumentParser:
     made = commands.add_parser(
         name,
@@ -241,6 +249,10 @@ def _add_build(add: Add) -> None:
         "torchrun sets it)")
     add("--steps", type=positive, default=3, metavar="N", help="steps to run, as later ones may need graphs of their "
         "own (default: 3)")
+
+
+def _add_selfcheck(add: Add) -> None:
+    add("--names", action="store_true", required=True, help="look for the private names of torch that are used")
 
 
 def _add_convert(add: Add) -> None:
@@ -448,6 +460,23 @@ def _arguments(given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if not isinstance(given, (tuple, list, dict)):
         raise ValueError(f"example_inputs: expected a tuple, a dict, or a pair of both, found {type(given).__name__}")
     return ((), given) if isinstance(given, dict) else (given, {})
+
+
+def run_selfcheck(args: argparse.Namespace) -> int:
+    """Print what is found of torch, file by file; 1 if something is missing."""
+    import torch
+
+    from fsdp_compile.torch_names import TESTED_TORCH, check_all, is_untested
+
+    tested = ", newer than all that were tested" if is_untested(torch.__version__) else ""
+    print(f"torch {torch.__version__}{tested}; tested on {', '.join(TESTED_TORCH)}")
+    found = check_all()
+    for file, names in found.items():
+        print(f"  {file:22} {len(names.names):3} names, {len(names.calls):2} calls, {len(names.faults)} faults")
+        print("".join(f"    {fault}\n" for fault in names.faults), end="")
+    faults = sum(len(names.faults) for names in found.values())
+    print("all found" if not faults else f"{faults} faults: use a torch that was tested, or a newer fsdp_compile")
+    return min(faults, 1)
 
 
 def run_show(args: argparse.Namespace) -> None:

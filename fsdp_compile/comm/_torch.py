@@ -1,4 +1,4 @@
-"""Private names of torch about process groups, collectives and the stage of a step. Checked on torch 2.11 and 2.13.
+"""Private names of torch about groups, collectives and the stage of a step. Checked on torch 2.11, 2.13 and 2.14.
 
 When torch moves:
 - importing `_functional_collectives` registers the operators of `_c10d_functional` and the shapes of their results;

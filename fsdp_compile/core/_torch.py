@@ -1,4 +1,4 @@
-"""Private names of torch about autograd, wrapper subclasses, modules and Dynamo. Checked on torch 2.11 and 2.13.
+"""Private names of torch about autograd, wrapper subclasses, modules and Dynamo. Checked on torch 2.11, 2.13 and 2.14.
 
 torch._C._dynamo.eval_frame, torch._dynamo.eval_frame    whether Dynamo is active, and frames that it leaves alone. When
                                                          torch moves: look for `skip_code` and the getter of the
@@ -24,6 +24,7 @@ torch.utils._pytree                                      the tensors in the argu
 docs/upgrading_torch.md says of the others what to look for.
 """
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._dynamo.comptime import comptime as while_tracing
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import innermost_backend, skip_code
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -146,6 +147,24 @@ def call_with_graph(function: Callable[[torch.fx.GraphModule], None]) -> None:
     output = InstructionTranslator.current_tx().output
     if function not in output.register_finalizer_fns:
         output.add_graph_finalizer(function)
+
+
+inductor_settings: list[Callable[[], dict[str, Any]]] = []
+"""What Inductor compiles sharded models with is what the last of these returns."""
+
+
+def set_inductor(_graph: torch.fx.GraphModule) -> None:
+    """If Inductor gets the graph that Dynamo has traced: compile it, and its backward, with `inductor_settings`.
+    They hold for this graph alone, and on the thread that compiles the backward too, which torch's own do not.
+    """
+    output = InstructionTranslator.current_tx().output
+    around: Any = copy.copy(output.compiler_fn)  # what writes a repro if compiling fails
+    backend = innermost_backend(around)
+    if inductor_settings and isinstance(backend, torch._TorchCompileInductorWrapper):
+        ours = copy.copy(backend)
+        ours.config = {**backend.config, **inductor_settings[-1]()}
+        around._torchdynamo_orig_backend = ours
+        output.compiler_fn = around if around is not backend else ours
 
 
 def tensor_assigned_at_break() -> Tensor | None:

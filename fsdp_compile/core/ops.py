@@ -43,7 +43,7 @@ from torch.fx.node import has_side_effect
 
 from fsdp_compile.comm._torch import group_named
 from fsdp_compile.comm.groups import shared_name
-from fsdp_compile.core._torch import without_dispatch_modes
+from fsdp_compile.core._torch import inductor_settings, without_dispatch_modes
 from fsdp_compile.core.layout import FlatParamLayout, round_up
 from fsdp_compile.core.traced_writes import note_gathered
 
@@ -143,6 +143,11 @@ def call_before_tracing(function: Callable[[], None]) -> None:
     So the passes and Inductor are loaded only when `torch.compile` is used.
     """
     _before_tracing[function] = None
+
+
+def set_inductor_settings(settings: Callable[[], dict[str, Any]]) -> None:
+    """Have plain `torch.compile` compile each graph that holds an unshard with what `settings` returns then."""
+    inductor_settings[:] = [settings]
 
 
 @torch.library.register_fake("fsdp_flat::unshard")

@@ -26,6 +26,7 @@ from fsdp_compile.core._torch import (
     FakeTensor,
     call_with_graph,
     plain_within,
+    set_inductor,
     tensor_assigned_at_break,
     traced_code_changes,
 )
@@ -63,8 +64,9 @@ def _attributes_of_storage(fake: Tensor) -> dict[str, bool]:
 
 
 def check_finished_graph(_tracing: Any) -> None:
-    """Have Dynamo call `_refuse_lost_writes` with the graph that it traces now."""
+    """Have Dynamo call `_refuse_lost_writes` with the graph that it traces now, and then set Inductor for it."""
     call_with_graph(_refuse_lost_writes)
+    call_with_graph(set_inductor)
 
 
 _LOST = (

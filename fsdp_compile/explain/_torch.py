@@ -1,4 +1,4 @@
-"""Private names of torch that predictions use. Checked on torch 2.11 and 2.13.
+"""Private names of torch that predictions use. Checked on torch 2.11, 2.13 and 2.14.
 
 What to look for when torch moves:
 

@@ -1,4 +1,4 @@
-"""Private names of torch about optimizers. Checked on torch 2.11 and 2.13.
+"""Private names of torch about optimizers. Checked on torch 2.11, 2.13 and 2.14.
 
 When torch moves:
 - `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks` and their global counterparts hold what was registered by

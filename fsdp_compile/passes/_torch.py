@@ -1,4 +1,4 @@
-"""Private names of torch's compiler that the passes use. Checked on torch 2.11 and 2.13.
+"""Private names of torch's compiler that the passes use. Checked on torch 2.11, 2.13 and 2.14.
 
 What to look for when torch moves:
 
@@ -82,6 +82,31 @@ V: Any = _V
 ops: Any = _ops
 WaitKernel: Any = _ir._WaitKernel
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)  # from torch 2.13 on
+
+
+_OVERLAP = "aten_distributed_optimizations"
+_OFF: dict[str, Any] = {
+    "reorder_for_peak_memory": False,  # moves all-gathers to their waits, and reduces to the end
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "dedup_reduce_scatters": False,  # from torch 2.13 on, as are two below
+    "_fuse_ddp_communication": False,
+    "_collective.auto_select": False,  # all-reduces of another kind
+    f"{_OVERLAP}.enable_overlap_scheduling": False,
+    f"{_OVERLAP}.enable_low_contention_collectives": False,
+    f"{_OVERLAP}.allow_comms_decompositions": False,
+    f"{_OVERLAP}.enable_simple_overlap": False,  # from torch 2.14 on, where it is on
+}
+
+
+def switched_off() -> dict[str, Any]:
+    """The settings of Inductor, where this torch has them, that would move, fuse or replace planned collectives.
+
+    tests/unit/test_inductor_settings.py fails when torch adds one.
+    """
+    return {name: value for name, value in _OFF.items() if hasattr(inductor_config, name)}
 
 
 def fake_store() -> Any:

@@ -1,14 +1,17 @@
 """Where the passes meet Inductor: `PASSES`, and two ways to run them.
 
 torch.compile(model)                           `install` puts our pipelines into Inductor's custom-pass hooks, after
-                                               the passes that are there. Nothing else in the process changes.
-torch.compile(model, backend="fsdp_compile")   the same hooks, for this compilation only, with a `CompileConfig`.
+                                               the passes that are there. Nothing else in the process changes; each
+                                               graph with our markers is compiled with `graph_settings`.
+torch.compile(model, backend="fsdp_compile")   the same hooks and settings, for this compilation only, with a
+                                               `CompileConfig`.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import fx
 
 from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo
 from fsdp_compile.config import CompileConfig
-from fsdp_compile.core.ops import MARKERS
+from fsdp_compile.core.ops import MARKERS, set_inductor_settings
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
     CustomSchedulerPass,
@@ -27,6 +30,7 @@ from fsdp_compile.passes._torch import (
     graph_index,
     inductor_config,
     sort,
+    switched_off,
     tree_leaves,
 )
 from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
@@ -74,9 +78,11 @@ def install() -> None:
         ValueError: an environment variable has a value that its field of `CompileConfig` cannot have.
     """
     config = CompileConfig.from_environment()
-    for hook, pipeline in pipelines(config).items():
+    hooks = pipelines(config)
+    for hook, pipeline in hooks.items():
         if not isinstance(getattr(inductor_config, hook), (Pipeline, AfterFusion)):
             setattr(inductor_config, hook, pipeline)
+    set_inductor_settings(partial(graph_settings, hooks))
     _notice.start()
     _load_artifacts(config, at_tracing=True)
 
@@ -138,8 +144,15 @@ def compile_with(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], passes: tuple[Pass, ...], config: CompileConfig
 ) -> Callable[..., Any]:
     """Compile by Inductor with `passes`, for this compilation only."""
-    patches: dict[str, Any] = {"reorder_for_peak_memory": False, **pipelines(config, passes, others=True)}
+    patches = {**switched_off(), **pipelines(config, passes, others=True)}
     return compile_by_inductor(gm, list(example_inputs), patches)
+
+
+def graph_settings(hooks: Mapping[str, Any]) -> dict[str, Any]:
+    """What plain `torch.compile` sets for graphs with our markers: `hooks`, where this thread has none, and no others'
+    moves of collectives. From torch 2.12 on, each thread has a configuration of its own.
+    """
+    return {**switched_off(), **{name: getattr(inductor_config, name) or hook for name, hook in hooks.items()}}
 
 
 def pipelines(

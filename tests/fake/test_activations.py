@@ -153,8 +153,12 @@ def test_activations_on_the_host_in_cuda_code() -> None:
     for program in both:
         assert not re.search(r"synchronize\(|\.cpu\(|\.item\(", program.code[program.code.index("def call") :])
     code = both[0].code
-    for copied, result in re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code):
+    copies = re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code)
+    copies = copies or [
+        pair[::-1] for pair in re.findall(r"(buf\d+) = .*to_host.default\((buf\d+)\)", code)
+    ]  # torch 2.14
+    assert len(copies) == 2
+    for copied, result in copies:
         assert 0 < code.index(f"wait_copy.default({result})") < code.index(f"del {copied}")
-    assert len(re.findall(r"(buf\d+)\)\n\s+(buf\d+) = buf\d+\n.*to_host", code)) == 2
     with pytest.raises(Exception, match="activations: expected a device whose hardware file has a host_bandwidth"):
         graphs_of(MODELS["mlp"].build, link=LINK, activations="offload")

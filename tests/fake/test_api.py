@@ -23,6 +23,7 @@ from fsdp_compile import (
     ShardingStrategy,
     fully_shard,
 )
+from fsdp_compile.api import _warn_of_untested_torch
 from fsdp_compile.core.sharded_tensor import ShardedTensor
 from fsdp_compile.core.sharding import original_class
 from fsdp_compile.core.unit import GradientDelivery, unit_of
@@ -456,3 +457,13 @@ def test_repr_names_units() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), mixed_precision=MixedPrecision(torch.bfloat16))
     assert "unit: 2 parameters, FULL_SHARD over 4 ranks, float32, computed in bfloat16, shard of " in repr(model)
     assert "in_features=4, out_features=4, bias=True" in repr(model)
+
+
+def test_a_newer_torch_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fully_shard under a torch that no test has seen warns, with the command that checks it."""
+    _warn_of_untested_torch.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.warns(UserWarning, match=r"torch 2.99.0 is newer than .*`fsdp-compile selfcheck --names`") as caught:
+        fully_shard(nn.Linear(2, 2))
+        fully_shard(nn.Linear(2, 2))
+    assert len(caught) == 1 and caught[0].filename == __file__

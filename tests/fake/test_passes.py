@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from fsdp_compile import CompileConfig, ShardingStrategy, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
-from fsdp_compile.passes._torch import saved_for_backward
+from fsdp_compile.passes._torch import saved_for_backward, switched_off
 from fsdp_compile.passes.graph.lifetimes import lifetimes, live_bytes
 from fsdp_compile.passes.graph.nodes import is_view, tagged
 from fsdp_compile.passes.inductor import (
@@ -222,6 +223,34 @@ def test_nothing_else_in_the_process_changes() -> None:
         name for name in before[0] if before[0][name] is not after[0][name] and before[0][name] != after[0][name]
     } == set(hooks)
     assert before[1] == after[1]
+
+
+@pytest.mark.parametrize("backend", ["inductor", fsdp_compile_backend])
+def test_nobody_else_moves_our_collectives(backend: Any) -> None:
+    """Inductor's own ways to move, fuse and replace collectives are off in forward and backward of sharded models,
+    also if the process, or the options of this compilation, switch them on; for other models they stay on.
+    """
+    seen: list[dict[str, Any]] = []
+    see = Recorder(lambda _: seen.append({name: getattr(inductor_config, name) for name in switched_off()}))
+    on = {name: True if value is False else "all" for name, value in switched_off().items()}
+    options = {"options": on} if backend == "inductor" else {}
+    with inductor_config.patch({**on, "post_grad_custom_post_pass": see}):
+        step(torch.compile(fully_shard(small()), backend=backend, **options), X)
+        assert seen == [switched_off()] * 2
+        step(torch.compile(small()), X)
+        assert seen[2:] == [on] * 2
+        assert {name: getattr(inductor_config, name) for name in on} == on
+
+
+def test_a_backward_on_another_thread_gets_our_passes() -> None:
+    """From torch 2.12 on each thread has a configuration of its own; a graph's own is in force wherever it compiles."""
+    compiled = torch.compile(fully_shard(small()))
+    with printed_graphs() as graphs:
+        loss = compiled(X).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert any(graph.startswith("--- backward graph after pin_order") for graph in graphs)
 
 
 def test_passes_are_loaded_by_the_first_trace() -> None:

@@ -142,7 +142,8 @@ def test_products_read_what_was_gathered(make: type[nn.Module], dtype: str) -> N
         products = [step for step in forward.steps if step.is_product]
         assert make is Block or all("_scaled_mm" in step.function for step in products)
         read = {name for step in products for name in map(forward.viewed, step.names)}
-        assert len(products) == 4 and len(read & forward.gathered()) == 2
+        # torch 2.14 leaves the addition of a bias, which is gathered beside the weights, in a product of autocast
+        assert len(products) == 4 and len(read & forward.gathered()) in ((2, 4) if make is Block else (2,))
 
 
 def test_maxima_hide_behind_gathers() -> None:

@@ -254,7 +254,8 @@ REFUSED = "|".join(
     (
         "forward changed parameter code of its own unit",
         LOST,
-        "view is the output of a function that returns multiple views",  # autograd's own, with the line of the model
+        "view is the output of a function that returns multiple views",  # autograd's own, with the line of the model,
+        "This view was created inside a custom Function",  # and in torch 2.14
     )
 )
 

@@ -126,10 +126,12 @@ def _put_first(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], l
 
 
 # Note [Why the order is pinned]
-# Inductor lowers an FX graph in its order, but its scheduler reorders operations afterwards. Its memory pass
-# (`reorder_for_peak_memory`, on by default) moves each all-gather right before its wait, which undoes all prefetching,
-# and postpones reduce-scatters and the products that feed them to the end of backward. Horizontal fusion may compute
-# the gradients of two units in one kernel, so that the first reduce-scatter waits for the second unit.
+# Inductor lowers an FX graph in its order, but its scheduler may reorder operations afterwards. Its memory pass
+# (`reorder_for_peak_memory`) would move each all-gather right before its wait, which undoes all prefetching, and
+# postpone reduce-scatters and the products that feed them to the end of backward. `simple_overlap` of torch 2.14 would
+# postpone waits of reduce-scatters to there, which keeps all gradients in full size. Both are switched off in our
+# graphs (`switched_off`), but horizontal fusion may still compute the gradients of two units in one kernel, so that the
+# first reduce-scatter waits for the second unit.
 #
 # So control dependencies chain collectives, waits and the matrix products between them. Two kinds of nodes are special.
 # A product that writes into a pack stays out of the chain: inside `control_deps` it would get a buffer of its own and
