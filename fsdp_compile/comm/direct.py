@@ -28,7 +28,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from fsdp_compile.comm.collectives import Filling, note_wait, start_all_gather, start_exchange
+from fsdp_compile.comm.collectives import Filling, note_wait, profiled, start_all_gather, start_exchange
 
 # Note [Where a prefetched buffer is taken]
 # An operator's body and the code that Inductor generates have the stored shard, as a tensor, and the group's name, and
@@ -178,7 +178,8 @@ class DirectCollectives:
         """
         prefetched = take(shard, out.dtype, group)
         if prefetched is None:
-            self._in_flight[out.data_ptr()] = start_all_gather(out, shard, group)
+            with profiled("all_gather", out.numel()):
+                self._in_flight[out.data_ptr()] = start_all_gather(out, shard, group)
             return
         full = prefetched.full
         out.set_(full.untyped_storage(), 0, full.shape, (1,))  # no copy: the graph has no view of it yet
@@ -188,7 +189,8 @@ class DirectCollectives:
         """Begin to send each rank its slice of `packed`, 1-D; returns a tensor like it, to be read after `wait`.
         All slices have one size; the lists of sizes are those of torch's operator.
         """
-        exchange = start_exchange(packed, group)
+        with profiled("reduce", packed.numel()):
+            exchange = start_exchange(packed, group)
         self._in_flight[exchange.full.data_ptr()] = exchange
         return exchange.full
 
@@ -197,7 +199,8 @@ class DirectCollectives:
         filling = self._in_flight.pop(full.data_ptr(), None)
         if filling is not None:  # else `at_start` was not first, and has waited for it
             try:
-                filling.wait()
+                with profiled("wait_reduce" if filling.kind == "reduce" else "wait_all_gather", full.numel()):
+                    filling.wait()
             except RuntimeError as error:
                 note_wait(error, filling.kind, full.numel())
                 raise

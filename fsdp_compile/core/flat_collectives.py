@@ -161,7 +161,7 @@ def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | Non
     if parsed.is_sharded:
         if parsed.reshard_after_forward is not False:
             _warn_of_other_backend()
-        with collectives.waiting_for("all-gather", parsed.layout.numel):
+        with collectives.waiting_for("all-gather", parsed.layout.numel, "all_gather"):
             return all_gather_flat(shard, parsed.groups, parsed.compute_dtype)
     local = shard.to(parsed.compute_dtype or shard.dtype)
     return local.clone() if local is shard else local  # an operator may not return its input; a pass drops the copy
@@ -170,7 +170,7 @@ def _unshard(shard: Tensor, flat_param_id: Tensor | None, deferred: Tensor | Non
 @torch.library.impl("fsdp_flat::reduce_grads", "default")
 def _reduce_grads(packed: Tensor, spec: str) -> Tensor:
     parsed = UnshardSpec.parse(spec)
-    mean, finish = start_average(packed.clone(), parsed.groups, parsed.is_sharded, parsed.replicas)
-    with collectives.waiting_for("reduce", packed.numel()):
+    with collectives.waiting_for("reduce", packed.numel(), "reduce"):
+        mean, finish = start_average(packed.clone(), parsed.groups, parsed.is_sharded, parsed.replicas)
         finish()
     return mean

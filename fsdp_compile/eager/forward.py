@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_compile.comm.collectives import profiled
 from fsdp_compile.core._torch import (
     allowed_in_regions,
     call_after_backward,
@@ -251,11 +252,12 @@ def _pre_forward(module: Any, opened: list[UnshardedUnit], as_flats: bool) -> No
         runtime.begin_iteration(module)
     sharded = [u for u in module._fsdp.units if not u.is_unsharded and not _computes_summoned(u, full_precision)]
     for unit in sharded:
-        gathered = runtime.gather(unit, full_precision)
-        gathered.open(as_flats)  # one by one: if one fails, those before it are closed
-        shared = unit in module._fsdp.shared_units and runtime.iteration is not None
-        (runtime.shared_in_forward if shared else opened).append(gathered)
-        runtime.prefetch_forward(gathered)
+        with profiled("pre", unit.path):
+            gathered = runtime.gather(unit, full_precision)
+            gathered.open(as_flats)  # one by one: if one fails, those before it are closed
+            shared = unit in module._fsdp.shared_units and runtime.iteration is not None
+            (runtime.shared_in_forward if shared else opened).append(gathered)
+            runtime.prefetch_forward(gathered)
 
 
 def _computes_summoned(unit: Unit, full_precision: bool) -> bool:
@@ -300,7 +302,8 @@ def _post_forward(module: Any, opened: list[UnshardedUnit], inputs: Any, output:
             return _post_forward(module, opened, inputs, output)
     _hide(module, opened, completed=True)
     for gathered in opened:
-        gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
+        with profiled("post", gathered.unit.path):
+            gathered.end_forward(inputs, output, keep=module._fsdp.is_root)
         if gathered.opaque and gathered.unit.reshard_after_forward is not False and not module._fsdp.is_root:
             warn_caller(
                 f"{original_class(module).__name__} with parameters {', '.join(gathered.unit.names[:2])}, ... returns "

@@ -131,7 +131,7 @@ def reduce_or_accumulate(
     reduction.full_precision = full_precision
     if unit.comm_hook is not None or offload:  # else the collective holds `packed` until compute has waited
         streams.use_in_post_backward(packed)
-    with streams.reducing(), waiting_for("reduce", unit.path):
+    with streams.reducing(), waiting_for("reduce", unit.path, "reduce"):
         reduced, complete = _start_reduce(unit, flat, packed, at_once=streams.device.has_streams)
     path = unit.path
     if _defers_all_reduce(unit):

@@ -81,10 +81,11 @@ class UnshardParams(torch.autograd.Function):
     @never_compile
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # as the results of forward
         """Return the gradients of the shards, 1-D `[shard_numel]`, being reduced."""
-        gathered = ctx.gathered()
-        if gathered is not None:
-            gathered.gradients_ready()
-        return (None, None, *ctx.reduce(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
+        with collectives.profiled("post", ctx.unit.path):
+            gathered = ctx.gathered()
+            if gathered is not None:
+                gathered.gradients_ready()
+            return (None, None, *ctx.reduce(ctx.unit, ctx.flats, grads, ctx.streams, ctx.full_precision))
 
 
 class Reader(Flag):
@@ -144,7 +145,7 @@ class UnshardedUnit:
             self.buffers = reused.buffers
             return
         self.streams.limit()
-        with torch.no_grad(), streams.unsharding():
+        with torch.no_grad(), streams.unsharding(), collectives.profiled("all_gather", unit.path):
             self.buffers = [
                 UnshardedBuffer(unit, flat, unit.compute_dtype(flat, full_precision)) for flat in unit.flats
             ]
@@ -321,7 +322,8 @@ class UnshardedUnit:
     def _before_backward(self, _grad: Any) -> None:
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
-            self.reopen()
+            with collectives.profiled("pre", self.unit.path):
+                self.reopen()
         elif self in self.unit.awaiting_backward and not any(buffer.is_free for buffer in self.buffers):
             # A recomputed forward opened it; another may have hidden it since.
             self.unit.show_unsharded(self.views, self.as_flats)
@@ -360,7 +362,7 @@ class UnshardedUnit:
         if freed:
             self._check_unchanged()
             self.streams.limit()
-            with torch.no_grad(), self.streams.unsharding():
+            with torch.no_grad(), self.streams.unsharding(), collectives.profiled("all_gather", self.unit.path):
                 for buffer in freed:
                     buffer.start()
             self.prefetched = True
