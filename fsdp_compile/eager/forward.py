@@ -343,6 +343,7 @@ def _open_for_recomputation(module: Any, unit: Unit, as_flats: bool) -> Unsharde
     if awaiting:
         gathered = awaiting[-1]
         gathered.readers |= Reader.RECOMPUTED_FORWARD
+        gathered.is_lent = True
         gathered.reopen()
         return None
     streams = module._fsdp_runtime.streams_for(unit.device)

@@ -114,6 +114,7 @@ class UnshardedUnit:
         can_free: whether backward can gather again what is freed after the forward.
         backward_pass: the backward pass that last read the parameters, or -1.
         recomputed_in: the backward pass in which a recomputed forward last read the open parameters, or -1.
+        is_lent: whether backward last opened it for a recomputed forward, and has not reached its own outputs since.
         prefetched: whether a backward pass has begun to gather again and nothing has read the parameters yet.
         is_differentiated: whether something has saved the parameters that no hook tells of: a graph that a backward
             pass made (`create_graph`), or a transform of `torch.func`. Their buffers go with what has saved them.
@@ -138,6 +139,7 @@ class UnshardedUnit:
         self.params, self.versions = tuple(unit.params), unit.version_counters()
         self.opaque: type | None = None  # of an output that may have tensors inside
         self.as_flats = self.can_free = self.prefetched = self.is_differentiated = self.in_root_forward = False
+        self.is_lent = False
         self.backward_pass, self.recomputed_in, self.readers = -1, -1, Reader.NOBODY
         reused = self._take_kept()
         self.reused = reused is not None
@@ -320,6 +322,7 @@ class UnshardedUnit:
 
     @never_compile
     def _before_backward(self, _grad: Any) -> None:
+        self.is_lent = False
         self.is_differentiated |= torch.is_grad_enabled()
         if self.backward_pass != current_backward():
             with collectives.profiled("pre", self.unit.path):
@@ -404,7 +407,7 @@ class UnshardedUnit:
 
     def close(self) -> None:
         """End backward: free the buffers, or keep them where that saves an all-gather."""
-        if not backward_keeps_graph():  # else another backward pass through the same graph may follow
+        if not (backward_keeps_graph() or self.is_lent):  # else its own backward may follow
             self.unit.awaiting_backward.pop(self, None)
         self.hide()
         if self.is_differentiated:

@@ -91,4 +91,20 @@ CORPUS: tuple[tuple[str, Case], ...] = (
         "a parameter without elements was thawed, which was frozen alone: its gradient could not be packed",
         Case(nodes=(Node(kind="scale", frozen="first"),), steps=(Step(before="freeze"),)),
     ),
+    (
+        "a unit that runs twice in two nested checkpoints, in two forwards: the backward of one ended the other's",
+        Case(
+            nodes=(
+                Node(
+                    kind="nest",
+                    children=(
+                        Node(kind="nest", children=(Node(unit=True, times=2),), checkpoint="non-reentrant"),
+                        Node(),
+                    ),
+                    checkpoint="non-reentrant",
+                ),
+            ),
+            steps=(Step(forwards="apart"),),
+        ),
+    ),
 )

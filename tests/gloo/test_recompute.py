@@ -82,6 +82,57 @@ def test_retained_graphs_with_checkpoints(two: Ranks) -> None:
     two.run(_retain)
 
 
+class _Deep(nn.Module):
+    """A unit that runs `times` times within checkpoints, each within the next."""
+
+    def __init__(self, reentrant: tuple[bool, ...], times: int) -> None:
+        super().__init__()
+        self.unit, self.head = nn.Sequential(nn.Linear(7, 7), nn.Tanh()), nn.Linear(7, 7)
+        self.reentrant, self.times = reentrant, times
+
+    def _run(self, depth: int, x: Tensor) -> Tensor:
+        if depth < len(self.reentrant):
+            return self.head(checkpoint(self._run, depth + 1, x, use_reentrant=self.reentrant[depth]))
+        for _ in range(self.times):
+            x = self.unit(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(0, x)
+
+
+_BACKWARDS = {"in order": (0, 1), "reversed": (1, 0), "retained": (1, 0, 1), "three": (0, 2, 1)}
+
+
+def _nest(rank: int) -> None:
+    nests = ((False, False), (False, False, False), (False, True), (True, False))
+    for reentrant, times, strategy in product(nests, (2, 3), ("FULL_SHARD", "SHARD_GRAD_OP")):
+        if strategy == "SHARD_GRAD_OP" and reentrant != (False, False):
+            continue
+        torch.manual_seed(0)
+        reference = _Deep(reentrant, times)
+        model = copy.deepcopy(reference)
+        for unit in (model.unit, model):
+            fully_shard(unit, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=None)
+        for name, order in _BACKWARDS.items():
+            for each in (reference, model):
+                each.zero_grad()
+                losses = [
+                    each(torch.full((2, 7), 1.0 + i, requires_grad=True)).square().sum() for i in range(max(order) + 1)
+                ]
+                for at, i in enumerate(order):
+                    losses[i].backward(retain_graph=i in order[at + 1 :])
+            try:
+                assert_same_gradients(model, reference)
+            except AssertionError as error:
+                raise AssertionError(f"{reentrant}, {times} times, {strategy}, {name}") from error
+
+
+def test_nested_checkpoints_and_several_forwards(two: Ranks) -> None:
+    """Forwards of a unit that runs in checkpoints within checkpoints have their backwards in any order."""
+    two.run(_nest)
+
+
 # --- checkpoints within a unit ----------------------------------------------------------------------------------------
 
 
