@@ -230,7 +230,7 @@ class Bench:
             for tier in _tiers(tests):
                 taken = [seconds for test, seconds in self.seconds.items() if test.split("::")[0] in _files(tier)]
                 code, failed, said, _ = self._run(tier, 30.0 + 3 * sum(taken), 15.0 + 3 * max(taken), "-x")
-                if code in (1, 2, None):  # failed, did not even import, or is still running
+                if code in (1, 2, 3, None):  # failed, did not even import, broke pytest itself, or is still running
                     self.kills.update(failed[:1])
                     return False
                 if code != 0:
