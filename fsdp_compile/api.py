@@ -23,10 +23,9 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_compile.comm.groups import GroupArgument, divide, resolve_groups
-from fsdp_compile.config import CompileConfig
+from fsdp_compile.config import CompileConfig, check_type
 from fsdp_compile.construct.arguments import (
     check_one,
-    check_type,
     given_device,
     mesh_to_shard,
     offload_of,
@@ -319,20 +318,27 @@ def explain_plan(
         ValueError: a name is unknown, or `world_size` is missing, or stands beside a process group of another size.
     """
     from fsdp_compile.explain.sharded import explain_sharded, update_of  # imports Inductor
+    from fsdp_compile.passes.inductor import checked
 
     update = update_of(optimizer, clip)
-    config = CompileConfig(link=link, device=device, budget=budget, activations=activations, update=update)
+    check_type("link", link, str)
+    check_type("model", model, nn.Module | Callable)
+    check_type("example_inputs", example_inputs, Sequence)
+    config = checked(CompileConfig(link=link, device=device, budget=budget, activations=activations, update=update))
     shard = functools.partial(fully_shard, reshard_after_forward="auto")
     return explain_sharded(model, shard, example_inputs, config, world_size, optimizer)
 
 
 def _check_environment() -> None:
     """Raise ValueError now, and not when a compiled forward is traced, if `FSDP_COMPILE_*` have impossible values."""
-    config = CompileConfig.from_environment()
-    if config.disable:
-        from fsdp_compile.passes.inductor import pipelines  # imports Inductor
+    try:
+        config = CompileConfig.from_environment()
+        if any((config.disable, config.link, config.profile, config.plan)):
+            from fsdp_compile.passes.inductor import checked  # imports Inductor
 
-        pipelines(config)
+            checked(config)
+    except ValueError as error:
+        raise ValueError(f"variables FSDP_COMPILE_* of the environment: {error}") from None
 
 
 @functools.cache

@@ -4,12 +4,28 @@ import json
 import os
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from types import NoneType, UnionType
 from typing import Any, Literal
 
 MOST_BYTES = 1 << 28  # of a file of text
 
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+
+
+def check_type(name: str, value: Any, expected: Any) -> None:
+    """Raise TypeError unless `value`, the argument of that name, is an instance of `expected`, a class or a union.
+
+    A bool is no int here, and an int is a float.
+    """
+    kinds = expected.__args__ if isinstance(expected, UnionType) else (expected,)
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        names = (
+            ("an " if kind.__name__[0] in "iIO" else "a ") + kind.__name__ for kind in kinds if kind is not NoneType
+        )
+        words = " or ".join([*names, *(["None"] if NoneType in kinds else [])])
+        raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
 
 
 def update_moves(states: float) -> float:
@@ -43,7 +59,7 @@ class StepUpdate:
     def __post_init__(self) -> None:
         if not self.moves >= 0:
             raise ValueError(f"moves must be at least 0, not {self.moves!r}")
-        if self.prefetch != "auto" and (not isinstance(self.prefetch, int) or self.prefetch < 0):
+        if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
             raise ValueError(f"prefetch must be a number of units, at least 0, or 'auto', not {self.prefetch!r}")
 
 
@@ -88,6 +104,7 @@ class CompileConfig:
             is loaded where it does not fit, and the log says why. Loading runs code: it must be from who you trust.
 
     Raises:
+        TypeError: a field has a value of another type.
         ValueError: a field has a value that it cannot have, or needs `link`.
     """
 
@@ -106,11 +123,20 @@ class CompileConfig:
     artifacts: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.disable, tuple | list) or not all(isinstance(each, str) for each in self.disable):
+            raise TypeError(f"disable: expected a tuple of names of passes, found {self.disable!r}")
         object.__setattr__(self, "disable", tuple(self.disable))
+        for each in fields(self)[1:]:
+            value = getattr(self, each.name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, each.name, value := os.fspath(value))
+            check_type(each.name, value, each.type)
         if self.reduces_in_flight is not None and self.reduces_in_flight < 1:
             raise ValueError(f"reduces_in_flight must be at least 1, or None, not {self.reduces_in_flight}")
         if not self.check_ranks_timeout > 0:
             raise ValueError(f"check_ranks_timeout must be above 0 seconds, not {self.check_ranks_timeout}")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget must be at least 1 byte, or None, not {self.budget}")
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, not {self.activations!r}")
         if self.activations != "keep" and self.profile is not None:

@@ -109,6 +109,8 @@ class FSDPModule(HasShardedParameters, CheckParams, nn.Module):
         reduced by the eager runtime, around its compiled forward. Equal blocks share one graph. It may also be called
         before `fully_shard`.
         """
+        if kwargs.get("backend") == "fsdp_compile":
+            check_options(kwargs.get("options"))
         super().compile(*args, **kwargs)
         gather_around_compiled(self)
 
@@ -456,6 +458,13 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     _units_of(modules)
     for module in modules[1:]:
         module._fsdp_runtime.share_streams(modules[0]._fsdp_runtime)
+
+
+def check_options(options: dict[str, Any] | None) -> None:
+    """Raise TypeError or ValueError now for bad options of `backend="fsdp_compile"`, and not in the first forward."""
+    from fsdp_compile.passes.inductor import config_of  # imports Inductor
+
+    config_of({} if options is None else options)
 
 
 def gather_around_compiled(module: Any) -> None:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_compile.config import CompileConfig, StepUpdate, update_moves
+from fsdp_compile.config import CompileConfig, StepUpdate, check_type, update_moves
 from fsdp_compile.core._torch import tree_map
 from fsdp_compile.core.ops import RECORD_TIME
 from fsdp_compile.core.sharding import units_gathered_below
 from fsdp_compile.core.unit import Unit, VersionCounters, check_idle
 from fsdp_compile.eager.accumulate import drop_cleared
 from fsdp_compile.eager.next_forward import NextForward
-from fsdp_compile.fsdp_module import FSDPModule
+from fsdp_compile.fsdp_module import FSDPModule, check_options
 from fsdp_compile.optim.flat import FlatStep, FlatUpdate, gradient_norm
 from fsdp_compile.optim.in_backward import UpdateInBackward
 from fsdp_compile.wrapper import FullyShardedDataParallel
@@ -92,9 +92,10 @@ def compile_step(
             environment.
 
     Raises:
-        TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module.
-        ValueError: `clip_norm`, `accumulate` or `prefetch` is out of range; or `update_in_backward` is combined with
-            `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise.
+        TypeError: `model` was not sharded by `fully_shard`, or is inside another sharded module; or an argument has the
+            wrong type.
+        ValueError: an option, `clip_norm`, `accumulate` or `prefetch` is out of range; or `update_in_backward` is
+            combined with `clip_norm`, `accumulate` or `scaler`, or with an optimizer that is not elementwise.
     """
     called: Any = getattr(model, "_orig_mod", model)
     sharded = called.sharded_module if isinstance(called, FullyShardedDataParallel) else called
@@ -103,9 +104,21 @@ def compile_step(
             f"model: expected a model sharded by fully_shard, and not a module inside one, found "
             f"{type(sharded).__name__}; call fully_shard on the whole model"
         )
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected an Optimizer, found {type(optimizer).__name__}")
+    check_type("loss_fn", loss_fn, Callable | None)
+    check_type("clip_norm", clip_norm, float | None)
+    check_type("accumulate", accumulate, int)
+    check_type("scaler", scaler, torch.amp.GradScaler | None)
+    check_type("prefetch", prefetch, int | str)
+    check_type("update_in_backward", update_in_backward, bool)
+    check_type("backend", backend, str | Callable)
+    check_type("options", options, dict | None)
+    if backend == "fsdp_compile":
+        check_options(options)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm: expected a number above 0, or None, found {clip_norm!r}")
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if accumulate < 1:
         raise ValueError(f"accumulate: expected a number of micro-batches, at least 1, found {accumulate!r}")
     if update_in_backward and (clip_norm is not None or accumulate > 1 or scaler is not None):
         given = f"clip_norm={clip_norm}, accumulate={accumulate}, scaler={scaler and type(scaler).__name__}"

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fsdp_compile.api import fully_shard
 from fsdp_compile.comm.groups import GroupArgument
+from fsdp_compile.construct.units import check_module
 from fsdp_compile.construct.wrap_policy import AutoWrapPolicy
 from fsdp_compile.core._torch import TrainingState, never_trace
 from fsdp_compile.core.settings import Settings, warn_caller
@@ -81,6 +82,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         if not use_orig_params:
             _warn_of_original_parameters()
+        check_module(module)
         sharded_before = {each for each in module.modules() if sharding_of(each)}
         fully_shard(
             module,

@@ -7,9 +7,8 @@ sharding_strategy, reshard_after_forward -> a strategy
 device_id                                -> a device with an index, or None
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import NoneType, UnionType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from fsdp_compile.comm.groups import RESHARDING
+from fsdp_compile.config import check_type
 from fsdp_compile.core.settings import PlacementFn, warn_caller
 
 try:
@@ -44,14 +44,6 @@ except ImportError:  # torch 2.11 and 2.12
                 raise ValueError("DataParallelMeshDims: set at least one of shard and replicate")
 
 
-def check_type(name: str, value: Any, expected: type | UnionType) -> None:
-    """Raise TypeError unless `value`, the argument of that name, is an instance of `expected`."""
-    kinds = expected.__args__ if isinstance(expected, UnionType) else (expected,)
-    if not isinstance(value, expected):
-        words = " or ".join("None" if kind is NoneType else f"a {kind.__name__}" for kind in kinds)
-        raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
-
-
 def check_one(**given: Any) -> None:
     """Raise ValueError if more than one of the arguments is not None."""
     names = [name for name, value in given.items() if value is not None]
@@ -66,8 +58,13 @@ def precision_of(
     check_type("mixed_precision", mixed_precision, MixedPrecision | None)
     check_type("mp_policy", mp_policy, MixedPrecisionPolicy | None)
     check_one(mixed_precision=mixed_precision, mp_policy=mp_policy)
+    given = mixed_precision or mp_policy
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
-        check_type(name, getattr(mixed_precision or mp_policy, name, None), torch.dtype | None)
+        check_type(name, dtype := getattr(given, name, None), torch.dtype | None)
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"{name}: expected a dtype of floating-point numbers or None, found {dtype}")
+    for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        check_type(name, getattr(given, name, False), bool)
     if mp_policy is None:
         return mixed_precision or MixedPrecision(), None
     if mp_policy.param_dtype is None and mp_policy.reduce_dtype is None:
@@ -146,7 +143,10 @@ def given_device(device_id: int | str | torch.device | None) -> torch.device | N
     if device_id is None:
         return None
     if isinstance(device_id, str):
-        device_id = torch.device(device_id)
+        try:
+            device_id = torch.device(device_id)
+        except RuntimeError as error:
+            raise ValueError(f"device_id: expected the name of a device, found {device_id!r}: {error}") from None
     if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
         raise TypeError(f"device_id: expected an int, a torch.device or None, found {type(device_id).__name__}")
     if device_id in (CPU, torch.device("cpu", 0)):
@@ -180,6 +180,7 @@ def current_device() -> torch.device | None:
 
 def check_placements(path: str, params: Iterable[tuple[str, nn.Parameter]], placement_fn: PlacementFn | None) -> None:
     """Check what `shard_placement_fn` says of each parameter (Note [Which elements a rank stores])."""
+    check_type("shard_placement_fn", placement_fn, Callable | None)
     if placement_fn is None:
         return
     for name, param in params:

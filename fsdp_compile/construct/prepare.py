@@ -17,10 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compile.comm.collectives import backends
 from fsdp_compile.comm.groups import HYBRID, resolve_groups
+from fsdp_compile.config import check_type
 from fsdp_compile.construct.arguments import (
     CPU,
     check_placements,
-    check_type,
     current_device,
     given_device,
     offload_of,

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fsdp_compile.config import update_moves
+from fsdp_compile.config import check_type, update_moves
 from fsdp_compile.explain.prediction import UPDATE, Alternative, Prediction, Scheduled, Setting
 from fsdp_compile.explain.report import Report
 from fsdp_compile.explain.trace import Model
@@ -276,8 +277,8 @@ def predict_step(
     """
     used = []
     for setting in settings:
-        here = hardware or device(setting.hardware)
-        used.append(here if setting.network is None else replace(here, network=link(setting.network)))
+        here = hardware or device(setting.hardware, "hardware")
+        used.append(here if setting.network is None else replace(here, network=link(setting.network, "network")))
     traced = Model(model, example_inputs, name)
     predictions = []
     for setting, here in zip(settings, used, strict=True):
@@ -389,7 +390,9 @@ def hardware_of(hardware: str | Path | Hardware | None, calibration: str | Path 
     Raises:
         ValueError: hardware of that name is unknown, a file is no hardware file, or the calibration is of another one.
     """
-    base = hardware if isinstance(hardware, Hardware) else device(str(hardware)) if hardware else None
+    check_type("hardware", hardware, str | PathLike | Hardware | None)
+    check_type("calibration", calibration, str | PathLike | None)
+    base = hardware if isinstance(hardware, Hardware) else device(str(hardware), "hardware") if hardware else None
     if calibration is None:
         return base or device(USUAL)
     measured = read_hardware(Path(calibration))

@@ -105,12 +105,18 @@ class Setting:
             ("optimizer", OPTIMIZERS),
             ("runtime", RUNTIMES),
             ("reduce_dtype", (None, "float32", "bfloat16", "float16")),
+            ("clip", (True, False)),
+            ("compiled", (True, False)),
+            ("compile_step", (True, False)),
+            ("compiled_loss", (None, True, False)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, found {getattr(self, name)!r}")
         if not re.fullmatch("none|full|selective (op|0*[1-9][0-9]*)", str(self.checkpointing)):
             raise ValueError(f"checkpointing: expected one of none, full, selective op or 'selective N', found "
                              f"{self.checkpointing!r}")  # fmt: skip
+        if not isinstance(self.network, str | None):
+            raise ValueError(f"network: expected the name of a link or None, found {self.network!r}")
         if self.shard_size is not None and self.world_size % self.shard_size:
             raise ValueError(f"shard_size: expected a divisor of world_size {self.world_size}, found {self.shard_size}")
 

@@ -8,6 +8,8 @@ config.post_grad_custom_post_pass         called on forward and backward each, b
 config.realize_reads_threshold            buffers that a value with several readers may read before it is stored
 config._post_fusion_custom_pass           called on the scheduler's nodes once loops are fused
 CustomGraphPass.uuid                      in the key of Inductor's and AOTAutograd's caches; None switches both off
+ShortenTraceback                          an error that Dynamo and, with caches, Inductor do not wrap in one of theirs
+InductorError.inner_exception             what Inductor has wrapped
 callback_handler.end_callbacks            called when a frame or a deferred backward has been compiled, or has failed to
 config.force_non_lazy_backward_lowering   of AOTAutograd: whether a backward is compiled together with its forward
 cache_dir                                 where the caches are; two levels below it are the C++ backend's libraries
@@ -42,6 +44,7 @@ from typing import Any
 from torch import fx
 from torch._dynamo import reset as reset_dynamo
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.utils import counters
 from torch._functorch import config as _autograd_config
 from torch._functorch.aot_autograd import get_graph_being_compiled
@@ -51,6 +54,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor import ir as _ir
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -66,8 +70,10 @@ from torch.utils._pytree import tree_leaves
 __all__ = [
     "CustomGraphPass",
     "FakeTensorMode",
+    "InductorError",
     "OpOverload",
     "OrderedSet",
+    "ShortenTraceback",
     "fallback_handler",
     "inductor_config",
     "lowerings",

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_compile.comm.collectives import STARTS, compiles_as_gloo
-from fsdp_compile.config import CompileConfig
+from fsdp_compile.config import CompileConfig, check_type
 from fsdp_compile.core.ops import MARKERS, set_inductor_settings
 from fsdp_compile.passes._torch import (
     CustomGraphPass,
     CustomSchedulerPass,
+    InductorError,
+    ShortenTraceback,
     call_after_compiling,
     compile_by_inductor,
     direction,
@@ -34,9 +36,12 @@ from fsdp_compile.passes._torch import (
     tree_leaves,
 )
 from fsdp_compile.passes.artifacts import hash_of_sources, load_folder, share_artifacts
+from fsdp_compile.passes.cost.hardware import device, link
+from fsdp_compile.passes.cost.roofline import read_profile
 from fsdp_compile.passes.graph.nodes import is_ours
 from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard, smallest_gather
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, run_passes
+from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
 from fsdp_compile.passes.post_grad.foreign import tag_collectives
 
@@ -96,9 +101,14 @@ def fsdp_compile_backend(
     reordering switched off for this compilation.
 
     Raises:
-        ValueError: an option or a pass name is unknown.
+        Refused: as `config_of` says; or no plan fits into the budget, or the plan of a file is of another model.
     """
-    return backend(**(options or {}))(gm, example_inputs)
+    try:
+        check_type("options", options, dict | None)
+        compile_graph = backend(**(options or {}))
+    except (TypeError, ValueError) as error:
+        raise Refused(str(error)) from None
+    return compile_graph(gm, example_inputs)
 
 
 def backend(
@@ -114,23 +124,64 @@ def backend(
         **options: fields of `CompileConfig`.
 
     Raises:
+        TypeError: an option has a value of another type.
         ValueError: an option or the name of a pass to disable is unknown, an option has a value that it cannot have,
             two passes have one name, or a pass does not come behind those that it needs.
     """
-    known = [field.name for field in fields(CompileConfig)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(unknown)}")
-    config = CompileConfig(**options)
+    config = config_of(options, passes)
     check_passes(passes)
-    enabled(passes, config)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if is_ours(gm.graph, MARKERS):
             _load_artifacts(config)
-        return compile_with(gm, example_inputs, tuple(passes), config)
+        try:
+            return compile_with(gm, example_inputs, tuple(passes), config)
+        except InductorError as error:
+            if isinstance(error.inner_exception, Refused):  # which Inductor wraps only where its caches are off
+                raise error.inner_exception from None
+            raise
 
     return compile_graph
+
+
+def config_of(options: Any, passes: Sequence[Pass] = PASSES) -> CompileConfig:
+    """What `options={...}` of the backend say.
+
+    Raises:
+        TypeError: an option has a value of another type.
+        ValueError: an option is unknown or has a value that it cannot have, or names what does not exist.
+    """
+    check_type("options", options, dict)
+    known = [field.name for field in fields(CompileConfig)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"options: expected names among {', '.join(known)}, found {', '.join(map(str, unknown))}")
+    return checked(CompileConfig(**options), passes)
+
+
+def checked(config: CompileConfig, passes: Sequence[Pass] = PASSES) -> CompileConfig:
+    """Return `config`; ValueError if a pass, a link, a device or a file that it names does not exist or is no such."""
+    enabled(passes, config)
+    if config.link is not None:
+        link(config.link)
+    if config.device is not None:
+        device(config.device)
+    if config.profile is not None:
+        read_profile(config.profile)
+    if config.plan is not None:
+        plan_pass.plans_in_file(config.plan)
+    return config
+
+
+class Refused(ShortenTraceback, PlanError):
+    """An option or a plan that is refused. Dynamo and Inductor pass it on as it is, which they do not do with others.
+
+    `torch.compile` gives a backend its options with the first graph, so that is when they are checked;
+    `FSDPModule.compile` and `compile_step` check them at once.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, first_useful_frame=None)
 
 
 def _load_artifacts(config: CompileConfig, at_tracing: bool = False) -> None:
@@ -194,7 +245,10 @@ class Pipeline(CustomGraphPass):
         if is_planned:
             sort(graph)
             _check_settings(graph)
-            run_passes(self.passes, GraphContext(graph, config, direction(), graph_index()))
+            try:
+                run_passes(self.passes, GraphContext(graph, config, direction(), graph_index()))
+            except PlanError as error:
+                raise Refused(str(error)) from error
             _check_settings(graph)  # again: the joint graph has collectives from now on
 
     def uuid(self) -> Any | None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import (
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
@@ -104,6 +105,7 @@ def test_wrong_types_are_refused() -> None:
         ("backward_prefetch", False, "a BackwardPrefetch or None, found bool"),
         ("forward_prefetch", 1, "a bool, found int"),
         ("limit_all_gathers", None, "a bool, found NoneType"),
+        ("shard_placement_fn", 3, "a Callable or None, found int"),
     ],
 )
 def test_settings_of_wrong_types_are_refused(name: str, value: Any, message: str) -> None:
@@ -119,6 +121,21 @@ def test_dtypes_of_wrong_types_are_refused(name: str) -> None:
     if name != "buffer_dtype":
         policy = MixedPrecisionPolicy(**{name: "bf16"})  # type: ignore[arg-type]  # likewise
         refused(mlp(), TypeError, f"{name}: expected a dtype or None, found str", mp_policy=policy)
+
+
+def test_impossible_values_are_refused() -> None:
+    """Devices that do not exist, dtypes to compute in that hold no fractions, switches that are no bool: by name."""
+    for name in ("gpu", "cuda:x", ""):
+        refused(mlp(), ValueError, "device_id: expected the name of a device", device_id=name)
+    for dtype in (torch.int8, torch.bool, torch.int64):
+        message = f"reduce_dtype: expected a dtype of floating-point numbers or None, found {dtype}"
+        refused(mlp(), ValueError, message, mixed_precision=MixedPrecision(reduce_dtype=dtype))
+    for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        precision = MixedPrecision(**{name: "yes"})
+        refused(mlp(), TypeError, f"{name}: expected a bool, found str", mixed_precision=precision)
+    for wrong in (3, None, [mlp()]):
+        with pytest.raises(TypeError, match="module: expected a torch"):
+            FullyShardedDataParallel(wrong)
 
 
 def test_which_error_wins() -> None:

@@ -225,9 +225,9 @@ def test_models_that_cannot_be_traced(make_model, message):
 
 def test_bad_settings():
     """Names that are unknown and numbers that make no sense are refused by their field."""
-    with pytest.raises(ValueError, match="device: expected one of a100-40"):
+    with pytest.raises(ValueError, match="hardware: expected one of a100-40"):
         predict_step(lambda: Llama(**SMALL), [replace(SETTING, hardware="abacus")])
-    with pytest.raises(ValueError, match="link: expected one of"):
+    with pytest.raises(ValueError, match="network: expected one of"):
         predict_step(lambda: Llama(**SMALL), [replace(SETTING, network="pigeons")])
     for fields in (
         {"world_size": -1},

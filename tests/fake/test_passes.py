@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_compile import CompileConfig, ShardingStrategy, fully_shard
+from fsdp_compile import CompileConfig, ShardingStrategy, compile_step, explain_plan, fully_shard
 from fsdp_compile.comm.collectives import ALL_GATHER, WAIT
 from fsdp_compile.core.ops import UNSHARD
 from fsdp_compile.passes import PASSES
@@ -33,6 +34,7 @@ from fsdp_compile.passes.inductor import (
     install,
 )
 from fsdp_compile.passes.pipeline import GraphContext, Pass, enabled
+from fsdp_compile.passes.plan.plan import PlanError
 
 X = torch.ones(4, 3)
 
@@ -60,23 +62,92 @@ def test_the_backend_is_found_by_name() -> None:
     assert graphs and not any("after pin_order" in graph for graph in graphs)
 
 
-def test_unknown_names_are_refused() -> None:
-    """An unknown option or pass name is a ValueError that lists the known ones."""
-    model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"disable": ("reordr",)})
-    with pytest.raises(
-        Exception, match=r"disable, or FSDP_COMPILE_DISABLE: expected names among insert_collectives.*found reordr"
-    ):
+LINK = {"link": "custom:2e-5,1e9"}
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"in_flight": 1}, "options: expected names among disable, reduces_in_flight, .*link.*, found in_flight"),
+    ({"disable": "order"}, "disable: expected a tuple of names of passes, found 'order'"),
+    ({"disable": [1]}, r"disable: expected a tuple of names of passes, found \[1\]"),
+    ({"disable": ("reordr",)}, "disable, or FSDP_COMPILE_DISABLE: expected names among insert_.*found reordr"),
+    ({"reduces_in_flight": 0}, "reduces_in_flight must be at least 1, or None, not 0"),
+    ({"reduces_in_flight": 1.5}, "reduces_in_flight: expected an int or None, found float"),
+    ({"reduces_in_flight": True}, "reduces_in_flight: expected an int or None, found bool"),
+    ({"check_ranks_timeout": 0}, "check_ranks_timeout must be above 0 seconds, not 0"),
+    ({"check_ranks_timeout": float("nan")}, "check_ranks_timeout must be above 0 seconds, not nan"),
+    ({"check_ranks_timeout": "1"}, "check_ranks_timeout: expected a float, found str"),
+    ({"link": 3}, "link: expected a str or None, found int"),
+    ({"link": "ethernet"}, "link: expected one of h100-nvlink, .*found 'ethernet'"),
+    ({"link": "custom:1"}, "link: expected custom:LATENCY,BANDWIDTH .*found 'custom:1'"),
+    ({"device": "h100"}, "device='h100' needs a link"),
+    ({**LINK, "device": "h1000"}, "device: expected one of a100-40, .*found 'h1000'"),
+    ({**LINK, "device": 3}, "device: expected a str or None, found int"),
+    ({"budget": 1}, "budget=1 needs a link"),
+    ({**LINK, "budget": "4GB"}, "budget: expected an int or None, found str"),
+    ({**LINK, "budget": -1}, "budget must be at least 1 byte, or None, not -1"),
+    ({"activations": "all"}, "activations must be one of keep, .*not 'all'"),
+    ({"activations": "auto"}, "activations='auto' needs a link"),
+    ({"activations": None}, "activations: expected a str, found NoneType"),
+    ({"profile": "absent"}, "profile='absent' needs a link"),
+    ({**LINK, "profile": "absent"}, "profile: expected absent to be JSON"),
+    ({**LINK, "profile": 3}, "profile: expected a str or None, found int"),
+    ({"plan": "absent"}, "plan: expected absent to be text with plans"),
+    ({"plan": Path("absent")}, "plan: expected absent to be text with plans"),
+    ({"plan": 3}, "plan: expected a str or None, found int"),
+    ({"record_profile": "no"}, "record_profile: expected a bool, found str"),
+    ({"share_artifacts": 1}, "share_artifacts: expected a bool, found int"),
+    ({"artifacts": 3}, "artifacts: expected a str or None, found int"),
+    ({"update": 7}, "update: expected a StepUpdate or None, found int"),
+]
+
+
+def test_bad_options_are_refused_by_name() -> None:
+    """A bad option is an error that begins with its name: of `model.compile` and `compile_step` at once, of
+    `torch.compile`, which gives a backend no options before, in the first forward; nothing wraps or changes it."""
+    model = fully_shard(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for index, (options, message) in enumerate(BAD_OPTIONS):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            model.compile(backend="fsdp_compile", options=options)
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            compile_step(model, optimizer, options=options)
+        backend = (fsdp_compile_backend, "fsdp_compile")[index % 2]
+        with pytest.raises(ValueError, match=f"^{message}"):
+            torch.compile(model, backend=backend, options=options)(X)
+        torch._dynamo.reset()
+    for name, values in {"link": (None, "ethernet"), "device": (3, "h1000"), "budget": (-1, "4GB")}.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+                explain_plan(model, (X,), **{**LINK, name: value})
+    with pytest.raises(TypeError, match=r"^example_inputs: expected a Sequence, found Tensor"):
+        explain_plan(model, X, **LINK)
+    assert model._compiled_call_impl is None and model(X).shape == (4, 2)
+
+
+@pytest.mark.parametrize("budget", [1, 100])
+def test_a_plan_that_does_not_fit_is_no_error_of_inductor(budget: int) -> None:
+    """What can be known only when a graph is planned is an error of plans, and as it is."""
+    model = torch.compile(fully_shard(small()), backend="fsdp_compile", options={**LINK, "budget": budget})
+    with pytest.raises(PlanError, match=rf"^budget: expected at least \d+ bytes.*found {budget}"):
         model(X)
-    torch._dynamo.reset()
-    model = torch.compile(fully_shard(small()), backend=fsdp_compile_backend, options={"in_flight": 1})
-    with pytest.raises(
-        Exception, match=r"options: expected names among disable, reduces_in_flight, .*link.*, found in_flight"
-    ):
-        model(X)
-    with pytest.raises(ValueError, match=r"reduces_in_flight must be at least 1.*not 0"):
-        CompileConfig(reduces_in_flight=0)
-    with pytest.raises(ValueError, match=r"check_ranks_timeout must be above 0 seconds, not 0"):
-        CompileConfig(check_ranks_timeout=0)
+
+
+def test_bad_arguments_of_a_step_are_refused_by_name() -> None:
+    """Each argument of `compile_step` that it cannot use is an error that begins with its name."""
+    model = fully_shard(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for name, values in {
+        "optimizer": (None, 3, small()),
+        "loss_fn": (3, "mse", torch.ones(1)),
+        "clip_norm": ("1", -1, float("nan"), True),
+        "accumulate": (0, 1.5, "2", True),
+        "scaler": (3, True, "dynamic"),
+        "prefetch": ("all", -1, 1.5, True),
+        "update_in_backward": ("yes", 1, None),
+        "backend": (3, None, 1.5),
+        "options": ([1], "link", 3),
+    }.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+                compile_step(**{"model": model, "optimizer": optimizer, name: value})
 
 
 def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +162,8 @@ def test_default_path_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("FSDP_COMPILE_BUDGET", "much", "FSDP_COMPILE_BUDGET must be a number, not 'much'"),
         ("FSDP_COMPILE_DEVICE", "h100", "device='h100' needs a link"),
+        ("FSDP_COMPILE_LINK", "ethernet", "link: expected one of h100-nvlink"),
+        ("FSDP_COMPILE_PLAN", "absent", "plan: expected absent to be text with plans"),
         ("FSDP_COMPILE_DISABLE", "reordr", "FSDP_COMPILE_DISABLE: expected names among insert_collectives"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_plan_from_a_file(plans: dict[str, Plan], tmp_path: pathlib.Path) -> N
     assert plans["forward"] == eager_first["forward"]
     gathers = [i for i, kind in enumerate(launches(forward)) if kind == "gather"]
     assert gathers == list(range(len(gathers)))
-    with pytest.raises(Exception, match="PlanError"):
+    with pytest.raises(PlanError):
         compiled("recomputed", fsdp_compile_backend, options={"plan": str(path)})
 
 
@@ -218,15 +218,6 @@ def gathers_of(model: torch.nn.Module) -> list[int]:
     with fresh_inductor_cache(), printed_graphs() as graphs:
         CASES["mlp"].loss(model, CASES["mlp"].batch(1, 4)).backward()
     return [graph.count(" = all_gather_into_tensor(") for graph in graphs if "graph after order" in graph]
-
-
-def test_what_needs_a_link_says_so() -> None:
-    """A budget, times or a device without a link would mean nothing: refused by name."""
-    for name, value in {"budget": 1, "profile": "x", "device": "h100"}.items():
-        with pytest.raises(Exception, match=f"{name}=.* needs a link"):
-            compiled("mlp", fsdp_compile_backend, options={name: value})
-    with pytest.raises(Exception, match="link: expected one of h100-nvlink"):
-        compiled("mlp", fsdp_compile_backend, options={"link": "ethernet"})
 
 
 def test_explain_plan() -> None:

@@ -87,6 +87,10 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "\nall-reduce before updates " in printed and "  gather root\n" in printed and "which repeats" in printed
     assert main(["plan", str(tmp_path / "model.py"), *options, "--clip"]) == 2
     assert "clip: expected an optimizer beside it" in capsys.readouterr().err
+    for option, value in [("link", "ethernet"), ("link", "custom:1"), ("device", "h1000"), ("budget", "1")]:
+        assert main(["plan", str(tmp_path / "model.py"), *options, f"--{option}", value]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1 and said[0].startswith(f"fsdp-compile: error: {option}: expected"), said
     (tmp_path / "empty.py").write_text("")
     assert main(["plan", str(tmp_path / "empty.py"), *options]) == 2
     assert "expected a function make_model() without arguments, found none" in capsys.readouterr().err

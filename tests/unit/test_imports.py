@@ -17,7 +17,7 @@ PACKAGE = Path(fsdp_compile.__file__).parent
 ALLOWED = {
     "comm": set(),
     "core": {"comm.collectives", "comm.groups", "comm.direct", "comm._torch"},
-    "construct": {"core", "comm"},
+    "construct": {"core", "comm", "config"},
     "eager": {"core", "comm"},
     "optim": {"core", "comm"},
     "passes": {

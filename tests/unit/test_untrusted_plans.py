@@ -13,7 +13,7 @@ from fsdp_compile.config import CompileConfig
 from fsdp_compile.passes.cost.hardware import Hardware, Link, link
 from fsdp_compile.passes.cost.roofline import step_with_profile, with_profile
 from fsdp_compile.passes.plan.plan import PlanError
-from fsdp_compile.passes.post_grad.plan_pass import plan_in_file
+from fsdp_compile.passes.post_grad.plan_pass import plans_in_file
 
 GRAPH = "forward of 1 products"
 SECONDS = re.escape("expected seconds from 0 to 1,000,000, found ")
@@ -55,9 +55,9 @@ PLANS = {
     "negative": ("forward:\nat -1 wait a\n", "forward, line 2: expected the number of a task, found -1"),
     "a kind": ("forward:\nat 0 fetch a\n", "forward, line 2: expected one of gather, wait, .*, found fetch"),
     "in the second plan": ("backward:\nat 0 gather a\n\nforward:\nat x wait a\n", "forward, line 5: .* task, found x"),
-    "no heading": ("at 0 gather a\n", "to have one plan under 'forward:', found no heading"),
-    "two of a heading": ("forward:\nforward:\n", "to have one plan under 'forward:', found 'forward', 'forward'"),
-    "JSON": ('{"forward": []}', "to have one plan under 'forward:', found no heading"),
+    "no heading": ("at 0 gather a\n", "to have plans under 'forward:' and 'backward:', found no heading"),
+    "two of a heading": ("forward:\nforward:\n", "to have one plan under 'forward:', found two"),
+    "JSON": ('{"forward": []}', "to have plans under 'forward:' and 'backward:', found no heading"),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_plan_that_is_none(tmp_path: Path, name: str) -> None:
     text, message = PLANS[name]
     path.write_text(text)
     with pytest.raises(PlanError, match=f"^plan: .*{re.escape(str(path))}.*{message}"):
-        plan_in_file(str(path), "forward")
+        plans_in_file(str(path))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         path = str(tmp_path / name)
         for read in (
             lambda path=path: with_profile(blocks(2), [0] * len(blocks(2).tasks), "forward", path),
-            lambda path=path: plan_in_file(path, "forward"),
+            lambda path=path: plans_in_file(path),
             lambda path=path: CompileConfig(link="cpu-gloo", profile=path).file_contents,
             lambda path=path: CompileConfig(plan=path).file_contents,
         ):

@@ -232,8 +232,10 @@ def is_finite(value: object) -> bool:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def link(text: "str | Link") -> Link:
+def link(text: "str | Link", what: str = "link") -> Link:
     """Return a link by its name in `data/links.json`, or by `custom:<latency in s>,<bandwidth in bytes/s>`.
+
+    `what` is the name of the argument, for the error.
 
     Raises:
         ValueError: `text` is neither of them.
@@ -245,11 +247,11 @@ def link(text: "str | Link") -> Link:
             latency, bandwidth = map(float, text.removeprefix("custom:").split(","))
             return Link(text, latency, bandwidth, "the caller")
         except ValueError:
-            raise ValueError(f"link: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
+            raise ValueError(f"{what}: expected custom:LATENCY,BANDWIDTH in seconds and bytes per second, as in "
                              f"custom:2e-5,1e9, found {text!r}") from None  # fmt: skip
     if text not in links():
-        raise ValueError(f"link: expected one of {', '.join(links())} or custom:LATENCY,BANDWIDTH (seconds, bytes per "
-                         f"second), found {text!r}")  # fmt: skip
+        raise ValueError(f"{what}: expected one of {', '.join(links())} or custom:LATENCY,BANDWIDTH (seconds, bytes "
+                         f"per second), found {text!r}")  # fmt: skip
     return links()[text]
 
 
@@ -266,7 +268,7 @@ def links() -> dict[str, Link]:
     return {name: made[name] for name in table}
 
 
-def device(text: "str | Hardware") -> Hardware:
+def device(text: "str | Hardware", what: str = "device") -> Hardware:
     """Return a device by the name of a file in `data/`, or by the path of a hardware file.
 
     "h100" and "a100" are the variants with 80 GB.
@@ -281,7 +283,7 @@ def device(text: "str | Hardware") -> Hardware:
         return devices()[name]
     if text.endswith(".json"):
         return read_hardware(Path(text))
-    raise ValueError(f"device: expected one of {', '.join(devices())} or a file of JSON, found {text!r}")
+    raise ValueError(f"{what}: expected one of {', '.join(devices())} or a file of JSON, found {text!r}")
 
 
 @cache

@@ -182,7 +182,7 @@ def with_profile(workload: Workload, stretches: Sequence[int], direction: str, p
     Raises:
         PlanError: the file is no profile, or has no graph of this direction with as many products.
     """
-    profile, name = _load(path), graph_name(direction, stretches)
+    profile, name = read_profile(path), graph_name(direction, stretches)
     if name not in profile:
         raise _not_measured(path, repr(name), profile)
     return replace(workload, tasks=tuple(_share(workload.tasks, stretches, profile[name])))
@@ -197,7 +197,7 @@ def step_with_profile(workload: Workload, stretches: Sequence[int], path: str) -
     Raises:
         PlanError: the file is no profile, or lacks a direction.
     """
-    profile, split, tasks = _load(path), workload.backward, list[Task]()
+    profile, split, tasks = read_profile(path), workload.backward, list[Task]()
     before = stretches[split - 1] if split else 0
     for direction, part, numbers in (
         ("forward", workload.tasks[:split], list(stretches[:split])),
@@ -226,7 +226,7 @@ def measured_update(path: str, sizes: Sequence[int]) -> list[float] | None:
     Raises:
         PlanError: the file is no profile.
     """
-    measured = [seconds for name, seconds in _load(path).items() if name.startswith("update")]
+    measured = [seconds for name, seconds in read_profile(path).items() if name.startswith("update")]
     if not measured or len(measured[-1]) == len(sizes) + 2:
         return measured[-1] if measured else None
     before, *units, after = measured[-1]
@@ -246,7 +246,7 @@ def _share(tasks: Sequence[Task], stretches: Sequence[int], seconds: Sequence[fl
     return shared
 
 
-def _load(path: str) -> Profile:
+def read_profile(path: str) -> Profile:
     """Read a profile, which anybody may have written."""
     try:
         table = read_json(Path(path))

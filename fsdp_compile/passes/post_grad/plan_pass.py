@@ -64,7 +64,11 @@ def choose_plan(context: GraphContext) -> None:
     """
     workload, config = context.workload, context.config
     if config.plan is not None:
-        plan = plan_in_file(config.plan, context.direction)
+        plans = plans_in_file(config.plan)
+        if context.direction not in plans:
+            raise PlanError(f"plan: expected {config.plan} to have a plan under '{context.direction}:', found "
+                            f"{', '.join(map(reprlib.repr, plans))}")  # fmt: skip
+        plan = plans[context.direction]
     elif config.link is not None:
         try:
             plan = search_plan(workload, config.budget).plan
@@ -82,24 +86,26 @@ def choose_plan(context: GraphContext) -> None:
     plan_log.debug("%s:\n%s", context.direction, plan, extra={"workload": workload})  # for handlers that time it
 
 
-def plan_in_file(path: str, heading: str) -> Plan:
-    """Parse the plan under `heading:` in a file. PlanError if there is none or it cannot be read."""
+def plans_in_file(path: str) -> dict[str, Plan]:
+    """Parse the plans in a file, by their headings. PlanError if one cannot be read or two have one heading."""
     try:
         text = read_text(pathlib.Path(path))
     except ValueError as error:
         raise PlanError(f"plan: expected {path} to be text with plans, found {error}") from None
     headings = list(re.finditer(r"^(\w+):[ \t]*$", text, flags=re.MULTILINE))
-    names = [each[1] for each in headings]
-    if names.count(heading) != 1:
-        listed = ", ".join(map(reprlib.repr, names)) or "no heading"
-        raise PlanError(f"plan: expected {path} to have one plan under '{heading}:', found {listed}")
-    place = names.index(heading)
-    begin = headings[place].end()
-    end = headings[place + 1].start() if place + 1 < len(headings) else len(text)
-    try:
-        return Plan.parse("\n" * text.count("\n", 0, begin) + text[begin:end])  # errors have the line of the file
-    except PlanError as error:
-        raise PlanError(f"plan: {path}, {heading}, {error}") from None
+    ends = [*(each.start() for each in headings[1:]), len(text)]
+    plans: dict[str, Plan] = {}
+    if not headings:
+        raise PlanError(f"plan: expected {path} to have plans under 'forward:' and 'backward:', found no heading")
+    for heading, end in zip(headings, ends, strict=True):
+        name, begin = heading[1], heading.end()
+        if name in plans:
+            raise PlanError(f"plan: expected {path} to have one plan under {reprlib.repr(name + ':')}, found two")
+        try:
+            plans[name] = Plan.parse("\n" * text.count("\n", 0, begin) + text[begin:end])  # errors have the file's line
+        except PlanError as error:
+            raise PlanError(f"plan: {path}, {name}, {error}") from None
+    return plans
 
 
 def verify_plan(context: GraphContext) -> None:
