@@ -6,6 +6,7 @@ Functions import what they need themselves: importing torch takes seconds, and `
 
 import argparse
 import inspect
+import os
 import re
 import runpy
 import sys
@@ -87,13 +88,16 @@ examples:
   fsdp-compile build train.py:make artifacts --world-size 8
   FSDP_COMPILE_ARTIFACTS=artifacts torchrun --nproc-per-node 8 train.py"""
 
-SELFCHECK = "Check this installation, on this machine."
-SELFCHECK_EXAMPLE = """--names looks for everything that the package uses of torch's private names, and compares
-arguments of functions. It takes seconds and needs no other rank. A torch that is newer than what the package was tested
-on is worth this check. The exit status is 1 if something is missing.
+SELFCHECK = "Check this installation: a sharded model trains as one process does, eagerly and compiled."
+SELFCHECK_EXAMPLE = """It runs on one process or on the ranks of torchrun, on GPUs if there are any. The exit status is
+1 if a row fails; a bug report should have the file that --json writes.
 
-example:
-  fsdp-compile selfcheck --names"""
+--names looks for everything that the package uses of torch's private names, and compares arguments of functions. It
+takes seconds and needs no other rank. A torch that is newer than what the package was tested on is worth this check.
+
+examples:
+  fsdp-compile selfcheck --names
+  torchrun --nproc-per-node 2 -m fsdp_compile selfcheck --json selfcheck.json"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,7 +256,9 @@ def _add_build(add: Add) -> None:
 
 
 def _add_selfcheck(add: Add) -> None:
-    add("--names", action="store_true", required=True, help="look for the private names of torch that are used")
+    add("--names", action="store_true", help="look for the private names of torch that are used, and nothing else")
+    add("--device", choices=("cuda", "cpu"), help="default: the GPU, if there is one")
+    add("--json", type=Path, metavar="OUT", help="write the report, on rank 0")
 
 
 def _add_convert(add: Add) -> None:
@@ -463,9 +469,11 @@ def _arguments(given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 def run_selfcheck(args: argparse.Namespace) -> int:
-    """Print what is found of torch, file by file; 1 if something is missing."""
+    """Print the rows, or what is found of torch, file by file; 1 if a row fails or something is missing."""
     import torch
 
+    if not args.names:
+        return _selfcheck(args)
     from fsdp_compile.torch_names import TESTED_TORCH, check_all, is_untested
 
     tested = ", newer than all that were tested" if is_untested(torch.__version__) else ""
@@ -477,6 +485,26 @@ def run_selfcheck(args: argparse.Namespace) -> int:
     faults = sum(len(names.faults) for names in found.values())
     print("all found" if not faults else f"{faults} faults: use a torch that was tested, or a newer fsdp_compile")
     return min(faults, 1)
+
+
+def _selfcheck(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_compile.selfcheck import process_group, selfcheck
+
+    _check_folder(args.json)
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    with process_group(device):
+        report = selfcheck(device)
+        if dist.get_rank() == 0:
+            print(report)
+            if args.json is not None:
+                args.json.write_text(report.to_json(), encoding="utf-8")
+    return 0 if report.holds else 1
 
 
 def run_show(args: argparse.Namespace) -> None:
