@@ -96,6 +96,8 @@ class CompileConfig:
             file on all ranks.
         plan: path of a file with plans to follow, as `str(plan)` under the headings `forward:` and `backward:`.
         record_profile: whether graphs measure the seconds of each task while they run, for `profile`.
+        reshard_after_forward: in graphs of another sharding, whether backward gathers parameters again. False: what
+            forward saves is torch's choice. `fully_shard` has an argument of this name for its own graphs.
         update: what follows a backward, if that is known: `compile_step` says so. With a link it is planned with
             forward and backward, as a step that repeats.
         share_artifacts: whether the first rank alone compiles, forward and backward at once, and the others load what
@@ -118,6 +120,7 @@ class CompileConfig:
     profile: str | None = None
     plan: str | None = None
     record_profile: bool = False
+    reshard_after_forward: bool = False
     update: StepUpdate | None = None
     share_artifacts: bool = False
     artifacts: str | None = None

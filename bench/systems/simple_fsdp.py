@@ -78,7 +78,8 @@ class PlannedForLink(Prepared):
 
     def configured(self, link: str, batch: Sequence[Tensor]) -> None:
         torch._dynamo.reset()
-        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options={"link": link})
+        options = {"link": link, "reshard_after_forward": True}
+        self.forward = torch.compile(self.model, fullgraph=True, backend="fsdp_compile", options=options)
         self.forward(*batch).backward()
         self.model.zero_grad()
 
@@ -86,5 +87,6 @@ class PlannedForLink(Prepared):
 def ours(model: nn.Module, blocks: Sequence[nn.Module], setup: Setup) -> Prepared:
     """Without its authors' passes; `backend="fsdp_compile"` orders its collectives, with the option "link" by time."""
     sharded, planned = shard(model, setup), PlannedForLink if setup.option == "link" else Prepared
-    compiled: Any = torch.compile(sharded, backend="fsdp_compile", fullgraph=True)
+    options = {"reshard_after_forward": True}  # as its authors' passes do
+    compiled: Any = torch.compile(sharded, backend="fsdp_compile", fullgraph=True, options=options)
     return planned(sharded, compiled, scale=1 / setup.mesh.size())

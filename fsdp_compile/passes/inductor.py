@@ -43,7 +43,7 @@ from fsdp_compile.passes.joint import choose_memory, insert_collectives, reshard
 from fsdp_compile.passes.pipeline import GraphContext, Pass, Stage, check_passes, enabled, run_passes
 from fsdp_compile.passes.plan.plan import PlanError
 from fsdp_compile.passes.post_grad import in_place_grads, lower_collectives, order, plan_pass
-from fsdp_compile.passes.post_grad.foreign import tag_collectives
+from fsdp_compile.passes.post_grad.foreign import reshard_after_forward, tag_collectives
 
 PASSES = (
     Pass("insert_collectives", "joint", insert_collectives.insert_collectives),
@@ -236,8 +236,10 @@ class Pipeline(CustomGraphPass):
         """Edit `graph` in place."""
         for before in _as_tuple(self.previous):
             before(graph)
-        config = self.config
-        if not (is_planned := is_ours(graph, MARKERS)) and self.others and self.stage == "post_grad":
+        config, is_planned = self.config, is_ours(graph, MARKERS)
+        if not is_planned and self.others and self.stage == "joint" and config.reshard_after_forward:
+            reshard_after_forward(graph)
+        elif not is_planned and self.others and self.stage == "post_grad":
             in_flight = tag_collectives(graph)
             is_planned = in_flight is not None
             if config.reduces_in_flight == 1:  # counts units, and here each parameter is one

@@ -104,10 +104,10 @@ def _train(name: str, **options: Any) -> tuple[list[Tensor], str]:
     return [each.detach().clone() for each in local], said.getvalue()
 
 
-def _compare(rank: int, name: str, link: str | None) -> None:
+def _compare(rank: int, name: str, options: dict[str, Any]) -> None:
     expected, _ = _train(name, backend="inductor")
     with torch._inductor.config.patch(force_disable_caches=True):
-        found, said = _train(name, backend="fsdp_compile", options={"link": link})
+        found, said = _train(name, backend="fsdp_compile", options=options)
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
     assert (MODELS[name][1] in said) == (rank == 0), said
@@ -121,8 +121,16 @@ LATE = {"gradients averaged", "tensor parallelism"}
 )
 def test_values_stay(two: Ranks, name: str) -> None:
     """Three steps end with the parameters that torch's own backend gives, and rank 0 says what was found."""
-    for link in (None, "custom:2e-5,1e9") if name == "SimpleFSDP" else (None,):
-        two.run(_compare, name, link)
+    two.run(_compare, name, {})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options", [{"link": "custom:2e-5,1e9"}, {"link": "custom:2e-5,1e9", "reshard_after_forward": True}]
+)
+def test_planned_by_time(two: Ranks, options: dict[str, Any]) -> None:
+    """So they do with a link, and where backward gathers again."""
+    two.run(_compare, "SimpleFSDP", options)
 
 
 def _different(rank: int) -> None:

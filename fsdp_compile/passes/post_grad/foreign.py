@@ -9,10 +9,11 @@ from collections import Counter
 
 import torch.distributed as dist
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.comm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, STARTS, WAIT
 from fsdp_compile.passes._torch import direction
-from fsdp_compile.passes.graph.analyze import with_ancestors
+from fsdp_compile.passes.graph.analyze import set_policy, with_ancestors
 from fsdp_compile.passes.graph.nodes import Tag, block_path, derived, is_product, is_pure, set_tag
 
 
@@ -45,6 +46,14 @@ def tag_collectives(graph: fx.Graph) -> int | None:
         print(f"fsdp_compile: {direction()} graph of another sharding: {found}: ordered; {others} other collectives: "
               f"left in place", file=sys.stderr)  # fmt: skip
     return max(1, 2 * max(of_blocks.values())) if of_blocks else None
+
+
+def reshard_after_forward(graph: fx.Graph) -> None:
+    """In a joint graph, gather parameters again in backward, with casts and views of them, instead of saving them."""
+    for start in graph.find_nodes(op="call_function", target=ALL_GATHER):
+        if _sends_an_input(start):
+            (wait,) = start.users
+            set_policy([*with_ancestors([start]), wait, *derived(wait)], CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _has_one_wait(start: fx.Node) -> bool:
