@@ -224,5 +224,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt_small": lambda: gpt(batch=2, context=32, layers=2, heads=2, dim=64),
     "lora": lora,
     "many_small": many_small,
+    "ten": lambda: many_small(10, 256, 1024),  # equal blocks, and nothing around them has parameters
     "llama": llama,
 }

@@ -34,6 +34,7 @@ from fsdp_compile.passes.joint.choose_memory import choose_policies, read_blocks
 from fsdp_compile.passes.pipeline import GraphContext, Pass
 from fsdp_compile.passes.plan.memory import KEEP, Options
 from fsdp_compile.passes.plan.plan import Plan, verify
+from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import Workload
 
 
@@ -109,12 +110,13 @@ def explain_sharded(
     if optimizer is not None:
         setting = replace(setting, optimizer=optimizer, compile_step=True)
     chosen = choose_policies(choices, config)
+    planned = safe_plan(chosen.workload, config.budget, chosen.planned)
     blocks = list[BlockChoice]()
     for block, policy in zip(choices.blocks, chosen.policies, strict=True) if config.activations != "keep" else ():
         units = [each.name for each in choices.plain.units if f"{each.name}.".startswith(f"{block.name}.")]
-        unsharded = len(set(units).intersection(chosen.planned.keep_unsharded))
+        unsharded = len(set(units).intersection(planned.keep_unsharded))
         blocks.append(BlockChoice(block.name, policy.name if policy else KEEP, unsharded, len(units)))
-    return report(chosen.workload, chosen.planned.plan, config.budget, tuple(blocks), setting=setting,
+    return report(chosen.workload, planned.plan, config.budget, tuple(blocks), setting=setting,
                   model=type(sharded).__name__, parameters=parameters, flops=flops, levels=levels)  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def test_auto_keeps_by_measured_times(
         seen.append(workload)
         return search_plan(workload, budget)
 
-    monkeypatch.setattr(reshard, "search_plan", see)
+    monkeypatch.setattr(reshard, "safe_plan", see)
     path = tmp_path / "profile.json"
     options: dict[str, object] = {"link": SLOW, "profile": str(path)}
     table = {"forward of 10 products": [0.5] * 11, "forward of 900 products": [9.0] * 901}
@@ -228,6 +228,8 @@ def test_explain_plan() -> None:
     kinds = Counter(launch.name.split()[0] for launch in found.collectives)
     assert kinds["reduce"] == 6 and 6 <= kinds["gather"] < 12
     assert found.bound <= found.timeline.makespan and "limited by" in str(found)
+    far = explain_plan(BUILD["mlp"], (inputs,), link="h100-ib400-single")  # the ranks are those of different nodes
+    assert [{each.level for each in report.collectives} for report in (found, far)] == [{"node"}, {"network"}]
     same = explain_plan(fully_shard(BUILD["mlp"](), reshard_after_forward="auto"), (inputs,), link=SLOW, world_size=4)
     assert same.plan == found.plan
     with pytest.raises(PlanError, match=r"budget: expected at least \d+ bytes"):

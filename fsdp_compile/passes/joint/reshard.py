@@ -17,7 +17,7 @@ from fsdp_compile.passes.graph.analyze import (
 )
 from fsdp_compile.passes.graph.costs import costs_of
 from fsdp_compile.passes.pipeline import GraphContext
-from fsdp_compile.passes.plan.schedule import search_plan
+from fsdp_compile.passes.plan.safe import safe_plan
 from fsdp_compile.passes.plan.workload import with_update
 
 
@@ -46,7 +46,7 @@ def choose_reshard(context: GraphContext) -> None:
             step = step_with_profile(step, stretches_of(info.tasks), config.profile)
         update = update_cost(info, costs, config) if has_update else None
         step = step if update is None else with_update(step, update)
-        planned = search_plan(step, config.budget)
+        planned = safe_plan(step, config.budget)
         names = planned.keep_unsharded
         note_arrivals(info, step, planned.plan)
     else:

@@ -3,7 +3,7 @@
     search_plan       the shortest plan within a budget
       _by_rules       plans by fixed rules
       _within         for a limit on memory: which units to keep, and preferences, one after the other
-        _Scheduler    a plan for them: before each task launch what is ready, gathers as early as memory allows
+        Scheduler    a plan for them: before each task launch what is ready, gathers as early as memory allows
 
 This is list scheduling of one computing stream and one link. Tasks compute in a fixed order, gathers are launched in
 the order of their first readers and reduces in the order in which they get ready. The scheduler runs the machine of
@@ -85,7 +85,7 @@ def search_plan(workload: Workload, budget: int | None = None, *, coalesce: int 
 # --- what is tried ----------------------------------------------------------------------------------------------------
 
 
-class _Preference(NamedTuple):
+class Preference(NamedTuple):
     """What the scheduler launches first, and how early.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Candidate(NamedTuple):
     keep: frozenset[int]
     seconds: float
     peak: int
-    preference: _Preference | None  # that led to it; None: a rule did
+    preference: Preference | None  # that led to it; None: a rule did
 
     @property
     def cost(self) -> tuple[float, int]:
@@ -152,7 +152,7 @@ def _by_rules(workload: Workload) -> Iterator[_Candidate]:
     plans = [alternating(workload), *(prefetch(workload, *rule) for rule in _RULES)] if not workload.forward else []
     for plan in plans:
         timeline = simulate(workload, plan)
-        yield _Candidate(plan, _keep_by_rule(workload), timeline.makespan, timeline.peak, None)
+        yield _Candidate(plan, keep_by_rule(workload), timeline.makespan, timeline.peak, None)
 
 
 def _limits(workload: Workload, peaks: set[int]) -> list[int]:
@@ -183,9 +183,9 @@ def _within(
 
     Starts from the preference that led to `best`, and changes one thing after the other.
     """
-    preference = (best and best.preference) or _Preference(together=coalesce)
+    preference = (best and best.preference) or Preference(together=coalesce)
     for keep in keeps:
-        scheduler, tried = _Scheduler(workload, keep, limit), set[_Preference]()
+        scheduler, tried = Scheduler(workload, keep, limit), set[Preference]()
         for change in _CHANGES:
             each = preference._replace(**change)
             if each in tried or each.together > coalesce or (best is not None and best.seconds <= enough):
@@ -216,7 +216,7 @@ def _keeps(workload: Workload, limit: int) -> list[frozenset[int]]:
 _Gather = tuple[int, int, int]  # unit, first and last task that read it
 
 
-class _Scheduler:
+class Scheduler:
     """Makes plans that keep `keep` unsharded, within `limit` bytes.
 
     Right before each task, the collectives that it needs and that have not been launched are launched, and reduces are
@@ -272,7 +272,7 @@ class _Scheduler:
             opens.append(max(fits, free))
         return opens, alone
 
-    def run(self, preference: _Preference, most: float = inf) -> _Candidate | None:
+    def run(self, preference: Preference, most: float = inf) -> _Candidate | None:
         """The plan that a preference gives; None if it takes more than `most` seconds."""
         self.machine, self.steps = Machine(self.workload, self.held), list[Step]()
         self.waits = deque[tuple[int, tuple[str, ...]]]()  # of gathers: before which task, what
@@ -290,7 +290,7 @@ class _Scheduler:
         timeline = self.machine.end()
         return _Candidate(Plan(tuple(self.steps)), self.keep, timeline.makespan, timeline.peak, preference)
 
-    def _before_task(self, preference: _Preference) -> None:
+    def _before_task(self, preference: Preference) -> None:
         self.read = self.reads[self.at]
         if self.frees[self.at]:
             self._issue("free", tuple(self.frees[self.at]))
@@ -312,7 +312,7 @@ class _Scheduler:
         if self.at < self.count:
             self._make_room(self.need[self.at])
 
-    def _preferred(self, preference: _Preference) -> tuple[Kind, int] | None:
+    def _preferred(self, preference: Preference) -> tuple[Kind, int] | None:
         """The next launch for which there is room; None if there is none, or the link is busy anyway."""
         lacks, idle = self.gathered < self.read, not self._is_busy()
         reduces = gathers = 0
@@ -412,7 +412,7 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
         before_wait: whether that gather is issued before the wait.
         in_flight: reduces that may be under way at once, the one that is issued included.
     """
-    gathers, reduces = workload.gathers(_keep_by_rule(workload)), workload.reduces()
+    gathers, reduces = workload.gathers(keep_by_rule(workload)), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
     issued = _ahead(workload, gathers[:split], 0, 0, forward, before_wait)
     issued += _ahead(workload, gathers[split:], split, workload.backward, backward, before_wait)
@@ -422,14 +422,18 @@ def prefetch(workload: Workload, forward: int, backward: int, before_wait: bool,
     return _plan(workload, gathers, issued, waited)
 
 
-def alternating(workload: Workload) -> Plan:
+def alternating(workload: Workload, keep: frozenset[int] | None = None) -> Plan:
     """The plan whose backward holds, beside the unit that computes, one prefetched buffer or one reduce, never both.
 
     Reduces and gathers share a link. While a unit computes its backward, the reduce of the unit before is under way
     first, then the gather of the next one; the time is divided in proportion to their bytes. If they take less time
     than computing, no more is exposed than with both at once, and one buffer less is alive.
+
+    Args:
+        workload: the step.
+        keep: units that stay gathered between forward and backward; None: the one that forward reads last, if it may.
     """
-    gathers, reduces = workload.gathers(_keep_by_rule(workload)), workload.reduces()
+    gathers, reduces = workload.gathers(keep_by_rule(workload) if keep is None else keep), workload.reduces()
     split = sum(first < workload.backward for _, first, _ in gathers)
     back = gathers[split:]
     modules = _modules(workload, back)
@@ -457,7 +461,7 @@ def alternating(workload: Workload) -> Plan:
     return _plan(workload, gathers, issued, waited)
 
 
-def _keep_by_rule(workload: Workload) -> frozenset[int]:
+def keep_by_rule(workload: Workload) -> frozenset[int]:
     """The units that have to stay unsharded, and the one that forward reads last, if it may."""
     forward = sorted(workload.reads_in_forward, key=lambda unit: workload.reads_in_forward[unit])
     return workload.must_keep | (set(forward[-1:]) & set(workload.may_keep))

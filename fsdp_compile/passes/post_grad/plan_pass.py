@@ -26,7 +26,8 @@ from fsdp_compile.passes.graph.costs import costs_of, relative_costs
 from fsdp_compile.passes.graph.nodes import tag_of, tagged
 from fsdp_compile.passes.pipeline import GraphContext
 from fsdp_compile.passes.plan.plan import Plan, PlanError, verify
-from fsdp_compile.passes.plan.schedule import alternating, prefetch, search_plan
+from fsdp_compile.passes.plan.safe import safe_plan
+from fsdp_compile.passes.plan.schedule import alternating, prefetch
 from fsdp_compile.passes.plan.workload import UpdateCost, updating_in_backward
 
 plan_log = logging.getLogger("fsdp_compile.plans")
@@ -71,7 +72,7 @@ def choose_plan(context: GraphContext) -> None:
         plan = plans[context.direction]
     elif config.link is not None:
         try:
-            plan = search_plan(workload, config.budget).plan
+            plan = safe_plan(workload, config.budget).plan
         except PlanError as error:
             if config.activations == "keep":
                 raise
