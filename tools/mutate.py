@@ -54,8 +54,9 @@ NEAREST = {
     "checkpoint/save_load.py": "tests/unit/test_checkpoint_directory.py tests/gloo/test_resume.py",
     "state_dict/model.py": f"tests/fake/test_state_types.py {_STATES} tests/gloo/test_fsdp1.py",
     "state_dict/optimizer.py": f"{_STATES} tests/gloo/test_optimizers.py tests/gloo/test_resume.py",
-    "eager/reduce.py": f"tests/gloo/test_reduce.py {_RUNTIME}",
-    "eager/accumulate.py": f"tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py {_RUNTIME}",
+    "eager/reduce.py": f"tests/gloo/test_reduce.py tests/gloo/test_compiled_accumulation.py {_RUNTIME}",
+    "eager/accumulate.py": "tests/gloo/test_flat_gradients.py tests/gloo/test_neighbours.py "
+                           f"tests/gloo/test_compiled_accumulation.py tests/gloo/test_unaveraged.py {_RUNTIME}",
     "eager/forward.py": f"{_RUNTIME} tests/gloo/test_interruptions.py",
     "eager/unsharded.py": f"{_RUNTIME} tests/gloo/test_kept_unsharded.py tests/gloo/test_interruptions.py",
     "eager/writeback.py": "tests/gloo/test_writeback.py",
@@ -65,7 +66,7 @@ NEAREST = {
     "comm/comparison.py": "tests/gloo/test_compare_ranks.py tests/gloo/test_check_ranks.py",
     "passes/graph/lifetimes.py": "tests/fake/test_plans.py tests/fake/test_activations.py",
     "passes/plan/plan.py": _PLANS,
-    "passes/plan/memory.py": _PLANS,
+    "passes/plan/memory.py": f"tests/unit/test_memory_choice.py {_PLANS}",
 }  # fmt: skip
 
 _COMPARED = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "is": "is not", "is not": "is",
