@@ -1,43 +1,77 @@
-"""The code of the documents runs: each page's Python blocks, in order, are one script for two ranks."""
+"""The code of the documents runs, with torchrun, and prints what the pages show; `pages` says how blocks are marked."""
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 
 import fsdp_compile
 
 ROOT = Path(__file__).parents[2]
+DAILY = ("quick_start", "sharded_tensors", "debugging")
+ALONE = ("explain",)  # its script needs one process
+# Each of their blocks runs or says why it does not.
+COMPLETE = ("quick_start", "whole_step", "checkpoints", "explain", "debugging", "frameworks")
 
 
-def script_of(page: Path) -> str:
-    """All Python blocks of a page; blank lines stand for the rest, so that a traceback names the page's own lines."""
-    text, lines, inside = page.read_text(), [], False
-    for line in text.splitlines():
-        if line.startswith("```"):
-            inside = line == "```python"
-            line = ""
-        lines.append(line if inside else "")
-    return "\n".join(lines) + "\n"
+def page_of(name: str) -> Path:
+    return ROOT / "docs" / f"{name}.md"
 
 
-@pytest.mark.parametrize(
-    "page", ["quick_start", "sharded_tensors", pytest.param("from_fsdp2", marks=pytest.mark.nightly)]
-)
-def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> None:
-    """As its reader would run it: with torchrun, on two ranks."""
-    script = tmp_path / f"{page}.py"
-    script.write_text(script_of(ROOT / "docs" / f"{page}.md"))
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def run_pages(names: tuple[str, ...], ranks: int, cache: Path, tmp_path: Path) -> None:
+    """Run the Python of pages, one after the other, and then their commands."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": str(Path(fsdp_compile.__file__).parents[1]),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run(launcher, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=550)
+    arguments = []
+    for name in names:
+        (tmp_path / name).mkdir()
+        arguments += [str(page_of(name)), str(tmp_path / name), free_port()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run = subprocess.run([*launcher, pages.__file__, *arguments], env=environment, cwd=tmp_path, capture_output=True,
+                         text=True, timeout=550)  # fmt: skip
     errors = [line for line in run.stderr.splitlines() if re.match(r"\[rank\d\]:", line)]
     assert run.returncode == 0, "\n".join(errors) or run.stderr[-4000:]
+    for name in names:
+        pages.run_commands(page_of(name), tmp_path / name, environment)
+
+
+def test_the_code_of_pages_runs(folder: Path, tmp_path: Path) -> None:
+    """As its reader would run it, on two ranks, and rank 0 prints what the page shows."""
+    run_pages(DAILY, 2, folder, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", ["whole_step", "checkpoints", "explain", "from_fsdp2"])
+def test_the_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path) -> None:
+    """The same for pages that compile, or trace a model, for longer."""
+    run_pages((page,), 1 if page in ALONE else 2, folder, tmp_path)
+
+
+@pytest.mark.parametrize("page", COMPLETE)
+def test_every_block_runs_or_says_why(page: str) -> None:
+    """No block of these pages is left out without a reason, and each that shows output stands behind what prints it."""
+    before = None
+    blocks = list(pages.blocks_of(page_of(page)))
+    assert blocks
+    for block in blocks:
+        assert block.language in pages.RUNS or block.reason, f"{block}: ```{block.language} does not run"
+        assert block.language != "text" or (before and before.language in ("python", "shell")), (
+            f"{block}: shows no output"
+        )
+        assert block.reason or block.language != "text" or not (before and before.reason), f"{block}: output of nothing"
+        before = block
